@@ -1,0 +1,42 @@
+"""How far our logits are from transformers': `python benchmarks/parity.py`.
+
+Prints the table of docs/models.md: for each family the largest deviation, relative to the scale of
+the logits, over the odd little shapes of tests/models/shapes.py, in float32. It runs what the tests
+run and needs the development environment.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+
+
+def main() -> None:
+    """Measure and print, a family at a time."""
+    sys.path[:0] = [str(TESTS), str(TESTS / "models")]
+    from parity import WAYS, Bench
+    from shapes import SHAPES
+
+    from checkpoints import write_checkpoint
+
+    torch.set_num_threads(1)
+    print("| family | shapes | " + " | ".join(WAYS) + " |")
+    print("|---|---|" + "---|" * len(WAYS))
+    for family, shapes in SHAPES.items():
+        worst = dict.fromkeys(WAYS, 0.0)
+        for shape in shapes.values():
+            with tempfile.TemporaryDirectory() as name:
+                theirs = write_checkpoint(Path(name), family, **shape)
+                for way, measure in WAYS.items():
+                    worst[way] = max(worst[way], measure(Bench(Path(name)), theirs))
+        cells = " | ".join(f"{value:.1e}" for value in worst.values())
+        print(f"| {family} | {len(shapes)} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""`infer`: an inference engine and server for large language models.
+
+The public names are imported on first use, so that `import infer` costs nothing and the parts
+that need no torch (types, errors, the scheduler, the server) can be used without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from infer.config import EngineConfig
+from infer.errors import InferError, LoadError, RequestError
+from infer.types import FinishReason, RequestOutput, SamplingParams, TextDelta
+from infer.version import VERSION
+
+if TYPE_CHECKING:
+    from infer.engine.async_llm import AsyncLLM
+    from infer.engine.llm import LLM
+
+__version__ = VERSION
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "EngineConfig",
+    "FinishReason",
+    "InferError",
+    "LoadError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "TextDelta",
+]
+
+_LAZY = {"LLM": "infer.engine.llm", "AsyncLLM": "infer.engine.async_llm"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,148 @@
+"""`SDPABackend`: attention from torch's own operations, on any device.
+
+It is the definition of correct for the other backends. The query heads of a key/value group are
+laid beside each other as query rows of one head, so grouped-query attention repeats no key or
+value. Queries are cut into tiles of at most 128 tokens; tiles with the same number of tokens and
+the same padded context are computed in one call. The padded context depends on the sequence's own
+length alone, so its company never changes what is computed for it. Keys and values are gathered
+through the page tables (that copy is this backend's cost; a native kernel has none).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from infer.attention.layout import BatchLayout
+
+TILE = 128
+
+
+def padded_context(num_keys: int) -> int:
+    """The context length up to which a tile is padded: at most an eighth more, from 64 up."""
+    if num_keys <= 64:
+        return 64
+    step = max(64, 1 << max(0, num_keys.bit_length() - 4))
+    return -(-num_keys // step) * step
+
+
+@dataclass(slots=True, eq=False)
+class _Tiles:
+    """Tiles of the same shape: n tiles of t query tokens each, over s (padded) keys."""
+
+    queries: Tensor
+    """[n · t] rows of the step's tokens"""
+    cells: Tensor
+    """[n · s] cells of the keys; cell 0 (scrap) behind the end"""
+    mask: Tensor
+    """[n, 1, t or t · (H/G), s] True where a query sees a key"""
+    num_tiles: int
+    num_queries: int
+
+
+class SDPABackend:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        *,
+        num_heads: int,
+        scale: float,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        """`keys`, `values`: per layer [pages, page_size, G, D], shared with the storage.
+
+        `windows`: per layer how many positions, itself included, a query sees; None = all.
+        """
+        self._windows = list(windows) or [None] * len(keys)
+        _, self.page_size, self.num_kv_heads, self.head_dim = keys[0].shape
+        self._keys = [cache.view(-1, self.num_kv_heads, self.head_dim) for cache in keys]
+        self._values = [cache.view(-1, self.num_kv_heads, self.head_dim) for cache in values]
+        self.group_size = num_heads // self.num_kv_heads
+        self.scale = scale
+        self._device = keys[0].device
+        self._slots: Tensor
+        # Per window, since layers with the same window share cells and masks.
+        self._tiles: dict[int | None, list[_Tiles]] = {}
+
+    def plan(self, layout: BatchLayout) -> None:
+        """Cut the step into tiles and work out cells and masks, once for all layers."""
+        self._slots = layout.slot_mapping
+        self._tiles = {w: self._cut(layout, w) for w in set(self._windows)}
+
+    def _cut(self, layout: BatchLayout, window: int | None) -> list[_Tiles]:
+        # (tokens, padded context) → [(sequence, query row, its position, first key's position)]
+        shapes: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
+        for i, seq_len in enumerate(layout.seq_lens):
+            row, end = layout.query_start_loc[i], layout.query_start_loc[i + 1]
+            position = seq_len - (end - row)
+            while row < end:
+                # Tiles end at multiples of TILE, wherever the chunk began.
+                num = min(TILE - position % TILE, end - row)
+                first = 0 if window is None else max(0, position - window + 1) // 64 * 64
+                context = padded_context(position + num - first)
+                shapes[num, context].append((i, row, position, first))
+                row += num
+                position += num
+        return [
+            self._shape(layout.page_tables, num, context, members, window)
+            for (num, context), members in shapes.items()
+        ]
+
+    def _shape(
+        self,
+        page_tables: Tensor,
+        num: int,
+        context: int,
+        members: list[tuple[int, int, int, int]],
+        window: int | None,
+    ) -> _Tiles:
+        device, size = self._device, self.page_size
+        index = torch.tensor(members, dtype=torch.int64).to(device)  # [n, 4]
+        sequences, rows, positions, firsts = index.unbind(1)
+        steps = torch.arange(num, device=device)
+        keys = firsts[:, None] + torch.arange(context, device=device)  # [n, s] positions
+        # Cells behind the end may hold anything, and 0 · NaN is NaN: read scrap there.
+        inside = keys < (positions + num)[:, None]
+        pages = page_tables[sequences].gather(1, (keys // size) * inside)
+        cells = (pages * size + keys % size) * inside
+        queries = positions[:, None] + steps  # [n, t] positions
+        mask = keys[:, None, :] <= queries[:, :, None]  # [n, t, s]
+        if window is not None:
+            mask &= keys[:, None, :] > queries[:, :, None] - window
+        if num > 1 and self.group_size > 1:
+            mask = mask.repeat_interleave(self.group_size, dim=1)
+        return _Tiles(
+            queries=(rows[:, None] + steps).flatten(),
+            cells=cells.flatten(),
+            mask=mask[:, None],
+            num_tiles=len(members),
+            num_queries=num,
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D]."""
+        keys, values = self._keys[layer], self._values[layer]
+        keys.index_copy_(0, self._slots, k)
+        values.index_copy_(0, self._slots, v)
+        out = torch.empty_like(q)
+        for tiles in self._tiles[self._windows[layer]]:
+            out.index_copy_(0, tiles.queries, self._attend_tiles(tiles, q, keys, values))
+        return out
+
+    def _attend_tiles(self, tiles: _Tiles, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        n, t = tiles.num_tiles, tiles.num_queries
+        heads, rep, size = self.num_kv_heads, self.group_size, self.head_dim
+        queries = q.index_select(0, tiles.queries).view(n, t, heads, rep, size)
+        queries = queries.transpose(1, 2).reshape(n, heads, t * rep, size)
+        k = keys.index_select(0, tiles.cells).view(n, -1, heads, size).transpose(1, 2)
+        v = values.index_select(0, tiles.cells).view(n, -1, heads, size).transpose(1, 2)
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=tiles.mask, scale=self.scale)
+        return out.view(n, heads, t, rep, size).transpose(1, 2).reshape(n * t, heads * rep, size)

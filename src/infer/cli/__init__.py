@@ -1,0 +1,1 @@
+"""The terminal: `infer serve`, `infer generate`, `infer chat`."""

@@ -1,0 +1,141 @@
+"""The `infer` command. Each subcommand is a short function; what it stands on is elsewhere.
+
+Options that configure the engine are made from `EngineConfig` (see `server.options`). Errors of the
+start are one sentence on stderr and exit code 2. torch is imported only once a model is needed.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from infer.config import EngineConfig
+from infer.errors import InferError, LoadError, RequestError
+from infer.server.options import with_engine_options
+from infer.version import VERSION
+
+app = typer.Typer(
+    name="infer",
+    help="Serve and run large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Model = Annotated[
+    str | None,
+    typer.Argument(help="Folder of a checkpoint or hub id; default: the small model that ships."),
+]
+
+
+def _version(show: bool) -> None:
+    if show:
+        print(f"infer {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@with_engine_options(leave_out=("model",))
+def serve(
+    model: Model = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Serve a model with OpenAI's API."""
+    from infer.server.serve import serve_config
+
+    serve_config(EngineConfig.from_kwargs(model=model, **settings), host, port)
+
+
+@app.command()
+@with_engine_options(leave_out=("model",))
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    model: Annotated[
+        str | None, typer.Option(help="Folder of a checkpoint or hub id; default: the shipped one.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution.")] = 1.0,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Continue a text, streaming to the terminal."""
+    from infer.cli.terminal import run_generate
+    from infer.types import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    run_generate(EngineConfig.from_kwargs(model=model, **settings), prompt, sampling)
+
+
+@app.command()
+@with_engine_options(leave_out=("model",))
+def chat(
+    model: Model = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tokens an answer, at most.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
+    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution.")] = 0.95,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Talk to a model in the terminal; /reset begins anew, /exit (or Ctrl+D) ends."""
+    from infer.cli.terminal import run_chat
+    from infer.types import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    run_chat(EngineConfig.from_kwargs(model=model, **settings), system, sampling)
+
+
+@app.command()
+@with_engine_options(leave_out=("model",))
+def plan(
+    model: Model = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
+    free_gib: Annotated[
+        float | None, typer.Option(help="Plan for so much free memory instead of what there is.")
+    ] = None,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Say what a model needs and what will fit, before loading it. Exit code 1 if it does not."""
+    from infer.cli.planning import run_plan
+
+    if not run_plan(EngineConfig.from_kwargs(model=model, **settings), as_json, free_gib):
+        raise typer.Exit(1)
+
+
+@app.command()
+def models() -> None:
+    """List the model families that can be loaded, and the checkpoints in the local hub cache."""
+    from infer.cli.planning import run_models
+
+    run_models()
+
+
+def main() -> None:
+    """The entry point of the `infer` script."""
+    try:
+        app()
+    except (LoadError, RequestError, InferError) as error:
+        Console(stderr=True).print(f"[bold red]infer:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Generating and chatting in the terminal: text on stdout as it comes, everything else on stderr.
+
+So `infer generate … > file` holds the text alone. Ctrl+C stops the answer that is being written,
+and nothing else. Used by `cli.main`.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from infer.config import EngineConfig
+from infer.engine.llm import LLM
+from infer.errors import RequestError
+from infer.types import SamplingParams, TextDelta
+
+COMMANDS = "/reset begins a new conversation, /exit ends, Ctrl+C stops an answer"
+
+
+@dataclass
+class Speed:
+    """How fast a stream was."""
+
+    num_tokens: int = 0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.num_tokens:
+            return "no tokens"
+        text = f"{self.num_tokens} tokens, first after {self.first_token_s * 1000:.0f} ms"
+        rest_s = self.total_s - self.first_token_s
+        if self.num_tokens > 1 and rest_s > 0:
+            text += f", then {(self.num_tokens - 1) / rest_s:.1f} tok/s"
+        return text
+
+
+def write_stream(pieces: Iterable[TextDelta]) -> tuple[str, Speed]:
+    """Print the pieces of a stream as they come; returns the text and how fast it was."""
+    speed, text = Speed(), ""
+    started_s = time.perf_counter()
+    try:
+        for piece in pieces:
+            speed.total_s = time.perf_counter() - started_s
+            if not speed.num_tokens:
+                speed.first_token_s = speed.total_s
+            speed.num_tokens += len(piece.token_ids)
+            text += piece.text
+            sys.stdout.write(piece.text)
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        pass
+    print()
+    return text, speed
+
+
+def run_generate(config: EngineConfig, prompt: str, sampling: SamplingParams) -> None:
+    """`infer generate`."""
+    notes = Console(stderr=True)
+    with _load(config, notes) as llm:
+        pieces = llm.stream(prompt, sampling)
+        sys.stdout.write(prompt)
+        _, speed = write_stream(pieces)
+    notes.print(f"[dim]{speed}[/]")
+
+
+def run_chat(config: EngineConfig, system: str | None, sampling: SamplingParams) -> None:
+    """`infer chat`."""
+    notes = Console(stderr=True)
+    with _load(config, notes) as llm:
+        notes.print(f"[dim]{llm.model_name} — {COMMANDS}[/]")
+        beginning = [{"role": "system", "content": system}] if system else []
+        history = list(beginning)
+        while True:
+            line = _read_line()
+            if line is None or line == "/exit":
+                return
+            if line == "/reset":
+                history = list(beginning)
+                notes.print("[dim]a new conversation[/]")
+            elif line.startswith("/"):
+                notes.print(f"[dim]{line.split()[0]} is not a command; {COMMANDS}[/]")
+            elif line:
+                history.append({"role": "user", "content": line})
+                try:
+                    answer, speed = write_stream(llm.stream(history, sampling))
+                except RequestError as error:
+                    history.pop()
+                    notes.print(f"[yellow]{error}; /reset begins a new conversation[/]")
+                    continue
+                history.append({"role": "assistant", "content": answer})
+                notes.print(f"[dim]{speed}[/]")
+
+
+def _read_line() -> str | None:
+    """One line from the user; None at the end of input."""
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  line editing and history for input()
+    while True:
+        try:
+            return input("\n› " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            print()
+
+
+def _load(config: EngineConfig, notes: Console) -> LLM:
+    with notes.status("loading the model …"):
+        return LLM.from_config(config)

@@ -1,0 +1,171 @@
+"""Settings: what a user may choose, checked once, and what the scheduler is told.
+
+`EngineConfig` is the one place where a setting is named, typed, given a default and described;
+the command line and `LLM(**kwargs)` are made from it. Every problem is a `ConfigError` that names
+the field and says what would be right. `SchedulerConfig` is the resolved part that the integer
+side needs; `engine.assemble` makes it. Stdlib only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+DEVICES = ("auto", "cpu", "cuda")
+BATCHING_MODES = ("continuous", "static", "sequential")
+SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
+KV_CACHE_BACKENDS = ("paged", "slotted", "contiguous")
+LOAD_FORMATS = ("auto", "dummy")
+
+DEFAULT_PAGE_SIZE = 16
+
+
+def _option(default: Any, help: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"help": help, **limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All settings of an engine. Raises `ConfigError` at construction."""
+
+    model: str | None = _option(
+        None, "Folder of a Hugging Face checkpoint or a hub id; default: the model that ships."
+    )
+    served_model_name: str | None = _option(
+        None, "Name of the model in the API; default: the folder's name or the hub id."
+    )
+    dtype: str = _option("auto", "Weights and computation; auto = the checkpoint's.", one_of=DTYPES)
+    device: str = _option("auto", "auto = cuda where there is one, else cpu.", one_of=DEVICES)
+    max_seq_len: int | None = _option(
+        None, "Longest prompt + output in tokens; default: the model's own limit.", low=1
+    )
+    max_batch_size: int = _option(32, "Sequences that run at the same time, at most.", low=1)
+    max_waiting_requests: int = _option(
+        256, "Requests that may wait for a seat; further ones are refused (503).", low=0
+    )
+    seed: int = _option(0, "Seeds of requests that bring none are derived from it.", low=0)
+    batching_mode: str = _option(
+        "continuous", "When waiting requests may join the batch.", one_of=BATCHING_MODES
+    )
+    scheduler_policy: str = _option(
+        "fcfs", "Who goes first inside a continuous batch.", one_of=SCHEDULER_POLICIES
+    )
+    batch_wait_timeout_s: float = _option(
+        0.05, "Static mode: how long a batch that is not full waits for more.", low=0.0
+    )
+    kv_cache_backend: str = _option(
+        "paged",
+        "paged; slotted = one slot of max_seq_len a seat; contiguous = slots freed batch by batch.",
+        one_of=KV_CACHE_BACKENDS,
+    )
+    page_size: int | None = _option(
+        None, f"Tokens a page of the paged cache; default: {DEFAULT_PAGE_SIZE}.", low=1
+    )
+    max_num_batched_tokens: int | None = _option(
+        None, "Tokens computed in one step, at most; longer prompts are cut in chunks.", low=1
+    )
+    kv_cache_memory_bytes: int | None = _option(
+        None, "Size of the KV cache; default: chosen from free memory.", low=1
+    )
+    load_format: str = _option(
+        "auto", "dummy = random weights of the config's shape.", one_of=LOAD_FORMATS
+    )
+    enable_prefix_caching: bool | None = _option(
+        None, "Share pages between equal prompt beginnings; default: yes if paged."
+    )
+    num_threads: int | None = _option(
+        None, "CPU threads for tensor work; default: the physical cores.", low=1
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            self._check(spec)
+        if self.kv_cache_backend != "paged":
+            if self.page_size is not None:
+                raise ConfigError(
+                    "page_size",
+                    f"kv_cache_backend={self.kv_cache_backend!r} has one page of max_seq_len per"
+                    " seat; leave page_size out, or use kv_cache_backend='paged'",
+                )
+            if self.enable_prefix_caching:
+                raise ConfigError(
+                    "enable_prefix_caching",
+                    f"kv_cache_backend={self.kv_cache_backend!r} cannot share pages;"
+                    " use kv_cache_backend='paged'",
+                )
+        if self.kv_cache_backend == "contiguous" and self.batching_mode == "continuous":
+            raise ConfigError(
+                "kv_cache_backend",
+                "'contiguous' frees its memory batch by batch and so needs batching_mode='static'"
+                " (or 'sequential'); for 'continuous' use 'paged' or 'slotted'",
+            )
+        if self.scheduler_policy != "fcfs" and self.batching_mode != "continuous":
+            raise ConfigError(
+                "scheduler_policy",
+                f"{self.scheduler_policy!r} orders a continuous batch; with"
+                f" batching_mode={self.batching_mode!r} only 'fcfs' has a meaning",
+            )
+
+    def _check(self, spec: dataclasses.Field[Any]) -> None:
+        name, value, limits = spec.name, getattr(self, spec.name), spec.metadata
+        kinds = str(spec.type)
+        if value is None:
+            if "None" not in kinds:
+                raise ConfigError(name, "must be given")
+            return
+        if kinds.startswith("str"):
+            if not isinstance(value, str):
+                raise ConfigError(name, f"must be a string, not {type(value).__name__}")
+            if "one_of" in limits and value not in limits["one_of"]:
+                raise ConfigError(
+                    name, f"must be one of {', '.join(limits['one_of'])}; not {value!r}"
+                )
+        elif kinds.startswith("bool"):
+            if not isinstance(value, bool):
+                raise ConfigError(name, f"must be True or False, not {value!r}")
+        else:
+            wanted = int if kinds.startswith("int") else (int, float)
+            if isinstance(value, bool) or not isinstance(value, wanted):
+                kind = "an integer" if wanted is int else "a number"
+                raise ConfigError(name, f"must be {kind}, not {value!r}")
+            if not math.isfinite(value) or value < limits["low"]:
+                raise ConfigError(name, f"must be at least {limits['low']}, not {value!r}")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
+        """Like the constructor, but an unknown name is a `ConfigError` with the nearest one."""
+        known = [spec.name for spec in dataclasses.fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise ConfigError(name, f"there is no such setting; {hint}")
+        return cls(**kwargs)
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether equal prompt beginnings share pages."""
+        if self.enable_prefix_caching is None:
+            return self.kv_cache_backend == "paged"
+        return self.enable_prefix_caching
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """What the scheduler needs to know, with every default resolved."""
+
+    max_batch_size: int
+    max_num_batched_tokens: int
+    max_seq_len: int
+    max_waiting_requests: int = 256
+    batching_mode: str = "continuous"
+    scheduler_policy: str = "fcfs"
+    batch_wait_timeout_s: float = 0.05
+    hold_pages_until_batch_ends: bool = False
+    """`kv_cache_backend='contiguous'`: pages of finished members go back with the whole batch"""

@@ -1,0 +1,130 @@
+"""The composition root: settings in, an engine out.
+
+The only module that names concrete parts: which decoder, attention backend, storage, runner,
+scheduler. Everything else receives what it works with. A problem is a `LoadError` or `ConfigError`
+here, before anything is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+
+from infer.attention.sdpa import SDPABackend
+from infer.cache.allocator import PageAllocator
+from infer.config import EngineConfig, SchedulerConfig
+from infer.engine.async_llm import AsyncLLM
+from infer.engine.core import EngineCore
+from infer.engine.intake import Intake, Limits
+from infer.engine.machine import choose_device, choose_dtype, default_threads, resident_bytes
+from infer.engine.plan import MemoryPlan, gib, make_plan
+from infer.engine.worker import EngineThread
+from infer.errors import ConfigError
+from infer.models.hub import SHIPPED_FOLDER, locate
+from infer.models.model import Model, build_model
+from infer.models.registry import read_model_config
+from infer.models.weights import dummy_source, open_checkpoint
+from infer.runner.model_runner import ModelRunner
+from infer.runner.storage import KVStorage
+from infer.schedule.scheduler import Scheduler
+from infer.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """An engine that is ready to be stepped, and what its façade needs."""
+
+    core: EngineCore
+    intake: Intake
+    tokenizer: Tokenizer
+    model_name: str
+
+
+def assemble(config: EngineConfig) -> EngineParts:
+    """Load the model and put an engine together; `LoadError` / `ConfigError` if that cannot be."""
+    started_s = time.perf_counter()
+    torch.set_num_threads(config.num_threads or default_threads())
+    folder, model_name = locate(config.model)
+    model_config = read_model_config(folder)
+    device = choose_device(config)
+    dtype = choose_dtype(config, model_config, device)
+    plan = make_plan(config, model_config, model_name)
+    if not plan.fits:
+        raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
+    dummy = config.load_format == "dummy"
+    has_tokenizer = (folder / "tokenizer.json").is_file() or not dummy
+    # Random weights speak noise in any vocabulary: a config alone borrows the shipped tokenizer.
+    tokenizer = Tokenizer.from_folder(folder if has_tokenizer else SHIPPED_FOLDER)
+    source = dummy_source(dtype, device) if dummy else open_checkpoint(folder, dtype, device)
+    before = resident_bytes()
+    model = build_model(model_config, source, plan.max_seq_len)
+    after = resident_bytes()
+    scheduler_config = SchedulerConfig(
+        max_batch_size=config.max_batch_size,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_seq_len=plan.max_seq_len,
+        max_waiting_requests=config.max_waiting_requests,
+        batching_mode=config.batching_mode,
+        scheduler_policy=config.scheduler_policy,
+        batch_wait_timeout_s=config.batch_wait_timeout_s,
+        hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
+    )
+    allocator = PageAllocator(
+        plan.num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
+    )
+    scheduler = Scheduler(scheduler_config, allocator, time.monotonic)
+    limits = Limits(
+        vocab_size=model_config.vocab_size,
+        max_seq_len=plan.max_seq_len,
+        num_seats=scheduler.num_seats,
+        max_waiting_requests=config.max_waiting_requests,
+    )
+    log.info(
+        "%s: %s on %s, weights %s (planned %s), KV cache %s for %d tokens, ready in %.1f s",
+        model_name,
+        plan.dtype,
+        device,
+        "?" if before is None or after is None else gib(after - before),
+        gib(plan.weight_bytes),
+        gib(plan.kv_bytes),
+        plan.num_cached_tokens,
+        time.perf_counter() - started_s,
+    )
+    return EngineParts(
+        core=EngineCore(scheduler, _runner(model, plan, dtype, device)),
+        intake=Intake(tokenizer, limits, config.seed),
+        tokenizer=tokenizer,
+        model_name=config.served_model_name or model_name,
+    )
+
+
+def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
+    """What the settings would need on this machine; loads nothing. `free`: bytes to plan with."""
+    folder, model_name = locate(config.model)
+    return make_plan(config, read_model_config(folder), model_name, free=free)
+
+
+def build_async_llm(config: EngineConfig) -> AsyncLLM:
+    """An engine in a thread behind the asyncio façade; not started yet."""
+    parts = assemble(config)
+    return AsyncLLM(EngineThread(parts.core), parts.intake, parts.model_name)
+
+
+def _runner(
+    model: Model, plan: MemoryPlan, dtype: torch.dtype, device: torch.device
+) -> ModelRunner:
+    shape = model.config
+    storage = KVStorage(shape, plan.num_pages + 1, plan.page_size, dtype=dtype, device=device)
+    backend = SDPABackend(
+        storage.keys,
+        storage.values,
+        num_heads=shape.num_heads,
+        scale=shape.attention_scale,
+        windows=[shape.window(layer) for layer in range(shape.num_layers)],
+    )
+    return ModelRunner(model, backend, page_size=plan.page_size, device=device)

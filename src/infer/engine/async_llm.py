@@ -1,0 +1,196 @@
+"""`AsyncLLM`: the engine for asyncio code; what the server stands on.
+
+`async with engine.stream(request) as pieces` is the one way in: entering reserves a place (or
+raises `OverloadedError`), leaving, for whatever reason, aborts what has not finished. Each request
+has a mailbox; the outputs of a step arrive in one message and are turned into text here, on the
+event loop. A consumer that is slow finds what has gathered merged into one piece: the engine never
+waits for a reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from infer.engine.intake import Intake
+from infer.engine.output import OutputCollector, OutputProcessor
+from infer.engine.worker import EngineThread
+from infer.errors import EngineDeadError, EngineError, OverloadedError
+from infer.text.tokenizer import Tokenizer
+from infer.types import FinishReason, Request, RequestOutput, SamplingParams, StepOutput, TextDelta
+
+log = logging.getLogger(__name__)
+
+
+class Mailbox:
+    """What has arrived for one request and has not been taken."""
+
+    def __init__(self, processor: OutputProcessor) -> None:
+        self.processor = processor
+        self._pieces: list[TextDelta] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, piece: TextDelta) -> None:
+        """Add a piece; called on the event loop."""
+        self._pieces.append(piece)
+        self._arrived.set()
+
+    async def take(self) -> list[TextDelta]:
+        """Everything that has arrived; waits until there is something."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+class AsyncLLM:
+    """See the module's docstring. Belongs to one event loop, from `start` to `close`."""
+
+    def __init__(self, worker: EngineThread, intake: Intake, model_name: str) -> None:
+        self.model_name = model_name
+        self._worker = worker
+        self._intake = intake
+        self._mailboxes: dict[str, Mailbox] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer and chat template."""
+        return self._intake.tokenizer
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest prompt + output in tokens."""
+        return self._intake.limits.max_seq_len
+
+    async def start(self) -> None:
+        """Start the engine; once."""
+        self._loop = asyncio.get_running_loop()
+        self._worker.start(self._deliver)
+
+    async def close(self) -> None:
+        """End what runs with an error, then stop the engine. Further requests are refused."""
+        self._closed = True
+        for mailbox in self._mailboxes.values():
+            _fail(mailbox, "the server is shutting down")
+        await asyncio.to_thread(self._worker.stop)
+
+    async def __aenter__(self) -> AsyncLLM:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    def make_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """A valid request, or a `RequestError` that says why not; see `Intake.make_request`."""
+        return self._intake.make_request(prompt, sampling, request_id=request_id, priority=priority)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
+    ) -> list[int]:
+        """The token ids of a conversation; see `Intake.render_chat`."""
+        return self._intake.render_chat(messages, **template_arguments)
+
+    @asynccontextmanager
+    async def stream(
+        self, request: Request, *, merge: bool = True
+    ) -> AsyncIterator[AsyncIterator[TextDelta]]:
+        """Run a request; yields its pieces, the last one with a finish reason. Leaving aborts.
+
+        With `merge=False` there is one piece per token, however late it is taken.
+        Raises `OverloadedError` if there is no room, `EngineDeadError` if there is no engine.
+        """
+        mailbox = self._enter(request)
+        try:
+            yield _pieces(mailbox, merge)
+        finally:
+            del self._mailboxes[request.request_id]
+            if mailbox.processor.finish_reason is None:
+                self._worker.abort(request.request_id)
+
+    async def generate(self, request: Request) -> RequestOutput:
+        """Run a request to its end; cancelling the task aborts it. Raises `EngineError`."""
+        collector = OutputCollector(request)
+        async with self.stream(request) as pieces:
+            async for piece in pieces:
+                collector.add(piece)
+                if piece.finish_reason is FinishReason.ERROR:
+                    raise EngineError(piece.error or "the engine failed on this request")
+        return collector.result()
+
+    def stats(self) -> dict[str, int | float]:
+        """Gauges and counters of the engine, and how many requests callers hold open."""
+        return {"num_open": len(self._mailboxes), **self._worker.stats()}
+
+    def _enter(self, request: Request) -> Mailbox:
+        if self._closed or self._loop is None:
+            raise EngineDeadError("the engine is not running")
+        if len(self._mailboxes) >= self._intake.limits.max_unfinished:
+            raise OverloadedError(
+                f"the server is busy: {len(self._mailboxes)} requests are running or waiting"
+            )
+        if request.request_id in self._mailboxes:
+            raise ValueError(f"a request with id {request.request_id!r} is already running")
+        mailbox = Mailbox(OutputProcessor(request, self.tokenizer))
+        self._mailboxes[request.request_id] = mailbox
+        self._worker.add(request)
+        return mailbox
+
+    def _deliver(self, outputs: list[StepOutput]) -> None:
+        """On the engine's thread: hand a step's outputs over to the event loop in one go."""
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._receive, outputs)
+        except RuntimeError:  # the loop has been closed; so have all readers
+            log.debug("outputs dropped: the event loop is closed")
+
+    def _receive(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is None:
+                continue
+            processor = mailbox.processor
+            try:
+                piece = processor.push(output)
+            except Exception:
+                log.exception("request %s: its output cannot be made text", output.request_id)
+                _fail(mailbox, "the output of this request cannot be made text")
+                self._worker.abort(output.request_id)
+                continue
+            if piece is not None:
+                mailbox.put(piece)
+            if processor.needs_abort:
+                processor.needs_abort = False
+                self._worker.abort(output.request_id)
+
+
+def _fail(mailbox: Mailbox, message: str) -> None:
+    if mailbox.processor.finish_reason is None:
+        mailbox.processor.finish_reason = FinishReason.ERROR
+        mailbox.put(TextDelta("", (), finish_reason=FinishReason.ERROR, error=message))
+
+
+async def _pieces(mailbox: Mailbox, merge: bool) -> AsyncIterator[TextDelta]:
+    while True:
+        pieces = await mailbox.take()
+        if merge:
+            merged = pieces[0]
+            for piece in pieces[1:]:
+                merged = merged.merge(piece)
+            pieces = [merged]
+        for piece in pieces:
+            yield piece
+            if piece.finish_reason is not None:
+                return

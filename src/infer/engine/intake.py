@@ -1,0 +1,153 @@
+"""`Intake`: what a caller gives becomes a `Request`, or a `RequestError` that says why not.
+
+The one place where prompts are tokenised and defaults resolved (seed, `max_tokens`, end tokens),
+used by both façades, so that every way in refuses the same things with the same words. Everything
+that can be refused is refused here; the scheduler's own checks are a second line.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from infer.errors import RequestError, UnprocessableError
+from infer.text.tokenizer import Tokenizer
+from infer.types import Request, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the engine can take; made by `engine.assemble`."""
+
+    vocab_size: int
+    """width of the logits: token ids are below it"""
+    max_seq_len: int
+    num_seats: int
+    max_waiting_requests: int
+
+    @property
+    def max_unfinished(self) -> int:
+        """Requests that may be running or waiting at the same time."""
+        return self.num_seats + self.max_waiting_requests
+
+
+class Intake:
+    """See the module's docstring."""
+
+    def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int = 0) -> None:
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self._seeds = random.Random(seed)
+        self._eos = tuple(i for i in tokenizer.eos_token_ids if i < limits.vocab_size)
+
+    def make_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_scope: str = "",
+    ) -> Request:
+        """A valid request for a text (tokenised as the checkpoint says) or a list of token ids."""
+        sampling = sampling or SamplingParams()
+        token_ids = self.tokenize(prompt)
+        self._check_ids(sampling)
+        return Request(
+            request_id=request_id or secrets.token_urlsafe(16),
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+            max_tokens=self._max_tokens(len(token_ids), sampling),
+            eos_token_ids=() if sampling.ignore_eos else self._eos,
+            priority=priority,
+            cache_scope=cache_scope,
+        )
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
+    ) -> list[int]:
+        """The token ids of a conversation; a model without a chat template is a `RequestError`."""
+        if self.tokenizer.chat_template is None:
+            raise RequestError(
+                "this model has no chat template: it completes text and does not chat;"
+                " use /v1/completions (in Python: generate)",
+                param="messages",
+            )
+        return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
+
+    def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """The token ids of a prompt, checked against the vocabulary."""
+        if isinstance(prompt, str):
+            if not prompt:
+                raise RequestError(
+                    "the prompt is empty: it needs at least one token", param="prompt"
+                )
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise RequestError(
+                    "the prompt contains a lone surrogate, which is not text", param="prompt"
+                ) from None
+            return tuple(self.tokenizer.encode(prompt))
+        if not isinstance(prompt, (list, tuple, range)):
+            raise RequestError(
+                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}",
+                param="prompt",
+            )
+        vocab_size = self.limits.vocab_size
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise RequestError(
+                    f"token ids must be integers, not {type(token).__name__}", param="prompt"
+                )
+            if not 0 <= token < vocab_size:
+                raise UnprocessableError(
+                    f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})",
+                    param="prompt",
+                )
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
+        return tuple(prompt)
+
+    def _check_ids(self, sampling: SamplingParams) -> None:
+        for name, ids in (
+            ("logit_bias", [token for token, _ in sampling.bias_pairs]),
+            ("stop_token_ids", list(sampling.stop_token_ids)),
+        ):
+            for token in ids:
+                if token >= self.limits.vocab_size:
+                    raise UnprocessableError(
+                        f"{name}: token id {token} is outside the vocabulary"
+                        f" (0 to {self.limits.vocab_size - 1})",
+                        param=name,
+                    )
+
+    def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
+        limit = self.limits.max_seq_len
+        room = limit - num_prompt
+        if room < 1:
+            raise UnprocessableError(
+                f"the prompt has {num_prompt} tokens; this model serves at most {limit} tokens of"
+                " prompt and output together, at least one of them output",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        wanted = room if sampling.max_tokens is None else sampling.max_tokens
+        if wanted > room:
+            raise UnprocessableError(
+                f"prompt ({num_prompt} tokens) + max_tokens ({wanted}) is {num_prompt + wanted}"
+                f" tokens; this model serves at most {limit}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if sampling.min_tokens > wanted:
+            raise UnprocessableError(
+                f"min_tokens ({sampling.min_tokens}) exceeds the {wanted} tokens that there is"
+                " room for",
+                param="min_tokens",
+            )
+        return wanted

@@ -1,0 +1,248 @@
+"""`LLM`: the engine for a Python program that waits for its results.
+
+It steps an `EngineCore` in the caller's own thread: no thread, no event loop. Any number of
+`stream`s and `generate`s may be interleaved by one thread; for several threads use `AsyncLLM`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from infer.config import EngineConfig
+from infer.engine.assemble import assemble
+from infer.engine.core import EngineCore
+from infer.engine.output import OutputCollector, OutputProcessor
+from infer.errors import EngineDeadError, EngineError, RequestError
+from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """Load a model and generate; a context manager.
+
+    `LLM(model="path-or-hub-id", max_batch_size=8)`: every field of `EngineConfig` by keyword.
+    Without `model`, the small model that ships with the package. Raises `LoadError` (a setting:
+    `ConfigError`).
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self._open(EngineConfig.from_kwargs(model=model, **settings))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """Like the constructor, from settings that have been checked before."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: EngineConfig) -> None:
+        self.config = config
+        parts = assemble(config)
+        self.tokenizer = parts.tokenizer
+        self.model_name = parts.model_name
+        self._open_core: EngineCore | None = parts.core
+        self._intake = parts.intake
+        self._processors: dict[str, OutputProcessor] = {}
+        self._pieces: dict[str, deque[TextDelta]] = {}
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one or many prompts (texts or lists of token ids), in one batch.
+
+        `sampling`: one for all, or one per prompt. `progress`: show a bar over the prompts;
+        default: when there are several and a terminal is looking. Returns the outputs in the
+        order of the prompts. Raises `RequestError` before anything runs if one is not valid.
+        """
+        many = _as_prompts(prompts)
+        each = _per_prompt(sampling, len(many))
+        requests = [
+            self._intake.make_request(prompt, params)
+            for prompt, params in zip(many, each, strict=True)
+        ]
+        return self._run(requests, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **template_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages with role and content) or many."""
+        conversations: list[Any] = (
+            [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        )
+        if not conversations:
+            raise RequestError("messages must not be empty", param="messages")
+        rendered = [self._intake.render_chat(m, **template_arguments) for m in conversations]
+        return self.generate(rendered, sampling, progress=progress)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None
+    ) -> Iterator[TextDelta]:
+        """The pieces of one completion (or, given messages, of one answer) as they come.
+
+        Leaving the loop early aborts the request.
+        """
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            prompt = self._intake.render_chat(prompt)  # type: ignore[arg-type]
+        request = self._intake.make_request(prompt, sampling)  # type: ignore[arg-type]
+        return self._stream(request)
+
+    def _stream(self, request: Request) -> Iterator[TextDelta]:
+        # Added here, not in `stream`: an iterator that nobody starts must not hold a seat.
+        self._add(request)
+        pieces = self._pieces[request.request_id]
+        try:
+            while True:
+                while not pieces:
+                    self._step()
+                piece = pieces.popleft()
+                if piece.finish_reason is FinishReason.ERROR:
+                    raise EngineError(piece.error or "the engine failed on this request")
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self._drop(request.request_id)
+
+    def _run(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
+        """Feed requests as there is room, so that their number is not limited by the queue."""
+        collectors = {r.request_id: OutputCollector(r) for r in requests}
+        to_add = deque(requests)
+        unfinished = set(collectors)
+        try:
+            with _progress_bar(len(requests), progress) as advance:
+                while unfinished:
+                    while to_add and self._has_room():
+                        self._add(to_add.popleft())
+                    self._step()
+                    for request_id in [i for i in unfinished if self._pieces.get(i)]:
+                        pieces = self._pieces[request_id]
+                        while pieces:
+                            piece = pieces.popleft()
+                            collectors[request_id].add(piece)
+                            if piece.finish_reason is FinishReason.ERROR:
+                                raise EngineError(piece.error or "the engine failed")
+                            if piece.finish_reason is not None:
+                                unfinished.discard(request_id)
+                                self._drop(request_id)
+                                advance()
+        finally:
+            for request_id in unfinished:
+                self._drop(request_id)
+        return [collectors[r.request_id].result() for r in requests]
+
+    @property
+    def _core(self) -> EngineCore:
+        if self._open_core is None:
+            raise EngineDeadError("this LLM has been closed")
+        return self._open_core
+
+    def _has_room(self) -> bool:
+        return self._core.scheduler.num_unfinished < self._intake.limits.max_unfinished
+
+    def _add(self, request: Request) -> None:
+        self._core.add(request)
+        self._processors[request.request_id] = OutputProcessor(request, self.tokenizer)
+        self._pieces[request.request_id] = deque()
+
+    def _step(self) -> None:
+        """One step for everybody; each request's pieces go to its own queue."""
+        for output in self._core.step(flush=True):
+            processor = self._processors.get(output.request_id)
+            if processor is None:
+                continue
+            piece = processor.push(output)
+            if piece is not None:
+                self._pieces[output.request_id].append(piece)
+            if processor.needs_abort:
+                self._core.abort(output.request_id)
+
+    def _drop(self, request_id: str) -> None:
+        if self._open_core is not None:
+            self._open_core.abort(request_id)
+        self._processors.pop(request_id, None)
+        self._pieces.pop(request_id, None)
+
+    def stats(self) -> dict[str, int | float]:
+        """Gauges and counters of the engine."""
+        return self._core.stats()
+
+    def close(self) -> None:
+        """Abort everything and let go of the model."""
+        for request_id in list(self._processors):
+            self._drop(request_id)
+        self._open_core = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    many: list[Any] = list(prompts)
+    if many and all(isinstance(item, int) for item in many):
+        return [many]
+    return many
+
+
+def _per_prompt(
+    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [sampling or SamplingParams()] * count
+    each = list(sampling)
+    if len(each) != count:
+        raise RequestError(f"{count} prompts, but {len(each)} sampling parameters; give one each")
+    return each
+
+
+class _progress_bar:
+    """A bar over the prompts on stderr; `with _progress_bar(n, show) as advance`."""
+
+    def __init__(self, total: int, show: bool | None) -> None:
+        self._total = total
+        self._show = (total > 1 and sys.stderr.isatty()) if show is None else show
+
+    def __enter__(self) -> Any:
+        if not self._show:
+            return lambda: None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        self._bar = Progress(
+            "prompts",
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        task = self._bar.add_task("prompts", total=self._total)
+        self._bar.start()
+        return lambda: self._bar.advance(task)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._show:
+            self._bar.stop()

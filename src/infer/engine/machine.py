@@ -1,0 +1,85 @@
+"""What the machine has, and what the settings mean on it: device, dtype, threads, free memory.
+
+Used by `engine.plan` and `engine.assemble`. Reads the operating system; changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from infer.config import EngineConfig
+from infer.errors import ConfigError
+from infer.models.config import ModelConfig
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device that `config.device` means here."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("device", "'cuda' was asked for, but torch finds no CUDA device here")
+    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+
+
+def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that `config.dtype` means for this model."""
+    name = model.dtype if config.dtype == "auto" else config.dtype
+    if config.dtype == "auto" and name == "float16" and device.type == "cpu":
+        name = "bfloat16"  # CPUs have no float16 arithmetic worth the name
+    return next(dtype for dtype in DTYPES if str(dtype) == f"torch.{name}")
+
+
+def default_threads() -> int:
+    """OMP_NUM_THREADS where it is set, else the physical cores this process may use.
+
+    Hyper-threads are not counted: two of them share one arithmetic unit.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+    cores = set()
+    for cpu in allowed or ():
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            package = (topology / "physical_package_id").read_text().strip()
+            cores.add((package, (topology / "core_id").read_text().strip()))
+        except OSError:
+            return len(allowed or ())
+    return len(cores) or max(1, (os.cpu_count() or 2) // 2)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that can still be taken (main memory: without swapping)."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = _proc_status("/proc/meminfo", "MemAvailable:")
+    if free is None:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            free = min(free, max(0, int(limit) - used))
+    except (OSError, ValueError):
+        pass
+    return free
+
+
+def resident_bytes() -> int | None:
+    """Memory this process holds now that is not backed by a file; None where nobody tells."""
+    return _proc_status("/proc/self/status", "RssAnon:")
+
+
+def _proc_status(file: str, key: str) -> int | None:
+    try:
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None

@@ -1,0 +1,103 @@
+"""`OutputProcessor`: the tokens of one request become text, and its stop strings end it.
+
+One per request, on the caller's side of the message boundary: the core knows no text. Text is held
+back while it could still be part of a stop string or of an unfinished character, so what has been
+shown is never taken back. When a stop string is reached the request is over for the caller;
+whoever owns the processor then aborts it in the core (`needs_abort`).
+"""
+
+from __future__ import annotations
+
+from infer.text.stop import StopMatcher
+from infer.text.tokenizer import Tokenizer
+from infer.types import FinishReason, Request, RequestOutput, StepOutput, TextDelta, TokenLogprobs
+
+_BY_TOKEN = (FinishReason.EOS, FinishReason.STOP)
+
+
+class OutputProcessor:
+    """See the module's docstring."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self.needs_abort = False
+        """the request ended here while the core still works on it"""
+        self._detokenizer = tokenizer.new_detokenizer(
+            skip_special_tokens=sampling.skip_special_tokens
+        )
+        self._stop = StopMatcher(sampling.stop_strings, sampling.include_stop_str_in_output)
+        self._keep_end = sampling.include_stop_str_in_output
+        self._min_tokens = sampling.min_tokens
+        self._num_tokens = 0
+        self._stopped = False
+
+    def push(self, output: StepOutput) -> TextDelta | None:
+        """What is new for the caller; None after the end."""
+        if self.finish_reason is not None:
+            return None
+        text, reason = "", output.finish_reason
+        if output.token_id is not None:
+            self._num_tokens += 1
+            if reason not in _BY_TOKEN or self._keep_end:
+                text, stopped = self._show(self._detokenizer.push(output.token_id))
+                if stopped:
+                    self.needs_abort = reason is None
+                    reason = FinishReason.STOP
+        if reason is not None and not self._stopped:
+            rest, stopped = self._show(self._detokenizer.finish())
+            text += rest
+            if stopped:
+                reason = FinishReason.STOP
+            else:
+                text += self._stop.finish()
+        self.finish_reason = reason
+        return TextDelta(
+            text=text,
+            token_ids=() if output.token_id is None else (output.token_id,),
+            logprobs=() if output.logprobs is None else (output.logprobs,),
+            finish_reason=reason,
+            num_cached=output.num_cached,
+            error=output.error,
+        )
+
+    def _show(self, text: str) -> tuple[str, bool]:
+        """The part of new text that may be shown, and whether a stop string was reached."""
+        if self._num_tokens < self._min_tokens or not text:
+            return text, False
+        shown, self._stopped = self._stop.push(text)
+        return shown, self._stopped
+
+
+class OutputCollector:
+    """Adds the deltas of one request up to a `RequestOutput`."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._last: TextDelta | None = None
+
+    def add(self, delta: TextDelta) -> None:
+        """Take the next delta."""
+        self._text.append(delta.text)
+        self._token_ids += delta.token_ids
+        self._logprobs += delta.logprobs
+        self._last = delta
+
+    def result(self) -> RequestOutput:
+        """The whole output; call it after the delta with a finish reason."""
+        assert self._last is not None
+        assert self._last.finish_reason is not None
+        wanted = self.request.sampling.logprobs is not None
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            text="".join(self._text),
+            token_ids=tuple(self._token_ids),
+            finish_reason=self._last.finish_reason,
+            logprobs=tuple(self._logprobs) if wanted else None,
+            num_cached=self._last.num_cached,
+        )

@@ -1,0 +1,78 @@
+"""Every exception that `infer` raises on purpose.
+
+    InferError
+    ├── RequestError            the caller's fault; carries what an HTTP answer needs      400
+    │   ├── UnprocessableError  well-formed, but a value is out of range or unknown        422
+    │   └── OverloadedError     nothing wrong with the request: there is no room for it    503
+    ├── EngineError             our fault, while running                                   500
+    │   └── EngineDeadError     the engine is not there (closed, or died)                  503
+    └── LoadError               start-up: a checkpoint that cannot be used
+        └── ConfigError         start-up: a setting that cannot be used; names the field
+
+Messages say what was wrong, where, and what would be right. They are shown to callers as they
+are, so they never contain paths of the server, addresses or tracebacks of it.
+"""
+
+from __future__ import annotations
+
+
+class InferError(Exception):
+    """Root of the tree; catch it to catch everything that is ours."""
+
+
+class RequestError(InferError, ValueError):
+    """A request that cannot be served as it was asked. Also a `ValueError` for Python callers.
+
+    `status` is the HTTP status, `type`, `param` and `code` are the fields of OpenAI's error body.
+    """
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class UnprocessableError(RequestError):
+    """The request can be read, but asks for something that does not exist or is out of range."""
+
+    status = 422
+
+
+class OverloadedError(RequestError):
+    """No room right now; the same request may be sent again after `retry_after_s` seconds."""
+
+    status = 503
+    type = "overloaded_error"
+
+    def __init__(self, message: str, *, retry_after_s: int = 1, code: str | None = None) -> None:
+        super().__init__(message, code=code or "overloaded")
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(InferError):
+    """The engine failed while working on a request; the request is over, others may go on."""
+
+    status = 500
+    type = "server_error"
+
+
+class EngineDeadError(EngineError):
+    """The engine was closed or has died; nothing more will come from it."""
+
+    status = 503
+
+
+class LoadError(InferError):
+    """A checkpoint cannot be loaded; the message lists everything that is wrong with it."""
+
+
+class ConfigError(LoadError, ValueError):
+    """A setting is unknown, out of range or does not go with another one."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field

@@ -1,0 +1,1 @@
+"""Model architectures: what a checkpoint says, its tensors, and the equations."""

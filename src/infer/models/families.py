@@ -1,0 +1,201 @@
+"""How each family's `config.json` is read into a `ModelConfig`.
+
+One function per family. What changes the mathematics and is not supported goes into the reader's
+list of problems by name; nothing is ignored. Used by `models.registry` only. Stdlib only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from infer.models.config import ConfigReader, ModelConfig
+from infer.models.rope_config import read_rope, read_rope_spec
+
+Windows = tuple[int | None, ...]
+
+
+def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Llama 2 and 3."""
+    reader.only("pretraining_tp", (1,), 1)
+    bias = reader.get("attention_bias", bool, False)
+    return dataclasses.replace(
+        _decoder(architecture, reader),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=reader.get("mlp_bias", bool, False),
+    )
+
+
+def read_mistral(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Mistral's dense models: Llama, in older ones with a window on every layer."""
+    config = _decoder(architecture, reader)
+    window = reader.raw.get("sliding_window")
+    if window is None:
+        return config
+    return dataclasses.replace(config, windows=(reader.size("sliding_window"),) * config.num_layers)
+
+
+def read_qwen2(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Qwen2 and Qwen2.5: biases on q, k, v; an optional window from some layer on."""
+    config = _decoder(architecture, reader)
+    return dataclasses.replace(config, qkv_bias=True, windows=_qwen_windows(config, reader))
+
+
+def read_qwen3(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Qwen3, dense: normed query and key heads, whose size is not hidden / heads."""
+    config = _decoder(architecture, reader)
+    bias = reader.get("attention_bias", bool, False)
+    return dataclasses.replace(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        windows=_qwen_windows(config, reader),
+    )
+
+
+def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """Gemma 3's text models; of a multimodal checkpoint, its text part."""
+    text = reader.raw.get("text_config")
+    if isinstance(text, Mapping):
+        inherited = {k: reader.raw[k] for k in ("dtype", "torch_dtype") if k in reader.raw}
+        reader.raw = {**inherited, **text}
+    reader.only("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
+    reader.only("attn_logit_softcapping", (None,), None)
+    reader.only("use_bidirectional_attention", (False,), False)
+    # The file leaves out what is the default of this family.
+    defaults = {
+        "rms_norm_eps": 1e-6,
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+    }
+    reader.raw = {**defaults, **{k: v for k, v in reader.raw.items() if v is not None}}
+    config = _decoder(architecture, reader, rope=False, activation="hidden_activation")
+    bias = reader.get("attention_bias", bool, False)
+    scalar = reader.get("query_pre_attn_scalar", (int, float), 256)
+    pattern = reader.raw.get("sliding_window_pattern", 6)
+    default = ["sliding_attention" if (i + 1) % pattern else "full_attention"
+               for i in range(config.num_layers)]  # fmt: skip
+    rope, local = _gemma3_ropes(reader, config.max_seq_len)
+    return dataclasses.replace(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        query_scale=scalar**-0.5,
+        windows=_windows(reader, reader.raw.get("layer_types") or default, config.num_layers),
+        rope=rope,
+        local_rope=local,
+        final_softcap=reader.get("final_logit_softcapping", (int, float), None),
+    )
+
+
+def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """GPT-2: other names for the same sizes, learned positions."""
+    hidden, heads = reader.size("n_embd"), reader.size("n_head")
+    reader.only("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
+    reader.only("scale_attn_weights", (True,), True)
+    reader.only("scale_attn_by_inverse_layer_idx", (False,), False)
+    reader.only("add_cross_attention", (False,), False)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=reader.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=reader.size("n_inner", 4 * hidden),
+        num_layers=reader.size("n_layer"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_seq_len=reader.size("n_positions", 1024),
+        norm_eps=reader.get("layer_norm_epsilon", float, 1e-5),
+        tie_embeddings=reader.get("tie_word_embeddings", bool, True),
+        dtype=_dtype(reader),
+    )
+
+
+def _decoder(
+    architecture: str, reader: ConfigReader, *, rope: bool = True, activation: str = "hidden_act"
+) -> ModelConfig:
+    """What Llama and its relatives have in common."""
+    hidden = reader.size("hidden_size")
+    heads = reader.size("num_attention_heads")
+    if activation == "hidden_act":
+        reader.only("hidden_act", ("silu",), "silu")
+    kv_heads = reader.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        reader.problems.append(
+            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
+        )
+    max_position = reader.size("max_position_embeddings", 2048)
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=reader.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=reader.size("intermediate_size"),
+        num_layers=reader.size("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=reader.size("head_dim", hidden // heads),
+        max_seq_len=max_position,
+        norm_eps=reader.get("rms_norm_eps", float, 1e-6),
+        tie_embeddings=reader.get("tie_word_embeddings", bool, False),
+        dtype=_dtype(reader),
+    )
+    if not rope:
+        return config
+    return dataclasses.replace(config, rope=read_rope(reader, max_position=max_position))
+
+
+def _dtype(reader: ConfigReader) -> str:
+    name = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
+    return str(reader.only(name, ("bfloat16", "float16", "float32"), "float32"))
+
+
+def _qwen_windows(config: ModelConfig, reader: ConfigReader) -> Windows:
+    if not reader.get("use_sliding_window", bool, False):
+        return ()
+    first = reader.get("max_window_layers", int, 28)
+    default = ["sliding_attention" if i >= first else "full_attention"
+               for i in range(config.num_layers)]  # fmt: skip
+    return _windows(reader, reader.raw.get("layer_types") or default, config.num_layers)
+
+
+def _windows(reader: ConfigReader, layer_types: Any, num_layers: int) -> Windows:
+    known = ("sliding_attention", "full_attention")
+    if (
+        not isinstance(layer_types, list)
+        or len(layer_types) != num_layers
+        or any(kind not in known for kind in layer_types)
+    ):
+        reader.problems.append(
+            f"layer_types must be {num_layers} of {' or '.join(known)}, not {layer_types!r}"
+        )
+        return ()
+    if "sliding_attention" not in layer_types:
+        return ()
+    window = reader.size("sliding_window", 4096)
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _gemma3_ropes(reader: ConfigReader, max_position: int) -> Any:
+    """(RoPE of the global layers, RoPE of the sliding ones), from either spelling."""
+    raw = reader.raw
+    both = raw.get("rope_parameters")
+    if isinstance(both, Mapping) and "full_attention" in both:
+        wide, local = both["full_attention"] or {}, both.get("sliding_attention") or {}
+        theta = wide.get("rope_theta", 1_000_000.0)
+        local_theta = local.get("rope_theta", 10_000.0)
+    else:
+        wide, local = raw.get("rope_scaling") or {}, {}
+        theta = raw.get("rope_theta", 1_000_000.0)
+        local_theta = raw.get("rope_local_base_freq", 10_000.0)
+    return (
+        read_rope_spec(reader, wide, theta, max_position=max_position),
+        read_rope_spec(reader, local, local_theta, max_position=max_position),
+    )

@@ -1,0 +1,273 @@
+"""GGUF files, llama.cpp's format: one file with metadata, tokenizer and (quantised) tensors.
+
+`GGUFFile` turns the metadata into the fields of a Hugging Face `config.json`, so that the registry
+does all checking, and hands tensors out under their Hugging Face names, so that the decoders are
+used unchanged. Three things are undone on the way: llama.cpp's order of query and key rows (Llama
+only), Gemma's `1 + w` in the norms, and Llama 3's RoPE scaling, which is stored as one factor for
+each frequency. The file stays memory-mapped; a tensor is dequantised when it is taken, some rows at
+a time. Parsing and dequantising are the `gguf` package's. `engine.assemble` opens files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGUFReader, ReaderTensor
+from gguf.quants import dequantize
+from torch import Tensor
+
+from infer.errors import LoadError
+from infer.models.config import ModelConfig
+from infer.models.registry import parse_model_config
+from infer.models.weights import WeightSource
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_REQUIRED = {  # the key, without the architecture in front → the field in config.json
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_OPTIONAL = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+_ROPE_SCALING = {
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast",
+    "rope.scaling.yarn_beta_slow": "beta_slow",
+}
+# Keys that change the mathematics in a way that is not supported, and the value that changes none.
+_NEUTRAL = {
+    "expert_count": 0,
+    "logit_scale": 0,
+    "attn_logit_softcapping": 0,
+    "attention.scale": 0,
+    "attention.clamp_kqv": 0,
+    "attention.max_alibi_bias": 0,
+    "attention.causal": True,
+    "rope.scaling.alpha": 0,
+    "rope.scaling.attn_factor": 1,
+    "rope.scaling.yarn_attn_factor": 1,
+    "rope.scaling.yarn_ext_factor": 1,
+    "rope.scaling.yarn_log_multiplier": 0,
+}
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_NAMES = {
+    **_NAMES,
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_TENSOR_NAME = re.compile(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+_ROPE_FACTORS = "rope_freqs.weight"
+_GEMMA_27B_LAYERS = 62
+_ROWS_BYTES = 1 << 26
+"""how much of a tensor is held in float32 at a time"""
+
+
+class GGUFFile:
+    """An open file. `metadata` has its keys with plain Python values; `config` is the model's."""
+
+    metadata: dict[str, Any]
+    config: ModelConfig
+
+    def __init__(self, path: Path) -> None:
+        """`LoadError` says what is wrong with the file or not supported in it."""
+        self.path = path
+        reader = _open(path)
+        self.metadata = {name: field.contents() for name, field in reader.fields.items()}
+        self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        if self.metadata.get("split.count", 1) > 1:
+            raise LoadError(
+                f"{path} is one part of {self.metadata['split.count']}; join them with llama.cpp's"
+                " llama-gguf-split --merge"
+            )
+        self._arch = self.metadata.get("general.architecture")
+        if self._arch not in _ARCHITECTURES:
+            raise LoadError(
+                f"{path}: general.architecture {self._arch!r} is not supported"
+                f" (supported: {', '.join(_ARCHITECTURES)})"
+            )
+        config = parse_model_config(self._config_fields(), str(path))
+        factors = self._rope_factors(config.head_dim)
+        rope = dataclasses.replace(config.rope, frequency_divisors=factors)
+        self.config = dataclasses.replace(config, rope=rope)
+
+    def source(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
+        """The tensors under their Hugging Face names."""
+        names = {self._hugging_face_name(name): name for name in self._tensors}
+
+        def read(name: str, shape: tuple[int, ...]) -> Tensor:
+            return self._read(names[name], shape, dtype)
+
+        source = WeightSource(names, read, dtype=dtype, device=device)
+        if self.config.rope.frequency_divisors:
+            source.drop(_ROPE_FACTORS)
+        return source
+
+    def _get(self, key: str) -> Any:
+        return self.metadata.get(f"{self._arch}.{key}")
+
+    def _config_fields(self) -> dict[str, Any]:
+        """The metadata as the fields of a `config.json`."""
+        missing = [f"{self._arch}.{key}" for key in _REQUIRED if self._get(key) is None]
+        missing += [name for name in ("token_embd.weight",) if name not in self._tensors]
+        if missing:
+            raise LoadError(f"{self.path} lacks {', '.join(missing)}; convert the model again")
+        names = {**_REQUIRED, **_OPTIONAL}
+        fields = {field: self._get(key) for key, field in names.items()}
+        hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+        if fields["head_dim"] is None and isinstance(hidden, int) and isinstance(heads, int):
+            fields["head_dim"] = hidden // max(heads, 1)
+        size = fields["head_dim"]
+        neutral = {**_NEUTRAL, "attention.value_length": size, "rope.dimension_count": size}
+        if self._arch == "gemma3":
+            fields |= self._gemma_fields(hidden, heads, size)
+        else:
+            neutral |= {"attention.sliding_window": 0, "final_logit_softcapping": 0}
+        for key, value in neutral.items():
+            if self._get(key) not in (None, value):
+                raise LoadError(
+                    f"{self.path}: {self._arch}.{key} = {self._get(key)!r} is not supported"
+                    f" (supported: {value!r})"
+                )
+        biased = "blk.0.attn_q.bias" in self._tensors
+        return {
+            "rope_theta": 10000.0,  # where the format's default is not the family's
+            **{name: value for name, value in fields.items() if value is not None},
+            "architectures": [_ARCHITECTURES[self._arch]],
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": biased and self._arch != "qwen2",  # which has its biases anyway
+            "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
+            "rope_scaling": self._rope_scaling(),
+            "dtype": self._dtype(),
+        }
+
+    def _gemma_fields(self, hidden: Any, heads: Any, head_dim: Any) -> dict[str, Any]:
+        window = self._get("attention.sliding_window")
+        pattern = self._get("attention.sliding_window_pattern") or 6
+        fields: dict[str, Any] = {
+            "sliding_window": window,
+            # Every n-th layer is global; where there is no window, every one is.
+            "sliding_window_pattern": pattern if window else 1,
+            "rope_local_base_freq": self._get("rope.freq_base_swa"),
+            # The file does not say; llama.cpp goes by the number of layers too.
+            "query_pre_attn_scalar": head_dim,
+            "final_logit_softcapping": self._get("final_logit_softcapping") or None,
+        }
+        if self._get("block_count") == _GEMMA_27B_LAYERS:
+            fields["query_pre_attn_scalar"] = hidden // heads
+        if isinstance(pattern, list):
+            kinds = ("full_attention", "sliding_attention")
+            fields["layer_types"] = [kinds[bool(sliding and window)] for sliding in pattern]
+            del fields["sliding_window_pattern"]
+        return fields
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        factor = self._get("rope.scaling.factor") or self._get("rope.scale_linear")
+        kind = self._get("rope.scaling.type") or ("linear" if factor else "none")
+        if kind == "none":
+            return None
+        numbers = {field: self._get(key) for key, field in _ROPE_SCALING.items()}
+        return {"rope_type": kind, "factor": factor, **numbers}
+
+    def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
+        tensor = self._tensors.get(_ROPE_FACTORS)
+        if tensor is None or self._arch != "llama":  # a stray one is listed as unexpected
+            return ()
+        factors = tuple(float(f) for f in self._read(_ROPE_FACTORS, (head_dim // 2,)))
+        if not all(factor > 0 for factor in factors) or len(factors) != tensor.n_elements:
+            raise LoadError(f"{self.path}: {_ROPE_FACTORS} must be {head_dim // 2} numbers above 0")
+        return factors
+
+    def _dtype(self) -> str:
+        """What the matrices are stored in; quantised ones are meant for bfloat16."""
+        types = {t.tensor_type.name for t in self._tensors.values() if len(t.shape) > 1}
+        if types == {"F32"}:
+            return "float32"
+        return "float16" if types <= {"F16", "F32"} else "bfloat16"
+
+    def _hugging_face_name(self, name: str) -> str:
+        """A name that is not known stays what it is, and is then reported as unexpected."""
+        match = _TENSOR_NAME.fullmatch(name)
+        parts = _GEMMA_NAMES if self._arch == "gemma3" else _NAMES
+        if match is None or match[3] not in parts:
+            return name
+        layer = "" if match[1] is None else f"model.layers.{match[2]}."
+        return f"{layer}{parts[match[3]]}.{match[4]}"
+
+    def _read(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """A tensor, matrices in `dtype` and vectors in float32; of another shape: no values."""
+        tensor = self._tensors[name]
+        full = tuple(int(size) for size in reversed(tensor.shape))
+        if full != shape:
+            return torch.empty(full, device="meta")
+        out = torch.empty(shape, dtype=dtype if len(shape) > 1 else torch.float32)
+        target, stored = out.view(-1, shape[-1]), tensor.data.reshape(-1, tensor.data.shape[-1])
+        step = max(1, _ROWS_BYTES // (4 * shape[-1]))
+        for start in range(0, len(stored), step):
+            try:
+                rows = dequantize(stored[start : start + step], tensor.tensor_type)
+            except NotImplementedError:
+                raise LoadError(
+                    f"{self.path}: {name} is stored as {tensor.tensor_type.name}, which cannot be"
+                    " read (F32, F16, BF16, Q8_0, Q4_0, Q4_K and Q6_K can)"
+                ) from None
+            target[start : start + step] = torch.from_numpy(np.require(rows, requirements="W"))
+        if self._arch == "gemma3" and name.endswith("norm.weight"):
+            return out - 1.0  # the file has 1 + w, the decoder adds the 1
+        heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
+        part = name.split(".")[-2]
+        if self._arch == "llama" and part in heads:
+            # Neighbouring rows are a pair to rotate there; here, the two halves of a head are.
+            out = out.view(heads[part], -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
+        return out
+
+
+def _open(path: Path) -> GGUFReader:
+    try:
+        with path.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise LoadError(f"{path} cannot be read: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise LoadError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
+        raise LoadError(f"{path} is cut short or damaged: {error}") from None
+    if reader.byte_order != "I":
+        raise LoadError(f"{path} is written in the byte order of another kind of machine")
+    return reader

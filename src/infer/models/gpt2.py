@@ -1,0 +1,87 @@
+"""GPT-2: LayerNorm, learned positions, one fused projection, a tanh-GELU MLP, tied head.
+
+Its linear weights are stored [in, out] and turned when they are taken. Names come with and
+without `transformer.` in front; old checkpoints store the causal mask too, which is dropped.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from infer.kernels.linear import Linear, make_linear
+from infer.models.config import ModelConfig
+from infer.models.decoder import output_head
+from infer.models.model import Attend
+from infer.models.weights import WeightSource
+
+
+class _Norm:
+    """LayerNorm: [T, E] → [T, E]."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
+        self.shape, self.eps = (config.hidden_size,), config.norm_eps
+        self.weight = source.take(f"{name}.weight", self.shape)
+        self.bias = source.take(f"{name}.bias", self.shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+class _Layer:
+    """One decoder layer: [T, E] → [T, E]."""
+
+    def __init__(self, index: int, config: ModelConfig, source: WeightSource, root: str) -> None:
+        self.index = index
+        self.config = config
+        prefix = f"{root}h.{index}."
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.norm_1 = _Norm(config, source, f"{prefix}ln_1")
+        self.norm_2 = _Norm(config, source, f"{prefix}ln_2")
+        self.qkv = _turned(source, f"{prefix}attn.c_attn", hidden, 3 * hidden)
+        self.o = _turned(source, f"{prefix}attn.c_proj", hidden, hidden)
+        self.up = _turned(source, f"{prefix}mlp.c_fc", hidden, inner)
+        self.down = _turned(source, f"{prefix}mlp.c_proj", inner, hidden)
+        source.drop(f"{prefix}attn.bias", f"{prefix}attn.masked_bias")
+
+    def __call__(self, x: Tensor, attend: Attend) -> Tensor:
+        shape = (-1, self.config.num_heads, self.config.head_dim)
+        q, k, v = (part.reshape(shape) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
+        x = x + self.o(attend(self.index, q, k, v).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
+
+
+class GPT2:
+    """See the module's docstring."""
+
+    def __init__(self, config: ModelConfig, source: WeightSource) -> None:
+        self.config = config
+        root = "transformer." if source.has_prefix("transformer.") else ""
+        hidden = config.hidden_size
+        self.embedding = source.take(f"{root}wte.weight", (config.vocab_size, hidden))
+        self.positions = source.take(f"{root}wpe.weight", (config.max_seq_len, hidden))
+        self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]
+        self.norm = _Norm(config, source, f"{root}ln_f")
+        self.lm_head = output_head(config, source, self.embedding)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [T, E] of T tokens of any number of sequences, in any mixture."""
+        x = self.embedding.index_select(0, tokens) + self.positions.index_select(0, positions)
+        for layer in self.layers:
+            x = layer(x, attend)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, V] in float32 of the rows [R, E] that will be sampled."""
+        return self.lm_head(hidden).float()
+
+
+def _turned(source: WeightSource, name: str, width: int, rows: int) -> Linear:
+    """A linear layer whose weight is stored [in, out]."""
+    weight = source.take(f"{name}.weight", (width, rows))
+    return make_linear(weight.T.contiguous(), source.take(f"{name}.bias", (rows,)))
+
+
+def build(config: ModelConfig, source: WeightSource, max_seq_len: int) -> GPT2:
+    """What `models.model.build_model` calls; the checkpoint's table of positions is used whole."""
+    return GPT2(config, source)

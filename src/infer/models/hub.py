@@ -1,0 +1,78 @@
+"""Where a checkpoint is: the one that ships, a local folder, or the Hugging Face hub.
+
+`huggingface_hub` does the downloading and honours its own environment variables (HF_TOKEN,
+HF_HOME, HF_HUB_OFFLINE); only the files that are read are fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from infer.errors import LoadError
+from infer.models.config import load_json
+
+SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
+SHIPPED_NAME = "infer-demo"
+_WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def locate(model: str | None) -> tuple[Path, str]:
+    """The folder of a checkpoint and the name it is served under; `LoadError` if there is none."""
+    if model is None or model == SHIPPED_NAME:
+        return SHIPPED_FOLDER, SHIPPED_NAME
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise LoadError(f"{folder} is a folder without config.json: not a checkpoint")
+        return folder, folder.resolve().name
+    if folder.exists():
+        raise LoadError(f"{folder} is a file; give the folder of a checkpoint, or a hub id")
+    if model.startswith(("/", ".", "~")) or model.count("/") != 1:
+        raise LoadError(f"{model} is neither a folder here nor a hub id of the form owner/name")
+    return _download(model), model
+
+
+@dataclass(frozen=True, slots=True)
+class CachedCheckpoint:
+    """A checkpoint in the local hub cache."""
+
+    name: str
+    architecture: str
+    num_bytes: int
+
+
+def cached_checkpoints() -> list[CachedCheckpoint]:
+    """The checkpoints in the local hub cache that have a config; none where there is no cache."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found = []
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        for revision in repo.revisions:
+            config = revision.snapshot_path / "config.json"
+            if repo.repo_type == "model" and config.is_file():
+                names = load_json(config).get("architectures") or ["unknown"]
+                found.append(CachedCheckpoint(repo.repo_id, str(names[0]), revision.size_on_disk))
+                break
+    return found
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES))
+    except LocalEntryNotFoundError:
+        raise LoadError(
+            f"{hub_id} is not in the local hub cache and the hub cannot be reached (offline, or"
+            " HF_HUB_OFFLINE is set); download it where there is a network, or give a local folder"
+        ) from None
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise LoadError(f"{hub_id} cannot be fetched from the hub: {reason}") from None

@@ -1,0 +1,86 @@
+"""The architectures that can be loaded: name in `config.json` → how its config is read.
+
+Adding a family whose equations agree with an existing decoder is one row here and one function in
+`models.families`. Stdlib only: the decoder is named by module and imported when a model is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from infer.errors import LoadError
+from infer.models import families
+from infer.models.config import ConfigReader, ModelConfig, load_json
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row: the family, how to read its config, the module with its equations, what it has."""
+
+    family: str
+    read: Callable[[str, ConfigReader], ModelConfig]
+    decoder: str
+    notes: str
+
+
+_DECODER = "infer.models.decoder"
+_GEMMA3 = Architecture(
+    "Gemma 3",
+    families.read_gemma3,
+    "infer.models.gemma3",
+    "text models; sliding and global layers, two RoPE tables, final soft-capping",
+)
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        "LlamaForCausalLM": Architecture(
+            "Llama 2, 3.x", families.read_llama, _DECODER, "RoPE scaling, biases, tied or untied"
+        ),
+        "MistralForCausalLM": Architecture(
+            "Mistral (dense)", families.read_mistral, _DECODER, "sliding window"
+        ),
+        "Qwen2ForCausalLM": Architecture(
+            "Qwen2, Qwen2.5", families.read_qwen2, _DECODER, "q/k/v biases, sliding window"
+        ),
+        "Qwen3ForCausalLM": Architecture(
+            "Qwen3 (dense)", families.read_qwen3, _DECODER, "q/k norm, sliding window"
+        ),
+        "Gemma3ForCausalLM": _GEMMA3,
+        "Gemma3ForConditionalGeneration": _GEMMA3,
+        "GPT2LMHeadModel": Architecture(
+            "GPT-2", families.read_gpt2, "infer.models.gpt2", "learned positions; no chat template"
+        ),
+    }
+)
+
+
+def find_architecture(name: str) -> Architecture:
+    """The row of an architecture; `LoadError` lists the known ones."""
+    if name not in ARCHITECTURES:
+        raise LoadError(
+            f"architecture {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return ARCHITECTURES[name]
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """The config of the checkpoint in `folder`; `LoadError` lists everything unsupported in it."""
+    path = folder / "config.json"
+    return parse_model_config(load_json(path), str(path))
+
+
+def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
+    """The config that the fields of a `config.json` describe; `where` begins the error message."""
+    names = raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise LoadError(f"{where}: architectures must name one architecture, not {names!r}")
+    row = find_architecture(names[0])
+    reader = ConfigReader(raw, where)
+    if raw.get("quantization_config") is not None:
+        reader.problems.append("quantization_config: quantised checkpoints are not supported")
+    config = row.read(names[0], reader)
+    reader.finish()
+    return config

@@ -1,0 +1,86 @@
+"""Reading RoPE from a config: two spellings, five kinds, every number checked.
+
+`rope_theta` + `rope_scaling` is what checkpoints on disk have; `rope_parameters` is what
+transformers 5 writes. Kinds that are not known are refused by name. Stdlib only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from infer.models.config import ConfigReader, RopeConfig
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_REQUIRED = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "original_max_position_embeddings")}
+_FIELDS = {"original_max_position_embeddings": "original_max_position"}
+
+
+def read_rope(reader: ConfigReader, *, max_position: int) -> RopeConfig:
+    """The RoPE of a config that has one for all layers."""
+    raw = reader.raw
+    spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(spec, Mapping):
+        reader.problems.append(f"rope_scaling must be an object, not {spec!r}")
+        spec = {}
+    theta = raw.get("rope_theta", spec.get("rope_theta", 10000.0))
+    return read_rope_spec(reader, spec, theta, max_position=max_position)
+
+
+def read_rope_spec(
+    reader: ConfigReader, spec: Mapping[str, Any], theta: Any, *, max_position: int
+) -> RopeConfig:
+    """The RoPE of one specification, `{"rope_type": …, "factor": …}`."""
+    kind = spec.get("rope_type", spec.get("type", "default"))
+    if kind not in KINDS:
+        reader.problems.append(
+            f"rope_scaling type {kind!r} is not supported (supported: {', '.join(KINDS)})"
+        )
+        return RopeConfig()
+    numbers: dict[str, Any] = {"theta": theta}
+    for name in _REQUIRED.get(kind, ()):
+        if spec.get(name) is None:
+            reader.problems.append(f"rope_scaling of type {kind!r} lacks {name}")
+    for name in (*_REQUIRED.get(kind, ()), *_OPTIONAL.get(kind, ())):
+        if spec.get(name) is not None:
+            numbers[_FIELDS.get(name, name)] = spec[name]
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            reader.problems.append(f"RoPE {name} must be a positive number, not {value!r}")
+            numbers[name] = 1.0
+    if kind == "yarn":
+        numbers.setdefault("original_max_position", max_position)
+        numbers["attention_factor"] = _yarn_attention_factor(spec, numbers["factor"])
+        numbers["truncate"] = bool(spec.get("truncate", True))
+    if kind == "dynamic":
+        # Its frequencies change only beyond max_position_embeddings, which is where this engine's
+        # limit is: within it, dynamic is the default.
+        return RopeConfig(theta=numbers["theta"])
+    return RopeConfig(kind=kind, **numbers)
+
+
+def _yarn_attention_factor(spec: Mapping[str, Any], factor: float) -> float:
+    """How much attention is sharpened for the longer context."""
+
+    def sharpening(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    given = spec.get("attention_factor")
+    if given is not None:
+        return float(given)
+    mscale, all_dim = spec.get("mscale"), spec.get("mscale_all_dim")
+    if mscale and all_dim:
+        return sharpening(mscale) / sharpening(all_dim)
+    return sharpening(1.0)

@@ -1,0 +1,316 @@
+"""`Scheduler`: which sequences move forward in the next step, and by how many tokens.
+
+Three resources with three owners, handled in three passes over the seated sequences: pages (the
+allocator; a sequence that needs one more may preempt those behind it), seats (the door; newcomers
+sit down if the pages for their whole prompt are there), tokens (the step budget, offered in the
+policy's order). `commit` is the only place where `num_computed` grows, tokens are appended, pages
+become shareable, finish reasons are decided and pages go back.
+
+Liveness. Sequences are totally ordered by rank. `add` refuses a request whose longest possible
+form does not fit the whole pool. The first in rank can preempt all others, so it always gets its
+pages; it is offered the first token of every step; so it finishes, and another becomes the first.
+
+Called by `engine.core` only. Knows no tensors, no text, no threads; its clock is injected.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from operator import attrgetter
+
+from infer.cache.allocator import PageAllocator, PageTable
+from infer.config import SchedulerConfig
+from infer.errors import OverloadedError, RequestError, UnprocessableError
+from infer.schedule.door import make_door
+from infer.schedule.policy import POLICIES
+from infer.schedule.sequence import Chunk, Plan, Sampled, Sequence, Status
+from infer.schedule.stats import SchedulerStats
+from infer.types import FinishReason, Request, StepOutput
+
+_rank = attrgetter("rank")
+
+
+class Scheduler:
+    """See the module's docstring."""
+
+    def __init__(
+        self, config: SchedulerConfig, allocator: PageAllocator, clock: Callable[[], float]
+    ) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.stats = SchedulerStats()
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preempted: list[Sequence] = []
+        self._door = make_door(config)
+        self._policy = POLICIES[config.scheduler_policy]
+        self._clock = clock
+        self._by_id: dict[str, Sequence] = {}
+        self._num_arrived = 0
+        self._num_turns = 0
+        self._held: list[PageTable] = []
+        self._batch_lengths: list[int] = []
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that may be seated at the same time."""
+        return self._door.num_seats
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._by_id)
+
+    def add(self, request: Request) -> Sequence:
+        """Let a request wait for a seat.
+
+        Raises `OverloadedError` if the queue is full, `UnprocessableError` if the request can
+        never fit, `RequestError` if its id is in use.
+        """
+        if request.request_id in self._by_id:
+            raise RequestError(f"a request with id {request.request_id!r} is already running")
+        self._check_fits(request)
+        if self.num_unfinished >= self.num_seats + self.config.max_waiting_requests:
+            self.stats.num_rejected += 1
+            raise OverloadedError(
+                f"the queue is full: {self.num_unfinished} requests are running or waiting"
+            )
+        sequence = Sequence.from_request(request, self._num_arrived, self._clock())
+        self._num_arrived += 1
+        self._by_id[request.request_id] = sequence
+        insort(self.waiting, sequence, key=_rank)
+        self.stats.num_submitted += 1
+        return sequence
+
+    def _check_fits(self, request: Request) -> None:
+        num_prompt = len(request.prompt_token_ids)
+        total = num_prompt + request.max_tokens
+        if total > self.config.max_seq_len:
+            raise UnprocessableError(
+                f"prompt ({num_prompt} tokens) + max_tokens ({request.max_tokens}) is {total}"
+                f" tokens; this model serves at most {self.config.max_seq_len}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        # The last token is sampled but never computed, so it needs no room.
+        pages, usable = self.allocator.pages_for(total - 1), self.allocator.num_usable
+        if pages > usable:
+            raise UnprocessableError(
+                f"prompt ({num_prompt} tokens) + max_tokens ({request.max_tokens}) needs"
+                f" {pages} pages of KV cache; the whole cache has {usable}",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def abort(self, request_id: str) -> StepOutput | None:
+        """End a request now, wherever it is; None, and nothing happens, if it is not here."""
+        sequence = self._by_id.get(request_id)
+        if sequence is None:
+            return None
+        self._finish(sequence, FinishReason.ABORT)
+        self._settle_batch()
+        return StepOutput(request_id, None, FinishReason.ABORT, num_cached=sequence.num_cached)
+
+    def fail(self, request_id: str, message: str) -> StepOutput | None:
+        """Like `abort`, for a request on which the engine itself failed."""
+        sequence = self._by_id.get(request_id)
+        if sequence is None:
+            return None
+        self._finish(sequence, FinishReason.ERROR)
+        self._settle_batch()
+        return StepOutput(request_id, None, FinishReason.ERROR, error=message)
+
+    def schedule(self, *, flush: bool = False) -> Plan:
+        """Decide the next step. `flush`: nobody else will come, so do not wait for company."""
+        self._grow_running()
+        self._admit(flush)
+        return self._hand_out_tokens()
+
+    def wait_s(self) -> float | None:
+        """Seconds until time alone lets something happen; None if only an event can."""
+        opens_at_s = self._door.opens_at_s()
+        if opens_at_s is None:
+            return None
+        return max(0.0, opens_at_s - self._clock())
+
+    # Pages: in order of rank, so that whoever must give way is behind whoever needs the page.
+
+    def _grow_running(self) -> None:
+        i = 0
+        while i < len(self.running):
+            sequence = self.running[i]
+            while not self.allocator.grow(sequence.table, len(sequence.tokens)):
+                victim = self.running[-1]
+                self.preempt(victim)
+                if victim is sequence:
+                    return
+            i += 1
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take a running sequence's pages; it keeps its seat and its tokens, and recomputes."""
+        assert sequence.status is Status.RUNNING
+        self.running.remove(sequence)
+        self.allocator.release(sequence.table)
+        sequence.num_computed = 0
+        sequence.num_preemptions += 1
+        sequence.status = Status.PREEMPTED
+        insort(self.preempted, sequence, key=_rank)
+        self.stats.num_preemptions += 1
+
+    # Seats: those who had to leave come back first; nobody overtakes anybody.
+
+    def _admit(self, flush: bool) -> None:
+        while self.preempted:
+            if not self._seat(self.preempted[0]):
+                return
+            del self.preempted[0]
+        seats = self._door.seats(self._clock(), len(self.waiting), len(self.running))
+        if flush and seats == 0 and not self.running:
+            seats = self.num_seats
+        while seats > 0 and self.waiting and self._seat(self.waiting[0]):
+            del self.waiting[0]
+            seats -= 1
+
+    def _seat(self, sequence: Sequence) -> bool:
+        """Give a sequence the pages for all its tokens and a place in the batch, if they fit."""
+        allocator = self.allocator
+        scope = sequence.request.cache_scope
+        table = allocator.match(sequence.tokens, scope)
+        needed = allocator.pages_for(len(sequence.tokens)) - len(table.pages)
+        # Leave a page to each running sequence that will want one, or they would preempt at once.
+        reserve = sum(1 for running in self.running if self._wants_pages(running))
+        if needed + reserve > allocator.num_free:
+            allocator.release(table)
+            return False
+        grown = allocator.grow(table, len(sequence.tokens))
+        assert grown
+        sequence.table = table
+        sequence.num_computed = table.num_indexed * allocator.page_size
+        if sequence.admitted_s is None:
+            sequence.admitted_s = self._clock()
+            sequence.num_cached = sequence.num_computed
+            self.stats.num_prompt_tokens += sequence.num_prompt
+            self.stats.num_cached_tokens += sequence.num_cached
+        sequence.status = Status.RUNNING
+        insort(self.running, sequence, key=_rank)
+        return True
+
+    def _wants_pages(self, sequence: Sequence) -> bool:
+        final = sequence.num_prompt + sequence.request.max_tokens - 1
+        return self.allocator.pages_for(final) > len(sequence.table.pages)
+
+    # Tokens: one for the oldest, then as the policy says.
+
+    def _hand_out_tokens(self) -> Plan:
+        running = self.running
+        if not running:
+            return ()
+        budget = self.config.max_num_batched_tokens - 1
+        chunks = []
+        for sequence in self._policy(running):
+            own = 1 if sequence is running[0] else 0
+            extra = min(sequence.num_remaining - own, budget)
+            budget -= extra
+            if own + extra:
+                self._num_turns += 1
+                sequence.last_turn = self._num_turns
+                chunks.append(Chunk(sequence, sequence.num_computed, own + extra))
+        return tuple(chunks)
+
+    def commit(self, plan: Plan, sampled: Seq[Sampled]) -> list[StepOutput]:
+        """Record a step that has been executed; `sampled` has one entry per chunk that samples."""
+        outputs: list[StepOutput] = []
+        results: Iterator[Sampled] = iter(sampled)
+        stats, allocator = self.stats, self.allocator
+        for chunk in plan:
+            sequence = chunk.sequence
+            samples = chunk.samples
+            sequence.num_computed += chunk.num_tokens
+            stats.num_computed_tokens += chunk.num_tokens
+            allocator.commit(sequence.table, sequence.tokens, sequence.num_computed)
+            if not samples:
+                continue
+            result = next(results)
+            sequence.tokens.append(result.token_id)
+            reason = self._finish_reason(sequence, result.token_id)
+            outputs.append(
+                StepOutput(
+                    sequence.request.request_id,
+                    result.token_id,
+                    reason,
+                    result.logprobs,
+                    sequence.num_cached,
+                )
+            )
+            if reason is not None:
+                self._finish(sequence, reason)
+        stats.num_steps += 1
+        stats.num_sampled_tokens += len(outputs)
+        self._settle_batch()
+        return outputs
+
+    @staticmethod
+    def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
+        if token_id in sequence.end_token_ids:
+            request = sequence.request
+            if sequence.num_output > request.sampling.min_tokens:
+                ended = token_id in request.eos_token_ids
+                return FinishReason.EOS if ended else FinishReason.STOP
+        if sequence.num_output >= sequence.request.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        queues = {
+            Status.WAITING: self.waiting,
+            Status.RUNNING: self.running,
+            Status.PREEMPTED: self.preempted,
+        }
+        queues[sequence.status].remove(sequence)
+        if sequence.admitted_s is not None and self.config.batching_mode == "static":
+            self._batch_lengths.append(len(sequence.tokens))
+        if self.config.hold_pages_until_batch_ends:
+            self._held.append(sequence.table)
+        else:
+            self.allocator.release(sequence.table)
+        sequence.status = Status.FINISHED
+        sequence.finish_reason = reason
+        del self._by_id[sequence.request_id]
+        self.stats.count_finished(reason)
+
+    def _settle_batch(self) -> None:
+        """When the room is empty: give held pages back, and note what padding would have cost."""
+        if self.running or self.preempted:
+            return
+        for table in self._held:
+            self.allocator.release(table)
+        self._held.clear()
+        if self._batch_lengths:
+            self.stats.count_batch(self._batch_lengths)
+            self._batch_lengths.clear()
+
+    def check(self) -> None:
+        """Assert the invariants that tie sequences, pages and counts together. For tests."""
+        seated = [*self.running, *self.preempted]
+        assert len(seated) <= self.num_seats
+        for queue, status in (
+            (self.waiting, Status.WAITING),
+            (self.running, Status.RUNNING),
+            (self.preempted, Status.PREEMPTED),
+        ):
+            assert [s.rank for s in queue] == sorted(s.rank for s in queue)
+            assert all(s.status is status for s in queue)
+        everyone = [*self.waiting, *seated]
+        assert {s.request_id: s for s in everyone} == self._by_id
+        assert len(everyone) == len(self._by_id)
+        for sequence in self.running:
+            assert 0 <= sequence.num_computed < len(sequence.tokens)
+            assert len(sequence.tokens) - 1 <= len(sequence.table.pages) * self.allocator.page_size
+        for sequence in (*self.waiting, *self.preempted):
+            assert sequence.num_computed == 0
+            assert not sequence.table.pages
+        self.allocator.check([s.table for s in self.running] + self._held)
+        stats = self.stats
+        assert stats.num_submitted == len(everyone) + sum(stats.num_finished.values())

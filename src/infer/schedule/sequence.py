@@ -1,0 +1,108 @@
+"""`Sequence`: one generation in flight, and `Chunk` / `Plan`: what one step does.
+
+A sequence is a list of tokens and a number: how many of them have been computed. A step moves
+some of those numbers forward; whenever a number reaches the end of its list, one token is sampled
+and appended. Sequences never leave the engine core. Only the scheduler changes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from infer.cache.allocator import PageTable
+from infer.types import FinishReason, Request, TokenLogprobs
+
+
+class Status(Enum):
+    """Where a sequence is. WAITING → RUNNING ⇄ PREEMPTED, and from anywhere to FINISHED."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request being worked on."""
+
+    request: Request
+    arrival: int
+    """order of arrival; with the priority it makes the total order of all sequences"""
+    arrival_s: float
+    tokens: list[int]
+    """prompt and output"""
+    num_prompt: int
+    num_computed: int = 0
+    """how many of `tokens` have their keys and values in the cache"""
+    table: PageTable = field(default_factory=PageTable)
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    num_cached: int = 0
+    """prompt tokens found in the prefix cache at the first admission"""
+    num_preemptions: int = 0
+    last_turn: int = 0
+    """when it last moved forward, counted in chunks over all sequences"""
+    admitted_s: float | None = None
+    end_token_ids: frozenset[int] = frozenset()
+    """end-of-sequence and stop tokens of the request, for one quick look-up per token"""
+
+    @classmethod
+    def from_request(cls, request: Request, arrival: int, now_s: float) -> Sequence:
+        """A fresh sequence that waits."""
+        return cls(
+            request=request,
+            arrival=arrival,
+            arrival_s=now_s,
+            tokens=list(request.prompt_token_ids),
+            num_prompt=len(request.prompt_token_ids),
+            end_token_ids=frozenset(request.eos_token_ids)
+            | frozenset(request.sampling.stop_token_ids),
+        )
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+        return self.request.request_id
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Position in the total order: smaller goes first, and preempts larger."""
+        return (self.request.priority, self.arrival)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to compute before the next one can be sampled; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """The next `num_tokens` tokens of a sequence, from `start`, are computed in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this chunk reaches the end of the list, so that a token is sampled."""
+        return self.start + self.num_tokens == len(self.sequence.tokens)
+
+
+Plan = tuple[Chunk, ...]
+"""The scheduler's decision for one step: at most one chunk a sequence; plain data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the runner returns for a chunk that samples."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None

@@ -1,0 +1,45 @@
+"""`SchedulerStats`: what the scheduler counted since it was made; only ever grows.
+
+Written by the scheduler, read by `EngineCore.stats` (and from there by /health, logs, tests).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from infer.types import FinishReason
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters; tokens unless the name says otherwise."""
+
+    num_submitted: int = 0
+    """requests that were accepted; equals waiting + running + preempted + finished"""
+    num_rejected: int = 0
+    """requests that were refused because the queue was full"""
+    num_finished: dict[FinishReason, int] = field(default_factory=dict)
+    num_steps: int = 0
+    num_computed_tokens: int = 0
+    num_sampled_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_batches: int = 0
+    """static mode: batches that have ended"""
+    num_batch_tokens: int = 0
+    """static mode: prompt and output tokens of those batches"""
+    num_padded_tokens: int = 0
+    """static mode: what the classical implementation would have computed for them, which pads
+    every row to the longest; reported, never computed"""
+
+    def count_finished(self, reason: FinishReason) -> None:
+        """One more request has ended."""
+        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
+
+    def count_batch(self, lengths: Seq[int]) -> None:
+        """One more static batch has ended, whose members had these lengths."""
+        self.num_batches += 1
+        self.num_batch_tokens += sum(lengths)
+        self.num_padded_tokens += max(lengths) * len(lengths)

@@ -1,0 +1,46 @@
+"""`python -m infer.server --model …`: what `infer serve` does, for process managers.
+
+Errors of the start are one sentence on stderr and exit code 2; everything else is `options` and
+`serve`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from infer.config import EngineConfig
+from infer.errors import LoadError
+from infer.server import serve
+from infer.server.options import with_engine_options
+
+
+@with_engine_options()
+def command(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = serve.DEFAULT_HOST,
+    port: Annotated[int, typer.Option(help="0 = any free one.")] = serve.DEFAULT_PORT,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Serve a model with OpenAI's API."""
+    serve.serve_config(EngineConfig.from_kwargs(**settings), host, port)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(command)
+    try:
+        app(arguments, standalone_mode=True)
+    except LoadError as error:
+        print(f"python -m infer.server: {error}", file=sys.stderr)
+        return 2
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

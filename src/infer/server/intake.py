@@ -1,0 +1,146 @@
+"""Wire model → the engine's requests, one for each choice of the answer.
+
+Here names of the wire meet names of `SamplingParams`, and errors that speak of our names are
+re-told in the caller's (`max_tokens` → `max_completion_tokens`). Choices are numbered prompt by
+prompt; choice i of a prompt draws with seed + i, so each of them can be asked for again alone.
+Called by `routes` before anything is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from infer.errors import RequestError, UnprocessableError
+from infer.server.limits import MAX_CHOICES, MAX_TOP_LOGPROBS
+from infer.server.wire import ChatBody, CompletionBody, Generation, Message, Prompt
+from infer.types import Request, SamplingParams
+
+if TYPE_CHECKING:
+    from infer.engine.async_llm import AsyncLLM
+
+
+def check_model(engine: AsyncLLM, wire: Generation) -> None:
+    """There is one model; a request may leave its name out."""
+    if wire.model is not None and wire.model != engine.model_name:
+        raise UnprocessableError(
+            f"there is no such model here; this server has {engine.model_name!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def completion_requests(
+    engine: AsyncLLM, wire: CompletionBody, answer_id: str
+) -> tuple[Request, ...]:
+    if len(wire.prompt) * wire.n > MAX_CHOICES:
+        raise UnprocessableError(
+            f"{len(wire.prompt)} prompts x n={wire.n} is more than {MAX_CHOICES} choices", param="n"
+        )
+    sampling = _sampling(wire, max_tokens=wire.max_tokens, logprobs=wire.logprobs)
+    return tuple(_choices(engine, wire, wire.prompt, sampling, answer_id))
+
+
+def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> tuple[Request, ...]:
+    if not wire.messages:
+        raise RequestError("messages is empty: it needs at least one message", param="messages")
+    limit, limit_name = wire.max_tokens, "max_tokens"
+    if wire.max_completion_tokens is not None:
+        if limit not in (None, wire.max_completion_tokens):
+            raise RequestError(
+                "max_tokens and max_completion_tokens differ; send one of them", param="max_tokens"
+            )
+        limit, limit_name = wire.max_completion_tokens, "max_completion_tokens"
+    with _told_as({"max_tokens": limit_name, "logprobs": "top_logprobs", "prompt": "messages"}):
+        sampling = _sampling(wire, max_tokens=limit, logprobs=_top_logprobs(wire))
+        ids = engine.render_chat(
+            [_plain(message) for message in wire.messages], add_generation_prompt=True
+        )
+        return tuple(_choices(engine, wire, [tuple(ids)], sampling, answer_id))
+
+
+def _choices(
+    engine: AsyncLLM,
+    wire: Generation,
+    prompts: tuple[Prompt, ...] | list[Prompt],
+    sampling: SamplingParams,
+    answer_id: str,
+) -> Iterator[Request]:
+    index = 0
+    for prompt in prompts:
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
+        for i in range(wire.n):
+            request = engine.make_request(
+                prompt,
+                sampling if i == 0 else sampling.replace(seed=_later_seed(sampling.seed, i)),
+                request_id=f"{answer_id}-{index}",
+                priority=wire.priority,
+            )
+            prompt = request.prompt_token_ids  # tokenized once
+            index += 1
+            yield request
+
+
+def _later_seed(seed: int | None, i: int) -> int | None:
+    """seed + i within 64 signed bits; no seed stays none, the engine draws another one."""
+    return None if seed is None else (seed + i + 2**63) % 2**64 - 2**63
+
+
+def _sampling(wire: Generation, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    return SamplingParams(
+        temperature=wire.temperature,
+        top_k=wire.top_k,
+        top_p=wire.top_p,
+        min_p=wire.min_p,
+        repetition_penalty=wire.repetition_penalty,
+        presence_penalty=wire.presence_penalty,
+        frequency_penalty=wire.frequency_penalty,
+        logit_bias=wire.logit_bias,
+        seed=wire.seed,
+        max_tokens=max_tokens,
+        min_tokens=wire.min_tokens,
+        stop=wire.stop,
+        stop_token_ids=wire.stop_token_ids,
+        ignore_eos=wire.ignore_eos,
+        include_stop_str_in_output=wire.include_stop_str_in_output,
+        skip_special_tokens=wire.skip_special_tokens,
+        logprobs=logprobs,
+    )
+
+
+def _top_logprobs(wire: ChatBody) -> int | None:
+    if wire.top_logprobs is None:
+        return 0 if wire.logprobs else None
+    if not 0 <= wire.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise UnprocessableError(
+            f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}", param="top_logprobs"
+        )
+    if not wire.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    return wire.top_logprobs
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message for the template. Templates know no developer: it is the newer name of system."""
+    role = "system" if message.role == "developer" else message.role
+    plain = {"role": role, "content": message.content.value}
+    for name in ("name", "tool_call_id"):
+        if (value := getattr(message, name)) is not None:
+            plain[name] = value
+    return plain
+
+
+@contextmanager
+def _told_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors about our names become errors about the caller's."""
+    try:
+        yield
+    except RequestError as error:
+        theirs = names.get(error.param or "")
+        if theirs is None or theirs == error.param:
+            raise
+        message = re.sub(rf"\b{error.param}\b", theirs, error.message)
+        raise type(error)(message, param=theirs, code=error.code) from None

@@ -1,0 +1,90 @@
+"""Log-probabilities of one choice as OpenAI's two kinds of objects.
+
+Completions: four parallel lists, where `text_offset` is the place of the token in the choice's
+text. Chat: one object per token with its bytes. A token that is not UTF-8 on its own is shown as
+`bytes:\\xe2\\x82`. A `ChoiceLogprobs` lives as long as the choice, because a token's place depends
+on all tokens before it; streamed pieces put together equal the object of a plain answer.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from infer.types import TokenLogprobs
+
+if TYPE_CHECKING:
+    from infer.text.tokenizer import Tokenizer
+
+FLOOR = -9999.0
+"""stands for "impossible": JSON has no infinity"""
+
+
+class ChoiceLogprobs:
+    """See the module's docstring."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._offset = 0
+
+    def completion(self, ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """`choices[].logprobs` of a completion, for these further tokens."""
+        labels = [self._label(token_id) for token_id in ids]
+        tops = []
+        for label, entry in zip(labels, entries, strict=True):
+            top = {label: _number(entry.logprob)}
+            for token_id, logprob in entry.top:  # best first: of two same labels the better stays
+                top.setdefault(self._label(token_id), _number(logprob))
+            tops.append(top)
+        return {
+            "tokens": labels,
+            "token_logprobs": [_number(entry.logprob) for entry in entries],
+            "top_logprobs": tops,
+            "text_offset": [self._place(token_id) for token_id in ids],
+        }
+
+    def chat(self, ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """`choices[].logprobs` of a chat answer, for these further tokens."""
+        content = [
+            {
+                **self._token(token_id, entry.logprob),
+                "top_logprobs": [self._token(top_id, logprob) for top_id, logprob in entry.top],
+            }
+            for token_id, entry in zip(ids, entries, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        data = self._tokenizer.token_bytes(token_id)
+        return {
+            "token": self._label(token_id),
+            "logprob": _number(logprob),
+            "bytes": None if data is None else list(data),
+        }
+
+    def _label(self, token_id: int) -> str:
+        data = self._tokenizer.token_bytes(token_id)
+        if data is None:
+            return self._tokenizer.token_text(token_id)
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def _place(self, token_id: int) -> int:
+        """Characters that are complete before this token; then the token is counted in."""
+        place = self._offset
+        if not (self._skip_special and token_id in self._tokenizer.special_token_ids):
+            data = self._tokenizer.token_bytes(token_id)
+            if data is None:
+                self._offset += len(self._tokenizer.token_text(token_id))
+            else:
+                self._offset += len(self._characters.decode(data))
+        return place
+
+
+def _number(logprob: float) -> float:
+    return logprob if logprob > FLOOR else FLOOR  # NaN too: it is not greater

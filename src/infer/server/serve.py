@@ -1,0 +1,191 @@
+"""Runs an app under uvicorn: bind, say when it listens, drain at the end.
+
+The port is bound before the engine is loaded, so that a port in use is known at once and not after
+minutes. At SIGINT or SIGTERM no more connections are taken and what runs may finish; after
+`drain_timeout_s`, or at a second signal, the engine is closed, which ends every stream with a typed
+error; a third signal waits for nothing. Used by `__main__`, by `infer serve` and by tests (from a
+thread, with `should_exit`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from infer.errors import ConfigError
+from infer.server.app import create_app
+from infer.server.limits import MAX_HEADER_BYTES
+
+if TYPE_CHECKING:
+    from infer.config import EngineConfig
+    from infer.engine.async_llm import AsyncLLM
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+DRAIN_TIMEOUT_S = 30
+KEEP_ALIVE_S = 75
+_LAST_WORDS_S = 5
+"""from the engine's end to uvicorn's: time for the streams to send their error"""
+
+
+def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
+    """A socket that holds the port and does not listen yet; port 0 = any free one.
+
+    Raises `ConfigError` where that is not possible.
+    """
+    if not 0 <= port <= 65535:
+        raise ConfigError("port", f"must be between 0 and 65535, not {port}")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError):
+        raise ConfigError("host", f"{host!r} is not an address or name of this machine") from None
+    sock = socket.socket(family, kind)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise _in_use(host, port) from None
+        if error.errno == errno.EACCES:
+            raise ConfigError("port", f"{port} may not be used by this user") from None
+        raise ConfigError("host", f"cannot listen on {host!r}: {error.strerror}") from None
+    return sock
+
+
+def _in_use(host: str, port: int) -> ConfigError:
+    return ConfigError(
+        "port", f"{port} is in use on {host}; stop what runs there or choose another --port"
+    )
+
+
+def url_of(sock: socket.socket) -> str:
+    """Where a client on this machine finds the server."""
+    host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn with an announcement at the start and typed errors at the end."""
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        sock: socket.socket,
+        *,
+        drain_timeout_s: float = DRAIN_TIMEOUT_S,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                create_app(engine),
+                http="h11",
+                ws="none",
+                lifespan="on",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=int(drain_timeout_s + _LAST_WORDS_S),
+            )
+        )
+        self._engine = engine
+        self._sock = sock
+        self._drain_timeout_s = drain_timeout_s
+        self._announce = announce
+        self._hurry = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def serve_until_stopped(self) -> None:
+        """Blocks until a signal, or until `should_exit` is set."""
+        self.run(sockets=[self._sock])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        url = url_of(self._sock)
+        host, port = self._sock.getsockname()[:2]
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # two may hold a port at once (SO_REUSEADDR), one may listen
+            await self.lifespan.shutdown()
+            if error.errno == errno.EADDRINUSE:
+                raise _in_use(host, port) from None
+            raise
+        if self._announce is not None:
+            self._announce(f"infer serves {self._engine.model_name} at {url} (Ctrl+C to stop)")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.ensure_future(self._end_what_still_runs())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
+
+    async def _end_what_still_runs(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurry.wait(), self._drain_timeout_s)
+        await self._engine.close()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Like uvicorn's, but a signal that was obeyed is not raised again: the exit code is 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        signals = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, former in before.items():
+                signal.signal(number, former)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self._hurry.is_set()
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._hurry.set)
+        self.should_exit = True
+
+
+def serve_config(config: EngineConfig, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> None:
+    """Take the address, build the engine, serve; raises `LoadError` where one of them fails."""
+    with bind(host, port) as sock:
+        # Not at the top: this is what brings in torch.
+        from infer.engine.assemble import build_async_llm
+
+        run(build_async_llm(config), sock=sock)
+
+
+def run(
+    engine: AsyncLLM,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    *,
+    sock: socket.socket | None = None,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
+) -> None:
+    """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address.
+
+    Raises `ConfigError` where the address cannot be used.
+    """
+    with sock or bind(host, port) as held:
+        Server(
+            engine,
+            held,
+            drain_timeout_s=drain_timeout_s,
+            announce=lambda line: print(line, flush=True),
+        ).serve_until_stopped()

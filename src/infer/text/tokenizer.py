@@ -1,0 +1,212 @@
+"""The tokenizer of a checkpoint folder: text to token ids and back, and chats to prompts.
+
+Ids are those transformers' fast tokenizers give for the same folder; whether a BOS is added is the
+post-processor's decision in `tokenizer.json` (like transformers 5, `add_bos_token` in the
+configuration is not read where that file exists). One promise goes beyond: text from a caller never
+becomes a control token (`control_text.py`, `sealed.py`). Objects are immutable after loading and
+safe to share between threads. Used by the façades, the server and the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from infer.errors import LoadError, RequestError
+from infer.text.chat_template import ChatTemplate
+from infer.text.checkpoint_files import TextFiles, read_text_files
+from infer.text.control_text import ControlText
+from infer.text.detokenizer import (
+    ByteLevelDetokenizer,
+    FallbackDetokenizer,
+    IncrementalDetokenizer,
+    WindowDetokenizer,
+)
+from infer.text.pieces import ByteLevelPieces, pieces_for
+from infer.text.sealed import control_literals, sealed_names_for, sealed_tokenizer
+
+_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+_NO_TEMPLATE = (
+    "this model has no chat template; send a prompt to the completions endpoint instead,"
+    " or load the model with a chat_template.jinja in its folder"
+)
+
+
+class Tokenizer:
+    """See the module. Made by `from_folder`.
+
+    `vocab_size` counts ids up to the highest one, added tokens and gaps included; a model's logits
+    may be padded beyond it. `eos_token_ids` are those of generation_config.json, config.json and
+    the tokenizer, in this order. `special_token_ids` are what `skip_special_tokens` leaves out.
+    """
+
+    def __init__(self, files: TextFiles) -> None:
+        self._parser = _library_tokenizer(files)
+        vocab = self._parser.get_vocab(with_added_tokens=True)
+        added = self._parser.get_added_tokens_decoder()
+        self.vocab_size: int = max(vocab.values(), default=-1) + 1
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in added.items() if token.special
+        )
+        named = files.named_tokens
+        self.bos_token_id: int | None = vocab.get(named.get("bos_token", ""))
+        eos = vocab.get(named.get("eos_token", ""))
+        self.eos_token_ids: tuple[int, ...] = tuple(
+            dict.fromkeys((*files.eos_token_ids, *(() if eos is None else (eos,))))
+        )
+        templates = {name: ChatTemplate(text, named) for name, text in files.templates.items()}
+        self.chat_template: ChatTemplate | None = templates.get("default")
+        self._tool_template = templates.get("tool_use", self.chat_template)
+
+        # An end-of-sequence token is a control token even where the files forgot to say so.
+        control_ids = self.special_token_ids | added.keys() & set(self.eos_token_ids)
+        literals = control_literals(added[token_id].content for token_id in control_ids)
+        names = sealed_names_for(literals)
+        self._control = ControlText(names)
+        description = json.loads(self._parser.to_str())
+        self._sealed = sealed_tokenizer(description, names)
+        self._pieces = pieces_for(
+            description["decoder"],
+            self._parser.id_to_token,
+            self.vocab_size,
+            self.special_token_ids,
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """Loads tokenizer.json and what belongs to it.
+
+        Raises `LoadError` that lists everything missing or malformed, and what would be right.
+        """
+        return cls(read_text_files(Path(folder)))
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of a text. `add_special_tokens`: BOS and the like, as the checkpoint says.
+
+        `<|end|>` typed in the text is ordinary text, unless `parse_special_tokens`, for trusted
+        text only. Raises `RequestError` for what is no Unicode text (lone surrogates).
+        """
+        tokenizer = self._parser if parse_special_tokens else self._sealed
+        return _encode(tokenizer, text, add_special_tokens=add_special_tokens, param=None)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids without a token (padding of the vocabulary) have no text.
+
+        No "clean-up" of spaces is done, even if the configuration asks for it: it loses text.
+        """
+        try:
+            return self._parser.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError):
+            raise RequestError(
+                "token ids must be integers from 0 to 2**32 - 1", param="tokens"
+            ) from None
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it is inside a text, U+FFFD where its bytes are no character."""
+        if not 0 <= token_id < self.vocab_size:
+            return ""
+        if self._pieces is not None:
+            return self._pieces.text_of(token_id)
+        return self._parser.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """Exact bytes of one token inside a text; None where the checkpoint does not tell."""
+        if self._pieces is None or not 0 <= token_id < self.vocab_size:
+            return None
+        if self._parser.id_to_token(token_id) is None:
+            return None
+        return self._pieces.bytes_of(token_id)
+
+    def apply_chat_template(
+        self,
+        /,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> tuple[str, list[int]]:
+        """The prompt of a chat: its text and its token ids.
+
+        The template writes BOS and control tokens itself, so none is added. Control literals in
+        messages, tools and `extra` stay text. Raises `RequestError` with `param="messages"`.
+        """
+        template = self._tool_template if tools else self.chat_template
+        if template is None:
+            raise RequestError(_NO_TEMPLATE, param="messages", code="no_chat_template")
+        marked = self._control.mark(list(messages), list(tools or ()), extra)
+        marked_messages, marked_tools, marked_extra = marked.values
+        text = template.render(
+            marked_messages,
+            tools=marked_tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **marked_extra,
+        )
+        tokenizer, prompt = self._parser, text
+        if marked.found:
+            text, prompt = self._control.seal(text, marked)
+            tokenizer = self._sealed
+        return text, _encode(tokenizer, prompt, add_special_tokens=False, param="messages")
+
+    def new_detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """For one generation; what it gives adds up to `decode` of all its ids."""
+        if self._pieces is None:
+            skipped = self.special_token_ids if skip_special_tokens else frozenset()
+            return WindowDetokenizer(self._parser, skipped)
+        if isinstance(self._pieces, ByteLevelPieces):
+            return ByteLevelDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
+        return FallbackDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
+
+
+def _encode(
+    tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, param: str | None
+) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    except TypeError:  # what the library makes of a string that cannot be written as UTF-8
+        where = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+        if where is None:
+            raise
+        raise RequestError(
+            f"the text is not valid Unicode: character {where} is the lone surrogate"
+            f" U+{ord(text[where]):04X}",
+            param=param,
+        ) from None
+
+
+def _library_tokenizer(files: TextFiles) -> tokenizers.Tokenizer:
+    """The tokenizer as the files describe it, completed as transformers does it."""
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+    except Exception as error:  # the library raises plain Exception
+        raise LoadError(
+            f"tokenizer.json cannot be used with tokenizers {tokenizers.__version__}: {error}"
+        ) from None
+    # Left-overs of training runs in some checkpoints; a prompt is never cut or padded here.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    tokenizer.add_tokens(
+        [
+            tokenizers.AddedToken(**{name: token[name] for name in _TOKEN_FIELDS if name in token})
+            for token in files.added_tokens
+            if token["content"] not in known
+        ]
+    )
+    special = (*files.named_tokens.values(), *files.extra_special_tokens)
+    tokenizer.add_special_tokens(
+        [
+            tokenizers.AddedToken(content, special=True, normalized=False)
+            for content in dict.fromkeys(special)
+            if content not in known or not known[content].special
+        ]
+    )
+    return tokenizer

@@ -1,0 +1,3 @@
+"""The version, where the build and the program both find it."""
+
+VERSION = "0.1.0"

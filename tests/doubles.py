@@ -1,0 +1,164 @@
+"""`HashRunner`: a runner without torch that makes every mistake of the integer side visible.
+
+The KV cell at position p is a hash of the cell at p-1, read through the page table, and the token
+at p; the sampled token is the last cell modulo the vocabulary (mixed with the seed if the request
+samples). So a wrong page, a stale cell, a page shared too early, a token computed twice or not at
+all changes the output, exactly and at once. `solo` computes what a request must give, without any
+cache. The same double drives scheduler, engine, async and server tests.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from checkpoints import VOCAB_SIZE, write_tokenizer
+from infer.cache.allocator import PageAllocator
+from infer.config import SchedulerConfig
+from infer.engine.async_llm import AsyncLLM
+from infer.engine.core import EngineCore
+from infer.engine.intake import Intake, Limits
+from infer.engine.worker import EngineThread
+from infer.schedule.scheduler import Scheduler
+from infer.schedule.sequence import Plan, Sampled, Sequence
+from infer.text.tokenizer import Tokenizer
+from infer.types import Request, TokenLogprobs
+
+_MASK = (1 << 61) - 1
+_ROOT = 0x9E3779B97F4A7C15 & _MASK
+
+
+def hash_cell(previous: int, token: int) -> int:
+    """The content of a cell."""
+    x = (previous * 6364136223846793005 + token * 1442695040888963407 + 1) & _MASK
+    x ^= x >> 29
+    return (x * 0xBF58476D1CE4E5B9) & _MASK
+
+
+def sample_cell(cell: int, request: Request, vocab_size: int) -> int:
+    """The token that follows a cell."""
+    if request.sampling.temperature:
+        cell = hash_cell(cell, request.seed & _MASK)
+    return (cell >> 7) % vocab_size
+
+
+def fake_logprobs(request: Request, token: int, vocab_size: int) -> TokenLogprobs | None:
+    """Log-probabilities that are a function of the token, so that tests can predict them."""
+    count = request.sampling.logprobs
+    if count is None:
+        return None
+    top = tuple(((token + i) % vocab_size, -0.5 - i) for i in range(count))
+    return TokenLogprobs(-0.5, top)
+
+
+def solo(request: Request, vocab_size: int) -> list[int]:
+    """The tokens of a request, run alone and without a cache."""
+    cell = _ROOT
+    for token in request.prompt_token_ids:
+        cell = hash_cell(cell, token)
+    ends = {*request.eos_token_ids, *request.sampling.stop_token_ids}
+    output: list[int] = []
+    while len(output) < request.max_tokens:
+        output.append(sample_cell(cell, request, vocab_size))
+        if output[-1] in ends and len(output) > request.sampling.min_tokens:
+            break
+        cell = hash_cell(cell, output[-1])
+    return output
+
+
+class HashRunner:
+    """See the module's docstring."""
+
+    def __init__(
+        self, num_pages: int, page_size: int, vocab_size: int = 97, *, step_s: float = 0.0
+    ) -> None:
+        """`step_s`: how long a step takes, for tests that must catch the engine at work."""
+        self.step_s = step_s
+        self.vocab_size = vocab_size
+        self.page_size = page_size
+        self.cells: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        self.num_chunks = 0
+        """chunks that did not reach the end of their sequence"""
+        self.max_rows = 0
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        """Write the cells of every chunk, then sample where a chunk reaches the end."""
+        if self.step_s:
+            time.sleep(self.step_s)
+        seen: set[int] = set()
+        results = []
+        for chunk in plan:
+            sequence = chunk.sequence
+            assert id(sequence) not in seen, "a sequence twice in one plan"
+            seen.add(id(sequence))
+            assert chunk.num_tokens > 0
+            assert chunk.start == sequence.num_computed
+            cell = self._compute(sequence, chunk.start, chunk.num_tokens)
+            if not chunk.samples:
+                self.num_chunks += 1
+                continue
+            token = sample_cell(cell, sequence.request, self.vocab_size)
+            logprobs = fake_logprobs(sequence.request, token, self.vocab_size)
+            results.append(Sampled(token, logprobs))
+        self.max_rows = max(self.max_rows, len(plan))
+        return results
+
+    def _compute(self, sequence: Sequence, start: int, num_tokens: int) -> int:
+        cell = self._read(sequence, start - 1) if start else _ROOT
+        for position in range(start, start + num_tokens):
+            cell = hash_cell(cell, sequence.tokens[position])
+            page = sequence.table.pages[position // self.page_size]
+            assert page != 0
+            self.cells[page][position % self.page_size] = cell
+        return self._read(sequence, start + num_tokens - 1)
+
+    def _read(self, sequence: Sequence, position: int) -> int:
+        page = sequence.table.pages[position // self.page_size]
+        cell = self.cells[page][position % self.page_size]
+        assert cell is not None, "a cell is read that was never written"
+        return cell
+
+
+@lru_cache
+def small_tokenizer() -> Tokenizer:
+    """A byte-level tokenizer with a chat template: see `checkpoints.write_tokenizer`."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Tokenizer.from_folder(write_tokenizer(Path(folder)))
+
+
+def make_hash_core(
+    *,
+    num_pages: int = 400,
+    page_size: int = 4,
+    vocab_size: int = VOCAB_SIZE,
+    clock: Callable[[], float] = time.monotonic,
+    enable_prefix_caching: bool = True,
+    step_s: float = 0.0,
+    **settings: Any,
+) -> EngineCore:
+    """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
+    values = {"max_batch_size": 8, "max_num_batched_tokens": 64, "max_seq_len": 512, **settings}
+    allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
+    runner = HashRunner(num_pages, page_size, vocab_size, step_s=step_s)
+    return EngineCore(Scheduler(SchedulerConfig(**values), allocator, clock), runner)
+
+
+def make_hash_llm(
+    *, tokenizer: Tokenizer | None = None, seed: int = 0, **settings: Any
+) -> AsyncLLM:
+    """The real asyncio façade over a hash core; `settings` go to `make_hash_core`."""
+    core = make_hash_core(**settings)
+    scheduler = core.scheduler
+    limits = Limits(
+        vocab_size=settings.get("vocab_size", VOCAB_SIZE),
+        max_seq_len=scheduler.config.max_seq_len,
+        num_seats=scheduler.num_seats,
+        max_waiting_requests=scheduler.config.max_waiting_requests,
+    )
+    intake = Intake(tokenizer or small_tokenizer(), limits, seed)
+    return AsyncLLM(EngineThread(core), intake, "hash-model")

@@ -1,0 +1,200 @@
+"""The equivalence lattice: the same request gives the same tokens, whatever it runs in.
+
+On the model that ships, in float32: alone or batched, each batching mode, any chunk size, cold or
+warm cache, preempted or not, any page size, dense reference or paged, blocking or asyncio. Each
+variant proves that what it is about (a hit, a preemption, a chunk, a shared batch) did happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from infer import LLM, EngineConfig, SamplingParams
+from infer.engine.assemble import build_async_llm
+from infer.models.hub import SHIPPED_FOLDER
+from infer.models.model import build_model
+from infer.models.registry import read_model_config
+from infer.models.weights import open_checkpoint
+from infer.runner.sampler import sample
+from infer.schedule.sequence import Sequence
+
+OPENING = "Once upon a time there was a small fox who lived near the river. "
+PROMPTS = [
+    OPENING + "The fox had a red ball and a best friend.",
+    OPENING + "One day the fox found a key under a stone, and did not know what it was for.",
+    "Once upon a time",
+    "One day, a little bird",
+    OPENING * 4,
+    OPENING * 4 + "But that was long ago.",
+    "{",
+    "7 + 5 =",
+]
+NUM_TOKENS = 40
+
+
+def params(i: int) -> SamplingParams:
+    if i % 2:
+        return SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return SamplingParams(
+        temperature=0.9, top_p=0.9, seed=i, max_tokens=NUM_TOKENS - i, ignore_eos=True
+    )
+
+
+Tokens = list[tuple[int, ...]]
+
+
+def run(llm: LLM) -> Tokens:
+    each = [params(i) for i in range(len(PROMPTS))]
+    return [output.token_ids for output in llm.generate(PROMPTS, each, progress=False)]
+
+
+def engine(**settings: Any) -> LLM:
+    return LLM(**{"dtype": "float32", "max_seq_len": 512, "max_batch_size": 4, **settings})
+
+
+@pytest.fixture(scope="module")
+def alone() -> Tokens:
+    """Every request in an engine by itself, without a prefix cache."""
+    with engine(batching_mode="sequential", enable_prefix_caching=False) as llm:
+        result = run(llm)
+        assert llm.stats()["num_cached_tokens"] == 0
+    return result
+
+
+def test_dense_reference_without_any_cache(alone: Tokens) -> None:
+    """A five-line causal attention over the whole text at every token: no pages, no chunks."""
+    config = read_model_config(SHIPPED_FOLDER)
+    source = open_checkpoint(SHIPPED_FOLDER, torch.float32, torch.device("cpu"))
+    model = build_model(config, source, 512)
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    with LLM(dtype="float32") as llm, torch.inference_mode():
+        for i in (0, 3, 5):
+            request = llm._intake.make_request(PROMPTS[i], params(i))
+            sequence = Sequence.from_request(request, 0, 0.0)
+            for _ in range(request.max_tokens):
+                tokens = torch.tensor(sequence.tokens)
+                hidden = model.forward(tokens, torch.arange(len(tokens)), attend)
+                (result,) = sample(model.logits(hidden[-1:]), [sequence])
+                sequence.tokens.append(result.token_id)
+            assert tuple(sequence.tokens[sequence.num_prompt :]) == alone[i]
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
+    "continuous": ({}, lambda s: s["num_cached_tokens"] > 0),
+    "static": ({"batching_mode": "static"}, lambda s: s["num_batches"] == 2),
+    "one batch": ({"max_batch_size": 8}, lambda s: s["num_steps"] < 1.5 * NUM_TOKENS),
+    "sequential, cached": ({"batching_mode": "sequential"}, lambda s: s["num_cached_tokens"] > 0),
+    "chunks of 1": ({"max_num_batched_tokens": 1}, lambda s: s["num_steps"] > 8 * NUM_TOKENS),
+    "chunks of 7": ({"max_num_batched_tokens": 7}, lambda s: s["num_steps"] > 2 * NUM_TOKENS),
+    "page size 1": ({"page_size": 1}, lambda s: s["num_cached_tokens"] > 0),
+    "page size 5": ({"page_size": 5}, lambda s: s["num_cached_tokens"] > 0),
+    "slotted": ({"kv_cache_backend": "slotted"}, lambda s: s["num_pages"] == 4),
+    "contiguous": (
+        {"kv_cache_backend": "contiguous", "batching_mode": "static"},
+        lambda s: s["num_pages"] == 4,
+    ),
+    "preempted": (
+        # 26 pages of 4 tokens for 8 sequences of up to 120 tokens.
+        {"max_seq_len": 128, "page_size": 4, "kv_cache_memory_bytes": 0, "max_batch_size": 8},
+        lambda s: s["num_preemptions"] > 0,
+    ),
+    "prefill first": (
+        {"scheduler_policy": "prefill_first", "max_num_batched_tokens": 9},
+        lambda s: s["num_steps"] > NUM_TOKENS,
+    ),
+    "round robin": (
+        {"scheduler_policy": "decode_round_robin", "max_num_batched_tokens": 3},
+        lambda s: s["num_steps"] > 2 * NUM_TOKENS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_same_tokens_as_alone(name: str, alone: Tokens) -> None:
+    settings, happened = VARIANTS[name]
+    if settings.get("kv_cache_memory_bytes") == 0:
+        config = read_model_config(SHIPPED_FOLDER)
+        token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
+        settings = {**settings, "kv_cache_memory_bytes": token * 140}
+    with engine(**settings) as llm:
+        assert run(llm) == alone
+        stats = llm.stats()
+        assert happened(stats), stats
+        assert stats["num_free_pages"] == stats["num_pages"]
+
+
+def test_a_warm_cache_changes_nothing(alone: Tokens) -> None:
+    with engine() as llm:
+        assert run(llm) == alone
+        cold = llm.stats()["num_cached_tokens"]
+        assert run(llm) == alone
+        assert llm.stats()["num_cached_tokens"] > 2 * cold
+
+
+def test_preempted_at_every_third_step(alone: Tokens) -> None:
+    with engine() as llm:
+        scheduler, step = llm._core.scheduler, llm._core.step
+        count = 0
+
+        def stepping(*, flush: bool = False) -> Any:
+            nonlocal count
+            count += 1
+            if count % 3 == 0 and scheduler.running:
+                scheduler.preempt(scheduler.running[count % len(scheduler.running)])
+            return step(flush=flush)
+
+        llm._core.step = stepping  # type: ignore[method-assign]
+        assert run(llm) == alone
+        assert llm.stats()["num_preemptions"] > 20
+
+
+def test_asyncio(alone: Tokens) -> None:
+    async def main() -> Tokens:
+        config = EngineConfig(dtype="float32", max_seq_len=512, max_batch_size=4)
+        async with build_async_llm(config) as llm:
+            requests = [llm.make_request(p, params(i)) for i, p in enumerate(PROMPTS)]
+            outputs = await asyncio.gather(*[llm.generate(request) for request in requests])
+            return [output.token_ids for output in outputs]
+
+    assert asyncio.run(main()) == alone
+
+
+def test_streaming(alone: Tokens) -> None:
+    """Streams that one thread reads in turns, piece by piece."""
+    with engine() as llm:
+        streams = {i: llm.stream(PROMPTS[i], params(i)) for i in range(len(PROMPTS))}
+        got: dict[int, tuple[int, ...]] = dict.fromkeys(streams, ())
+        while streams:
+            for i in list(streams):
+                piece = next(streams[i], None)
+                if piece is None:
+                    del streams[i]
+                else:
+                    got[i] += piece.token_ids
+        assert [got[i] for i in range(len(PROMPTS))] == alone
+
+
+def test_sixty_four_mixed_requests_through_the_three_modes() -> None:
+    """The acceptance table of docs/architecture.md: same tokens, different numbers of steps."""
+    prompts = [(OPENING * (1 + i % 5))[: 20 + 17 * (i % 11)] for i in range(64)]
+    each = [SamplingParams(temperature=0, max_tokens=4 + (i * 7) % 37) for i in range(64)]
+    tokens, steps = {}, {}
+    for mode in ("sequential", "static", "continuous"):
+        with engine(batching_mode=mode, max_batch_size=8) as llm:
+            outputs = llm.generate(prompts, each, progress=False)
+            tokens[mode] = [output.token_ids for output in outputs]
+            steps[mode] = llm.stats()["num_steps"]
+    assert tokens["sequential"] == tokens["static"] == tokens["continuous"]
+    assert steps["continuous"] < steps["static"] < steps["sequential"]
+    assert {len(t) for t in tokens["static"]} != {40}

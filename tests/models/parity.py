@@ -1,0 +1,139 @@
+"""Our model and transformers' own on the same checkpoint: how far apart are their logits?
+
+`Bench` drives a model over a paged cache chunk by chunk. `WAYS` measure the ways in which a
+token can be computed (prefill, decode one by one, chunks, a mixed batch, after a prefix hit) as the
+largest difference of logits relative to their scale. Tests assert on it, and
+`benchmarks/parity.py` prints it as the table of docs/models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints import VOCAB_SIZE
+from infer.attention.sdpa import SDPABackend
+from infer.cache.allocator import PageAllocator
+from infer.models.model import build_model
+from infer.models.registry import read_model_config
+from infer.models.weights import open_checkpoint
+from infer.runner.pack import pack
+from infer.runner.storage import KVStorage
+from infer.schedule.sequence import Chunk, Sequence
+from infer.types import Request, SamplingParams
+
+
+class Bench:
+    """A model over a paged cache, driven chunk by chunk."""
+
+    def __init__(
+        self, folder: Path, page_size: int = 4, dtype: torch.dtype = torch.float32
+    ) -> None:
+        cpu = torch.device("cpu")
+        self.config = read_model_config(folder)
+        source = open_checkpoint(folder, dtype, cpu)
+        self.model = build_model(self.config, source, self.config.max_seq_len)
+        self.storage = KVStorage(self.config, 300, page_size, dtype=dtype, device=cpu)
+        self.backend = SDPABackend(
+            self.storage.keys,
+            self.storage.values,
+            num_heads=self.config.num_heads,
+            scale=self.config.attention_scale,
+            windows=[self.config.window(i) for i in range(self.config.num_layers)],
+        )
+        self.allocator = PageAllocator(300, page_size)
+
+    def sequence(self, tokens: list[int]) -> Sequence:
+        request = Request(str(id(tokens)), tuple(tokens), SamplingParams(), 0, 1)
+        sequence = Sequence.from_request(request, 0, 0.0)
+        sequence.table = self.allocator.match(tokens)
+        sequence.num_computed = sequence.table.num_indexed * self.allocator.page_size
+        assert self.allocator.grow(sequence.table, len(tokens))
+        return sequence
+
+    @torch.inference_mode()
+    def step(self, *chunks: tuple[Sequence, int]) -> list[Tensor]:
+        """Logits [n, V] of every token of each chunk."""
+        plan = tuple(Chunk(s, s.num_computed, n) for s, n in chunks)
+        step = pack(plan, self.allocator.page_size, torch.device("cpu"))
+        self.backend.plan(step.layout)
+        hidden = self.model.forward(step.tokens, step.positions, self.backend.attend)
+        for sequence, n in chunks:
+            sequence.num_computed += n
+            self.allocator.commit(sequence.table, sequence.tokens, sequence.num_computed)
+        return list(self.model.logits(hidden).split([n for _, n in chunks]))
+
+
+def tokens_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+def reference(model: Any, tokens: list[int]) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([tokens])).logits[0]
+    return logits
+
+
+def deviation(ours: Tensor, theirs: Tensor) -> float:
+    """Largest difference, relative to the scale of the logits."""
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def prefill(bench: Bench, theirs: Any) -> float:
+    tokens = tokens_of(150)
+    (ours,) = bench.step((bench.sequence(tokens), 150))
+    return deviation(ours, reference(theirs, tokens))
+
+
+def decode(bench: Bench, theirs: Any) -> float:
+    tokens = tokens_of(70, seed=1)
+    sequence = bench.sequence(tokens)
+    ours = torch.cat([bench.step((sequence, 1))[0] for _ in tokens])
+    return deviation(ours, reference(theirs, tokens))
+
+
+def chunked(bench: Bench, theirs: Any) -> float:
+    tokens = tokens_of(300, seed=2)
+    sequence = bench.sequence(tokens)
+    ours = torch.cat([bench.step((sequence, n))[0] for n in (7, 1, 120, 64, 108)])
+    return deviation(ours, reference(theirs, tokens))
+
+
+def mixed(bench: Bench, theirs: Any) -> float:
+    """Decodes at different lengths, a fresh prompt and a later chunk in the same step."""
+    prompts = [tokens_of(n, seed=n) for n in (5, 90, 33, 64)]
+    sequences = [bench.sequence(tokens) for tokens in prompts]
+    first = bench.step((sequences[0], 4), (sequences[1], 89), (sequences[2], 20))
+    second = bench.step(
+        (sequences[0], 1), (sequences[1], 1), (sequences[2], 13), (sequences[3], 64)
+    )
+    worst = 0.0
+    for i, tokens in enumerate(prompts):
+        ours = torch.cat([first[i], second[i]]) if i < 3 else second[i]
+        worst = max(worst, deviation(ours, reference(theirs, tokens)))
+    return worst
+
+
+def prefix_hit(bench: Bench, theirs: Any) -> float:
+    """The end of a text whose beginning another sequence has computed."""
+    tokens = tokens_of(120, seed=3)
+    first = bench.sequence(tokens)
+    bench.step((first, 120))
+    again = bench.sequence([*tokens[:100], *tokens_of(30, seed=4)])
+    assert again.num_computed == 100
+    (ours,) = bench.step((again, 30))
+    return deviation(ours, reference(theirs, again.tokens)[100:])
+
+
+WAYS: dict[str, Callable[[Bench, Any], float]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "chunked": chunked,
+    "mixed batch": mixed,
+    "prefix hit": prefix_hit,
+}

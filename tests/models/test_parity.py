@@ -1,0 +1,86 @@
+"""Every family against transformers' own model of the same small random checkpoints, in float32.
+
+Logits of a prefill, of decoding one by one, of chunks, of a mixed batch and after a prefix hit,
+and greedy tokens of the whole engine. The shapes are odd on purpose.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import WAYS, Bench, reference, tokens_of
+from shapes import SHAPES
+
+from checkpoints import BOS_ID, write_checkpoint
+from infer import LLM, SamplingParams
+
+TOLERANCE = 2e-4
+"""relative to the scale of the logits"""
+BF16_TOLERANCE = 0.04
+"""the same in bfloat16 (8 bits of mantissa, some hundred roundings one after the other)"""
+CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder, transformers' model) of one shape."""
+    family, name = request.param
+    folder = tmp_path_factory.mktemp("model")
+    return folder, write_checkpoint(folder, family, **SHAPES[family][name])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits(pair: Any, way: str) -> None:
+    folder, theirs = pair
+    assert WAYS[way](Bench(folder), theirs) <= TOLERANCE
+
+
+def test_greedy_tokens(pair: Any) -> None:
+    folder, theirs = pair
+    prompts = [tokens_of(n, seed=n) for n in (3, 17, 130)]
+    with LLM(str(folder), dtype="float32", max_num_batched_tokens=50, max_batch_size=2) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        outputs = llm.generate(prompts, greedy)
+    for tokens, output in zip(prompts, outputs, strict=True):
+        with torch.inference_mode():
+            wanted = theirs.generate(
+                torch.tensor([tokens]),
+                attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),
+                do_sample=False,
+                max_new_tokens=16,
+                eos_token_id=None,
+                pad_token_id=BOS_ID,
+            )[0, len(tokens) :].tolist()
+        assert list(output.token_ids) == wanted
+
+
+def test_shards_are_shards(tmp_path: Path) -> None:
+    """The sharded shapes above are worth something only if there are three files."""
+    for family, shapes in SHAPES.items():
+        for name, shape in shapes.items():
+            if "shard_bytes" in shape:
+                folder = tmp_path / family / name.replace(",", "")
+                write_checkpoint(folder, family, **shape)
+                assert len(list(folder.glob("*.safetensors"))) >= 3
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_bfloat16_is_close(family: str, tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, family)
+    bench, tokens = Bench(tmp_path, dtype=torch.bfloat16), tokens_of(60)
+    (ours,) = bench.step((bench.sequence(tokens), 60))
+    wanted = reference(theirs, tokens)
+    scale = wanted.abs().max()
+    assert ((ours - wanted).pow(2).mean().sqrt() / scale).item() <= BF16_TOLERANCE
+
+
+def test_the_storage_keeps_page_zero(tmp_path: Path) -> None:
+    """Whatever ran, nothing but padding may have touched the scrap page."""
+    write_checkpoint(tmp_path, num_hidden_layers=1)
+    bench = Bench(tmp_path)
+    bench.step((bench.sequence(tokens_of(20)), 20))
+    for cache in (*bench.storage.keys, *bench.storage.values):
+        assert not cache[0].any()

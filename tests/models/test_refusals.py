@@ -1,0 +1,83 @@
+"""What a checkpoint can be refused for: each by its name, with what would be right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from checkpoints import write_llama
+from infer import LLM
+from infer.errors import LoadError
+
+# What must be refused, by name.
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_llama(folder, num_hidden_layers=1)
+    return folder
+
+
+def broken(good: Path, to: Path, **config: object) -> Path:
+    shutil.copytree(good, to, dirs_exist_ok=True)
+    raw = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**raw, **config}))
+    return to
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["FooForCausalLM"]}, "'FooForCausalLM' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"num_hidden_layers": "3"}, "num_hidden_layers must be int"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"rope_parameters": {"rope_type": "odd"}}, "rope_scaling type 'odd' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
+        ({"intermediate_size": 100}, "mlp.down_proj.weight is [64, 112], should be [64, 100]"),
+        ({"num_hidden_layers": 2}, "missing: model.layers.1"),
+        ({"tie_word_embeddings": True, "num_hidden_layers": 1, "vocab_size": 7}, "embed_tokens"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused_by_name(
+    good: Path, tmp_path: Path, config: dict[str, object], message: str
+) -> None:
+    with pytest.raises(LoadError) as caught:
+        LLM(str(broken(good, tmp_path, **config)))
+    assert message in str(caught.value)
+
+
+def test_an_unexpected_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    write_llama(tmp_path, attention_bias=True, num_hidden_layers=1)
+    with pytest.raises(LoadError, match=r"unexpected: model.layers.0.self_attn.k_proj.bias"):
+        LLM(str(broken(tmp_path, tmp_path / "b", attention_bias=False)))
+
+
+def test_files_that_are_not_there_or_not_whole(good: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoadError, match="neither a folder here nor a hub id"):
+        LLM("/nowhere/at/all")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(LoadError, match=r"without config\.json"):
+        LLM(str(empty))
+    cut = broken(good, tmp_path / "cut")
+    data = (cut / "model.safetensors").read_bytes()
+    (cut / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(LoadError, match="cut short"):
+        LLM(str(cut))
+    pickled = broken(good, tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    with pytest.raises(LoadError, match="save_pretrained"):
+        LLM(str(pickled))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    write_llama(tmp_path, shard_bytes=60_000)
+    next(iter(sorted(tmp_path.glob("model-00002-*")))).unlink()
+    with pytest.raises(LoadError, match="model-00002-of"):
+        LLM(str(tmp_path))

@@ -1,0 +1,178 @@
+"""The sampler: each parameter against its definition, the draw's distribution, independence."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from infer.runner import sampler
+from infer.runner.sampler import sample, uniform
+from infer.schedule.sequence import Sequence
+from infer.types import Request, SamplingParams
+
+PROMPT = (3, 1, 4)
+
+
+def sequence(seed: int = 0, output: tuple[int, ...] = (), **params: Any) -> Sequence:
+    eos = params.pop("eos", ())
+    request = Request("r", PROMPT, SamplingParams(**params), seed, 10, eos_token_ids=eos)
+    made = Sequence.from_request(request, 0, 0.0)
+    made.tokens += output
+    return made
+
+
+def tokens(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
+    return [s.token_id for s in sample(logits.clone(), list(sequences))]
+
+
+def draws(logits: list[float], count: int = 4000, **params: Any) -> Counter[int]:
+    rows = torch.tensor([logits]).repeat(count, 1)
+    return Counter(tokens(rows, *[sequence(seed, **params) for seed in range(count)]))
+
+
+def test_greedy_is_the_argmax_and_the_first_of_equals() -> None:
+    logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [9.0, 0.0, 0.0, 0.0]])
+    assert tokens(logits, sequence(temperature=0), sequence(temperature=0)) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_k": 4}, {"top_p": 0.999999}, {"min_p": 1e-9}, {"top_k": 3, "top_p": 0.9999}],
+)
+def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
+    logits = [2.0, 0.0, 1.0, -9.0]
+    counts = draws(logits, **params)
+    probs = torch.tensor(logits).softmax(0)
+    chi2 = sum(
+        (counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in enumerate(probs.tolist()) if i < 3
+    )
+    assert chi2 < 14  # 2 degrees of freedom: one in a thousand; the seeds are fixed
+
+
+def test_temperature_sharpens() -> None:
+    cold = draws([1.0, 0.0], temperature=0.25)
+    assert cold[0] / 4000 == pytest.approx(1 / (1 + math.exp(-4)), abs=0.01)
+
+
+def test_top_k_keeps_k_tokens() -> None:
+    assert set(draws([3.0, 2.0, 1.0, 0.0, -1.0], top_k=2)) == {0, 1}
+    assert set(draws([3.0, 2.0, 1.0, 0.0, -1.0], top_k=1)) == {0}
+    assert set(draws([1.0, 1.0, 1.0], top_k=-1)) == {0, 1, 2}
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert set(draws(logits, top_p=0.5)) == {0}
+    assert set(draws(logits, top_p=0.51)) == {0, 1}
+    assert set(draws(logits, top_p=0.81)) == {0, 1, 2}
+    assert set(draws(logits, top_p=1.0)) == {0, 1, 2, 3}
+
+
+def test_top_p_counts_among_what_top_k_left() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
+    # Among the first two, the first has 4/7 = 0.571.
+    assert set(draws(logits, top_k=2, top_p=0.56)) == {0}
+    assert set(draws(logits, top_k=2, top_p=0.58)) == {0, 1}
+
+
+def test_min_p_is_relative_to_the_most_probable() -> None:
+    logits = torch.tensor([0.6, 0.31, 0.09]).log().tolist()
+    assert set(draws(logits, min_p=0.5)) == {0, 1}
+    assert set(draws(logits, min_p=0.6)) == {0}
+
+
+def test_a_flat_top_p_row_looks_beyond_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 8)
+    logits = [0.0] * 64
+    counts = draws(logits, top_p=0.9)
+    assert 56 <= len(counts) <= 59
+    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 1024)
+    assert draws(logits, top_p=0.9) == counts
+
+
+def test_bias_and_penalties() -> None:
+    base = torch.tensor([[1.0, 2.0, 0.5, -1.0, 3.0, 0.0]])
+
+    def adjusted(**fields: Any) -> list[float]:
+        row = base.clone()[0]
+        sampler.adjust(row, sequence(**fields))
+        return [round(v, 5) for v in row.tolist()]
+
+    assert adjusted(logit_bias={0: 100, 5: -2.5}) == [101.0, 2.0, 0.5, -1.0, 3.0, -2.5]
+    # The prompt is 3, 1, 4: the repetition penalty sees it, the others do not.
+    assert adjusted(repetition_penalty=2.0) == [1.0, 1.0, 0.5, -2.0, 1.5, 0.0]
+    assert adjusted(presence_penalty=1.0) == [1.0, 2.0, 0.5, -1.0, 3.0, 0.0]
+    assert adjusted(presence_penalty=1.0, output=(5, 5, 1)) == [1.0, 1.0, 0.5, -1.0, 3.0, -1.0]
+    assert adjusted(frequency_penalty=0.5, output=(5, 5, 1)) == [1.0, 1.5, 0.5, -1.0, 3.0, -1.0]
+    assert adjusted(repetition_penalty=2.0, output=(0,))[0] == 0.5
+    inf = -math.inf
+    assert adjusted(min_tokens=2, eos=(4,), output=(0,)) == [1.0, 2.0, 0.5, -1.0, inf, 0.0]
+    assert adjusted(min_tokens=2, eos=(4,), output=(0, 0)) == [1.0, 2.0, 0.5, -1.0, 3.0, 0.0]
+
+
+def test_penalties_change_what_is_chosen_but_not_the_logprobs() -> None:
+    logits = torch.tensor([[0.0, 1.0, 5.0]])
+    (result,) = sample(logits.clone(), [sequence(temperature=0, logit_bias={2: -100}, logprobs=2)])
+    assert result.token_id == 1
+    assert result.logprobs is not None
+    raw = logits.log_softmax(-1)[0]
+    assert result.logprobs.logprob == pytest.approx(raw[1].item(), abs=1e-5)
+    assert [token for token, _ in result.logprobs.top] == [2, 1]
+    assert result.logprobs.top[0][1] == pytest.approx(raw[2].item(), abs=1e-5)
+
+
+def test_logprobs_of_the_token_alone_and_none() -> None:
+    logits = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+    first, second = sample(logits, [sequence(temperature=0, logprobs=0), sequence(temperature=0)])
+    assert first.logprobs is not None
+    assert first.logprobs.top == ()
+    assert second.logprobs is None
+
+
+def test_a_row_does_not_see_its_neighbours() -> None:
+    """Any mixture of parameters, any order, any company: the same tokens."""
+    generator = torch.Generator().manual_seed(1)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {},
+        {"top_k": 3},
+        {"top_k": 40, "top_p": 0.8},
+        {"top_p": 0.95, "temperature": 1.7},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.3, "top_p": 0.5},
+        {"frequency_penalty": 1.0, "output": (7, 7), "top_k": 64},
+        {"logit_bias": {9: 5.0}, "temperature": 0.5},
+    ]
+    sequences = [sequence(seed, **kinds[seed % len(kinds)]) for seed in range(45)]
+    logits = torch.randn(45, 3000, generator=generator).mul(3).bfloat16().float()
+    together = tokens(logits, *sequences)
+    alone = [tokens(logits[i : i + 1], s)[0] for i, s in enumerate(sequences)]
+    assert together == alone
+    order = torch.randperm(45, generator=generator).tolist()
+    shuffled = tokens(logits[order], *[sequences[i] for i in order])
+    assert shuffled == [together[i] for i in order]
+
+
+def test_the_draw_is_a_function_of_seed_and_position_only() -> None:
+    logits = torch.zeros(1, 50)
+    at = {n: tokens(logits, sequence(7, output=(0,) * n))[0] for n in range(30)}
+    assert at == {n: tokens(logits, sequence(7, output=(0,) * n))[0] for n in range(30)}
+    assert len(set(at.values())) > 15
+    assert uniform(1, 2) != uniform(2, 1)
+    numbers = [uniform(seed, position) for seed in range(100) for position in range(100)]
+    assert min(numbers) >= 0
+    assert max(numbers) < 1
+    assert sum(numbers) / len(numbers) == pytest.approx(0.5, abs=0.01)
+    assert uniform(-(2**63), 0) >= 0
+
+
+def test_extreme_logits_are_safe() -> None:
+    logits = torch.full((3, 10), -1e30)
+    logits[:, 4] = 1e30
+    hot = sequence(temperature=2.0)
+    cold = sequence(temperature=0.01, top_p=0.1)
+    assert tokens(logits, hot, cold, sequence(min_p=1.0)) == [4, 4, 4]

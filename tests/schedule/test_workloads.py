@@ -1,0 +1,133 @@
+"""Thousands of random workloads, exact to the token, and proof that they bite.
+
+The second half breaks the allocator and the scheduler on purpose, one way at a time, and asserts
+that the same workloads notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from workloads import Seen, Workload
+
+from infer.cache.allocator import PageAllocator, PageTable
+from infer.config import BATCHING_MODES
+from infer.schedule.scheduler import Scheduler
+from infer.schedule.sequence import Sequence
+from infer.types import FinishReason
+
+NUM_WORKLOADS = 2000
+
+
+def test_every_request_has_the_tokens_that_it_has_alone() -> None:
+    seen = Seen()
+    for seed in range(NUM_WORKLOADS):
+        try:
+            seen.add(Workload(seed).run())
+        except AssertionError as error:
+            raise AssertionError(f"workload {seed}: {error}") from error
+    # The workloads are worth something only if these happened, and often.
+    assert seen.modes == set(BATCHING_MODES)
+    assert seen.reasons == set(FinishReason) - {FinishReason.ERROR}
+    assert seen.num_preemptions > 10_000
+    assert seen.num_cached > 5_000
+    assert seen.num_chunks > 10_000
+    assert seen.num_evictions > 1_000
+    assert seen.num_aborted > 1_000
+    assert seen.num_refused > 100
+
+
+def run_workloads(count: int) -> None:
+    for seed in range(count):
+        Workload(seed).run()
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_workloads() -> None:
+    for seed in range(NUM_WORKLOADS, 100_000):
+        Workload(seed).run()
+
+
+def match_last_token_too(self: PageAllocator, tokens: list[int], scope: str = "") -> PageTable:
+    return original_match(self, [*tokens, 0], scope)
+
+
+def match_any_scope(self: PageAllocator, tokens: list[int], scope: str = "") -> PageTable:
+    return original_match(self, tokens, "")
+
+
+def commit_before_computed(
+    self: PageAllocator, table: PageTable, tokens: list[int], num_computed: int
+) -> None:
+    original_commit(self, table, tokens, len(table.pages) * self.page_size)
+
+
+def release_but_one(self: PageAllocator, table: PageTable) -> None:
+    table.pages = table.pages[1:]
+    original_release(self, table)
+
+
+def release_head_first(self: PageAllocator, table: PageTable) -> None:
+    table.pages.reverse()
+    original_release(self, table)
+
+
+def grow_takes_page_in_use(self: PageAllocator, table: PageTable, num_tokens: int) -> bool:
+    grown = original_grow(self, table, num_tokens)
+    if grown and len(table.pages) > 2:
+        table.pages[-1] = table.pages[0]
+    return grown
+
+
+def forget_keeps_index(self: PageAllocator, page: int) -> None:
+    """A page that is taken again can still be found."""
+
+
+def preempt_keeps_progress(self: Scheduler, sequence: Sequence) -> None:
+    computed = sequence.num_computed
+    original_preempt(self, sequence)
+    sequence.num_computed = computed
+
+
+def finish_too_late(sequence: Sequence, token_id: int) -> FinishReason | None:
+    reason = original_finish_reason(sequence, token_id)
+    return None if reason is FinishReason.LENGTH and sequence.num_output % 5 == 0 else reason
+
+
+def finish_keeps_pages(self: Scheduler, sequence: Sequence, reason: FinishReason) -> None:
+    pages = list(sequence.table.pages)
+    original_finish(self, sequence, reason)
+    sequence.table.pages = pages
+    for page in pages:
+        self.allocator._acquire(page)
+
+
+original_match = PageAllocator.match
+original_commit = PageAllocator.commit
+original_release = PageAllocator.release
+original_grow = PageAllocator.grow
+original_preempt = Scheduler.preempt
+original_finish = Scheduler._finish
+original_finish_reason = Scheduler._finish_reason
+
+MUTANTS: list[tuple[type, str, Callable[..., object]]] = [
+    (PageAllocator, "match", match_last_token_too),
+    (PageAllocator, "commit", commit_before_computed),
+    (PageAllocator, "release", release_but_one),
+    (PageAllocator, "release", release_head_first),
+    (PageAllocator, "grow", grow_takes_page_in_use),
+    (PageAllocator, "_forget", forget_keeps_index),
+    (Scheduler, "preempt", preempt_keeps_progress),
+    (Scheduler, "_finish", finish_keeps_pages),
+    (Scheduler, "_finish_reason", staticmethod(finish_too_late)),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "mutant"), MUTANTS)
+def test_the_workloads_notice_broken_code(
+    owner: type, name: str, mutant: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, mutant)
+    with pytest.raises((AssertionError, IndexError, KeyError, ValueError)):
+        run_workloads(100)

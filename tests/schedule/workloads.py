@@ -1,0 +1,175 @@
+"""Random workloads over `HashRunner`: what a seed stands for, and running it.
+
+A workload draws a mode, a policy, a page size, a pool, a budget and requests with shared
+beginnings from its seed; while it runs, requests arrive at random steps, some are aborted, some
+running sequences are preempted by force. After every step all invariants are checked; at the end
+every request must have exactly the tokens that it has alone.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from doubles import HashRunner, solo
+from infer.cache.allocator import PageAllocator
+from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
+from infer.engine.core import EngineCore
+from infer.errors import OverloadedError, UnprocessableError
+from infer.schedule.scheduler import Scheduler
+from infer.types import FinishReason, Request, SamplingParams, StepOutput
+
+VOCAB_SIZE = 97
+MAX_STEPS = 20_000
+
+
+@dataclass
+class Seen:
+    """What happened in a workload, to prove that the interesting things did."""
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_cached: int = 0
+    num_chunks: int = 0
+    num_aborted: int = 0
+    num_refused: int = 0
+    num_evictions: int = 0
+    modes: set[str] = field(default_factory=set)
+    reasons: set[FinishReason] = field(default_factory=set)
+
+    def add(self, other: Seen) -> None:
+        for name, value in vars(other).items():
+            if isinstance(value, set):
+                getattr(self, name).update(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+class Workload:
+    """One seed's engine and requests."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = r = random.Random(seed)
+        mode = r.choice(BATCHING_MODES)
+        backend = r.choice(["paged", "paged", "paged", "slotted", "contiguous"])
+        if mode == "continuous" and backend == "contiguous":
+            backend = "slotted"
+        seats = r.choice([1, 2, 5, 8])
+        max_seq_len = 64
+        if backend == "paged":
+            page_size = r.choice([1, 2, 3, 4, 16])
+            num_pages = 1 + r.choice([30, 64, 160]) // page_size
+        else:
+            page_size, num_pages = max_seq_len, seats + 1
+        self.now_s = 0.0
+        config = SchedulerConfig(
+            max_batch_size=seats,
+            max_num_batched_tokens=r.choice([1, 3, 8, 64]),
+            max_seq_len=max_seq_len,
+            max_waiting_requests=r.choice([2, 100]),
+            batching_mode=mode,
+            scheduler_policy=r.choice(SCHEDULER_POLICIES) if mode == "continuous" else "fcfs",
+            hold_pages_until_batch_ends=backend == "contiguous",
+        )
+        caching = backend == "paged" and r.random() < 0.8
+        self.allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=caching)
+        self.scheduler = Scheduler(config, self.allocator, lambda: self.now_s)
+        self.runner = HashRunner(num_pages, page_size, VOCAB_SIZE)
+        self.core = EngineCore(self.scheduler, self.runner)
+        self.beginnings = [
+            [r.randrange(VOCAB_SIZE) for _ in range(r.randrange(1, 20))] for _ in range(3)
+        ]
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[StepOutput]] = {}
+        self.aborted: set[str] = set()
+        self.num_refused = 0
+
+    def new_request(self, name: str) -> Request:
+        r = self.random
+        prompt = r.choice(self.beginnings)[: r.randrange(1, 21)]
+        prompt = prompt + [r.randrange(3) for _ in range(r.randrange(0, 8))]
+        return Request(
+            name,
+            tuple(prompt),
+            SamplingParams(
+                temperature=r.choice([0, 1]),
+                min_tokens=r.choice([0, 0, 2]),
+                stop_token_ids=r.sample(range(VOCAB_SIZE), 2),
+            ),
+            seed=r.randrange(5),
+            max_tokens=r.randrange(2, 20),
+            eos_token_ids=tuple(r.sample(range(VOCAB_SIZE), 2)),
+            priority=r.choice([0, 0, 1]),
+            cache_scope=r.choice(["", "", "tenant"]),
+        )
+
+    def run(self, num_requests: int = 12) -> Seen:
+        r, core = self.random, self.core
+        arrived = steps = 0
+        while arrived < num_requests or core.has_work:
+            while arrived < num_requests and r.random() < 0.5:
+                self._add(self.new_request(f"r{arrived}"))
+                arrived += 1
+            for output in core.step():
+                self.outputs[output.request_id].append(output)
+            self.scheduler.check()
+            if self.scheduler.running and r.random() < 0.1:
+                self.scheduler.preempt(r.choice(self.scheduler.running))
+                self.scheduler.check()
+            if self.requests and r.random() < 0.05:
+                name = r.choice(list(self.requests))
+                ended = core.abort(name)
+                assert core.abort(name) is None
+                if ended is not None:
+                    self.aborted.add(name)
+                    self.outputs[name].append(ended)
+                self.scheduler.check()
+            self.now_s += 0.02
+            steps += 1
+            assert steps < MAX_STEPS, "no progress"
+        self._judge()
+        return self._seen(steps)
+
+    def _add(self, request: Request) -> None:
+        try:
+            self.core.add(request)
+        except (OverloadedError, UnprocessableError):
+            self.num_refused += 1
+            return
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = []
+
+    def _judge(self) -> None:
+        for name, request in self.requests.items():
+            outputs = self.outputs[name]
+            assert [o.finish_reason is not None for o in outputs[:-1]] == [False] * (
+                len(outputs) - 1
+            ), "something after the end"
+            last = outputs[-1]
+            tokens = [o.token_id for o in outputs if o.token_id is not None]
+            wanted = solo(request, VOCAB_SIZE)
+            if name in self.aborted:
+                assert last.finish_reason is FinishReason.ABORT
+                assert tokens == wanted[: len(tokens)]
+                continue
+            assert tokens == wanted
+            if tokens[-1] in request.eos_token_ids and len(tokens) > request.sampling.min_tokens:
+                assert last.finish_reason is FinishReason.EOS
+            elif len(tokens) < request.max_tokens:
+                assert last.finish_reason is FinishReason.STOP
+        assert self.allocator.num_free == self.allocator.num_usable
+        assert self.scheduler.num_unfinished == 0
+
+    def _seen(self, steps: int) -> Seen:
+        stats = self.scheduler.stats
+        return Seen(
+            num_steps=steps,
+            num_preemptions=stats.num_preemptions,
+            num_cached=stats.num_cached_tokens,
+            num_chunks=self.runner.num_chunks,
+            num_aborted=len(self.aborted),
+            num_refused=self.num_refused,
+            num_evictions=self.allocator.num_evictions,
+            modes={self.scheduler.config.batching_mode},
+            reasons=set(stats.num_finished),
+        )

@@ -1,0 +1,271 @@
+"""What the server's tests share: an app driven in process, a server on a real socket, scripts.
+
+`App` is the smallest ASGI client: it records every message, so that tests can see what was written
+at once, and it can leave at any moment. `live` is the real thing: uvicorn in a thread on a free
+port, ended cleanly. `scripted` is an engine whose model "samples" given tokens, for tests that must
+know the text; everything but the runner is real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from doubles import make_hash_core, small_tokenizer
+from infer.engine.async_llm import AsyncLLM
+from infer.engine.intake import Intake, Limits
+from infer.engine.worker import EngineThread
+from infer.schedule.sequence import Plan, Sampled
+from infer.server.app import create_app
+from infer.server.serve import Server, bind, url_of
+from infer.text.tokenizer import Tokenizer
+from infer.types import TokenLogprobs
+
+T = TypeVar("T")
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
+
+
+def completion_body(**changes: Any) -> dict[str, Any]:
+    return {"model": "hash-model", "prompt": "Hello", "max_tokens": 8, "seed": 1, **changes}
+
+
+def chat_body(**changes: Any) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Hello"}]
+    return {"model": "hash-model", "messages": messages, "max_tokens": 8, "seed": 1, **changes}
+
+
+BODIES = {COMPLETIONS: completion_body, CHAT: chat_body}
+
+
+@dataclass
+class Reply:
+    """A response as it was written."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    writes: list[bytes] = field(default_factory=list)
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(self.writes)
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    def error(self) -> dict[str, Any]:
+        """The error object, after a check of the body's exact shape."""
+        assert self.headers["content-type"] == "application/json"
+        (key, error), *rest = self.json().items()
+        assert (key, rest) == ("error", [])
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str)
+        assert error["message"]
+        assert error["code"] is None or isinstance(error["code"], str)
+        return dict(error)
+
+    def events(self) -> list[Any]:
+        """The chunks of a stream that ended well, checked for form."""
+        *events, done = self.body.decode("ascii").split("\n\n")[:-1]
+        assert done == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+class App:
+    """An app whose lifespan runs, called without a socket."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.engine = engine
+        self.app = create_app(engine)
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        headers: Mapping[str, str] = JSON,
+        *,
+        leave: asyncio.Event | None = None,
+        on_write: Callable[[bytes], None] = lambda data: None,
+        pieces: int = 1,
+    ) -> Reply:
+        """One request; with `leave` the client disconnects when the event is set."""
+        reply = Reply()
+        size = -(-len(body) // pieces) or 1
+        chunks = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
+        leave = leave or asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            if chunks:
+                return {"type": "http.request", "body": chunks.pop(0), "more_body": bool(chunks)}
+            await leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Mapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                assert not reply.status, "two responses"
+                reply.status = message["status"]
+                reply.headers = {k.decode(): v.decode() for k, v in message["headers"]}
+                assert len(reply.headers) == len(message["headers"]), "a header twice"
+            elif message["body"]:
+                reply.writes.append(message["body"])
+                on_write(message["body"])
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+        }
+        await self.app(scope, receive, send)
+        return reply
+
+    async def post(self, path: str, body: Any, **how: Any) -> Reply:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {**JSON, "content-length": str(len(data)), **how.pop("headers", {})}
+        return await self.send("POST", path, data, headers, **how)
+
+    async def get(self, path: str, **headers: str) -> Reply:
+        return await self.send("GET", path, headers=headers)
+
+    async def idle(self) -> None:
+        """Returns when every seat and page is free and no step is made any more; else fails."""
+        async with asyncio.timeout(5):
+            while not is_idle(self.engine):
+                await asyncio.sleep(0.002)
+        steps = self.engine.stats()["num_steps"]
+        await asyncio.sleep(0.03 if steps else 0.0)
+        assert self.engine.stats()["num_steps"] == steps
+
+
+def is_idle(engine: AsyncLLM) -> bool:
+    stats = engine.stats()
+    busy = [stats[f"num_{name}"] for name in ("open", "running", "waiting", "preempted")]
+    return not any(busy) and stats["num_free_pages"] == stats["num_pages"]
+
+
+@asynccontextmanager
+async def serving(engine: AsyncLLM) -> AsyncIterator[App]:
+    app = App(engine)
+    async with app.app.router.lifespan_context(app.app):
+        yield app
+
+
+def with_app(engine: AsyncLLM, use: Callable[[App], Coroutine[Any, Any, T]]) -> T:
+    """`asyncio.run` of `use(app)`; afterwards nothing may be left in the engine."""
+
+    async def main() -> T:
+        async with serving(engine) as app:
+            result = await use(app)
+            await app.idle()
+            return result
+
+    return asyncio.run(main())
+
+
+def ask(engine: AsyncLLM, path: str, body: Any, **how: Any) -> Reply:
+    """One POST to an app of its own."""
+    return with_app(engine, lambda app: app.post(path, body, **how))
+
+
+class ScriptRunner:
+    """Samples the given tokens, the same for every request."""
+
+    def __init__(self, script: Sequence[int], step_s: float = 0.0) -> None:
+        self.script = script
+        self.step_s = step_s
+
+    def execute(self, plan: Plan) -> list[Sampled]:
+        time.sleep(self.step_s)
+        results = []
+        for chunk in plan:
+            if chunk.samples:
+                sequence = chunk.sequence
+                position = len(sequence.tokens) - len(sequence.request.prompt_token_ids)
+                token = self.script[position % len(self.script)]
+                count = sequence.request.sampling.logprobs
+                top = tuple((token + i, -0.25 - i) for i in range(count or 0))
+                logprobs = None if count is None else TokenLogprobs(-0.25, top)
+                results.append(Sampled(token, logprobs))
+        return results
+
+
+def scripted(
+    script: Sequence[int],
+    *,
+    tokenizer: Tokenizer | None = None,
+    step_s: float = 0.0,
+    runner: Any = None,
+    **settings: Any,
+) -> AsyncLLM:
+    """An engine that says `script`; the settings are those of `make_hash_llm`."""
+    core = make_hash_core(**settings)
+    core.runner = runner or ScriptRunner(script, step_s)
+    limits = Limits(
+        vocab_size=262,
+        max_seq_len=core.scheduler.config.max_seq_len,
+        num_seats=core.scheduler.num_seats,
+        max_waiting_requests=core.scheduler.config.max_waiting_requests,
+    )
+    intake = Intake(tokenizer or small_tokenizer(), limits)
+    return AsyncLLM(EngineThread(core), intake, "hash-model")
+
+
+def spelled(text: str) -> list[int]:
+    """The tokens of a text, without a begin-of-sequence token."""
+    ids = small_tokenizer().encode(text)
+    return [token for token in ids if token < 256]
+
+
+@contextmanager
+def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
+    """A server on a free port; yields its URL and ends it."""
+    with bind(port=0) as sock:
+        listening = threading.Event()
+        server = Server(engine, sock, announce=lambda line: listening.set(), **how)
+        thread = threading.Thread(target=server.serve_until_stopped)
+        thread.start()
+        try:
+            assert listening.wait(10)
+            yield url_of(sock)
+        finally:
+            server.should_exit = True
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits for a condition; fails if it does not come."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+def check_refused(
+    reply: Reply, status: int, param: str | None, code: str | None, word: str
+) -> None:
+    """The whole of a refusal that is the caller's fault; nothing of the server's inside in it."""
+    error = reply.error()
+    assert (reply.status, error["type"]) == (status, "invalid_request_error"), error
+    assert (error["param"], error["code"]) == (param, code), error
+    assert word in error["message"]
+    text = reply.body.decode("ascii")
+    assert not any(leak in text for leak in ("Traceback", "0x", "/work", ".py", "pydantic"))
+    assert len(reply.headers["x-request-id"]) == 32

@@ -1,0 +1,319 @@
+"""Every field that is refused, on both endpoints: status, param, code, words; no engine step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from serving import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    ask,
+    check_refused,
+)
+
+from doubles import make_hash_llm
+from infer.server.inert import REQUEST_FIELDS
+from infer.server.wire import CompletionBody
+
+# ---- fields that both endpoints have: value → status, param, code, a word of the message
+SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
+    # wrong types: 400
+    ({"max_tokens": "5"}, 400, "max_tokens", "invalid_type", "integer"),
+    ({"max_tokens": 5.0}, 400, "max_tokens", "invalid_type", "integer"),
+    ({"max_tokens": True}, 400, "max_tokens", "invalid_type", "boolean"),
+    ({"temperature": "0.5"}, 400, "temperature", "invalid_type", "number"),
+    ({"temperature": True}, 400, "temperature", "invalid_type", "boolean"),
+    ({"top_p": [1]}, 400, "top_p", "invalid_type", "list"),
+    ({"top_k": 1.5}, 400, "top_k", "invalid_type", "integer"),
+    ({"min_p": "x"}, 400, "min_p", "invalid_type", "number"),
+    ({"seed": "1"}, 400, "seed", "invalid_type", "integer"),
+    ({"n": True}, 400, "n", "invalid_type", "boolean"),
+    ({"n": 1.0}, 400, "n", "invalid_type", "integer"),
+    ({"stream": 1}, 400, "stream", "invalid_type", "true or false"),
+    ({"stream": "true"}, 400, "stream", "invalid_type", "true or false"),
+    ({"stream_options": 1, "stream": True}, 400, "stream_options", "invalid_type", "object"),
+    ({"stop": 5}, 400, "stop", None, "list of strings"),
+    ({"stop": ["a", 5]}, 400, "stop", None, "list of strings"),
+    ({"stop_token_ids": 3}, 400, "stop_token_ids", "invalid_type", "list"),
+    ({"stop_token_ids": [True]}, 400, "stop_token_ids[0]", "invalid_type", "integer"),
+    ({"logit_bias": [1]}, 400, "logit_bias", None, "object"),
+    ({"logit_bias": {"a": 1}}, 400, "logit_bias", None, "token id"),
+    ({"logit_bias": {"1": "a"}}, 400, "logit_bias", None, "number"),
+    ({"logit_bias": {"1": True}}, 400, "logit_bias", None, "number"),
+    ({"logit_bias": {"1": None}}, 400, "logit_bias", None, "number"),
+    ({"logit_bias": {"1": 1, "01": 2}}, 400, "logit_bias", None, "twice"),
+    ({"user": 5}, 400, "user", "invalid_type", "string"),
+    ({"model": 5}, 400, "model", "invalid_type", "string"),
+    ({"metadata": {"a": {"b": 1}}}, 400, "metadata", None, "strings"),
+    ({"ignore_eos": 1}, 400, "ignore_eos", "invalid_type", "true or false"),
+    ({"stream_format": 1, "stream": True}, 400, "stream_format", "invalid_type", "string"),
+    ({"logprobs": "x"}, 400, "logprobs", "invalid_type", "string"),
+    # known, but not with this value: 400 by name
+    ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter", "tools"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter", "none"),
+    ({"functions": [{}]}, 400, "functions", "unsupported_parameter", "functions"),
+    (
+        {"response_format": {"type": "json_object"}},
+        *(400, "response_format", "unsupported_parameter", "text"),
+    ),
+    ({"suffix": "x"}, 400, "suffix", "unsupported_parameter", "suffix"),
+    ({"best_of": 2}, 400, "best_of", "unsupported_parameter", "1"),
+    ({"best_of": True}, 400, "best_of", "unsupported_parameter", "1"),
+    ({"echo": True}, 400, "echo", "unsupported_parameter", "false"),
+    ({"modalities": ["audio"]}, 400, "modalities", "unsupported_parameter", "text"),
+    ({"audio": {}}, 400, "audio", "unsupported_parameter", "null"),
+    ({"prediction": {}}, 400, "prediction", "unsupported_parameter", "null"),
+    ({"service_tier": "flex"}, 400, "service_tier", "unsupported_parameter", "default"),
+    ({"store": True}, 400, "store", "unsupported_parameter", "false"),
+    ({"reasoning_effort": "high"}, 400, "reasoning_effort", "unsupported_parameter", "none"),
+    ({"verbosity": "low"}, 400, "verbosity", "unsupported_parameter", "medium"),
+    ({"web_search_options": {}}, 400, "web_search_options", "unsupported_parameter", "null"),
+    ({"prompt_cache_key": 5}, 400, "prompt_cache_key", "unsupported_parameter", "string"),
+    ({"chat_template": "x"}, 400, "chat_template", "unsupported_parameter", "chat_template"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        *(400, "stream_options.include_obfuscation", "unsupported_parameter", "false"),
+    ),
+    ({"stream_options": {"include_usage": True}}, 400, "stream_options", None, "stream: true"),
+    ({"stream_format": "events"}, 400, "stream_format", None, "stream: true"),
+    # values outside: 422
+    ({"max_tokens": 0}, 422, "max_tokens", None, "between 1"),
+    ({"max_tokens": -1}, 422, "max_tokens", None, "between 1"),
+    ({"max_tokens": 2**63}, 422, "max_tokens", None, "between 1"),
+    ({"min_tokens": 9}, 422, "min_tokens", None, "must not exceed"),
+    ({"min_tokens": -1}, 422, "min_tokens", None, "between 0"),
+    ({"temperature": -1}, 422, "temperature", None, "between 0 and 2"),
+    ({"temperature": 1e-5}, 422, "temperature", None, "0.01"),
+    ({"temperature": 1e308}, 422, "temperature", None, "between"),
+    ({"temperature": 10**19}, 422, "temperature", None, "between"),
+    ({"top_p": 0}, 422, "top_p", None, "above 0"),
+    ({"top_p": -0.0}, 422, "top_p", None, "above 0"),
+    ({"top_p": 1.0000001}, 422, "top_p", None, "between"),
+    ({"top_k": -2}, 422, "top_k", None, "between"),
+    ({"top_k": 2**63}, 422, "top_k", None, "between"),
+    ({"min_p": 1.5}, 422, "min_p", None, "between"),
+    ({"repetition_penalty": 0}, 422, "repetition_penalty", None, "above 0"),
+    ({"presence_penalty": 3}, 422, "presence_penalty", None, "between"),
+    ({"frequency_penalty": -3}, 422, "frequency_penalty", None, "between"),
+    ({"seed": 2**64}, 422, "seed", None, "between"),
+    ({"n": 0}, 422, "n", None, "at least 1"),
+    ({"n": 9}, 422, "n", None, "at most 8"),
+    ({"n": 10**9}, 422, "n", None, "at most 8"),
+    ({"priority": 2**31}, 422, "priority", None, "at most"),
+    ({"stop": [""]}, 422, "stop", None, "1 to 256"),
+    ({"stop": "x" * 257}, 422, "stop", None, "1 to 256"),
+    ({"stop": ["x"] * 17}, 422, "stop", None, "at most"),
+    ({"stop_token_ids": [-1]}, 422, "stop_token_ids", None, "between 0"),
+    ({"stop_token_ids": [262]}, 422, "stop_token_ids", None, "vocabulary"),
+    ({"stop_token_ids": [1] * 65}, 422, "stop_token_ids", None, "at most 64"),
+    ({"logit_bias": {"1": 101}}, 422, "logit_bias", None, "between -100"),
+    ({"logit_bias": {"-1": 1}}, 422, "logit_bias", None, "between 0"),
+    ({"logit_bias": {"262": 1}}, 422, "logit_bias", None, "vocabulary"),
+    ({"logit_bias": {str(2**63): 1}}, 422, "logit_bias", None, "between 0"),
+    (
+        {"logit_bias": {str(i): 1 for i in range(1025)}},
+        *(422, "logit_bias", None, "at most 1024"),
+    ),
+    ({"metadata": {str(i): "x" for i in range(17)}}, 422, "metadata", None, "16"),
+    ({"stream_format": "sse", "stream": True}, 422, "stream_format", None, "events"),
+    ({"stream_format": "events", "stream": True, "n": 2}, 422, "stream_format", None, "one choice"),
+    # names
+    ({"model": "gpt-4"}, 422, "model", "model_not_found", "hash-model"),
+    ({"model": ""}, 422, "model", "model_not_found", "hash-model"),
+    ({"temprature": 1}, 422, "temprature", "unknown_parameter", "'temperature'"),
+    ({"qqqq": 1}, 422, "qqqq", "unknown_parameter", "known are"),
+    (
+        {"stream": True, "stream_options": {"include_usge": True}},
+        *(422, "stream_options.include_usge", "unknown_parameter", "'include_usage'"),
+    ),
+    # lengths
+    ({"max_tokens": 510}, 422, "max_tokens", "context_length_exceeded", "512"),
+    ({"max_tokens": 2**31 - 1}, 422, "max_tokens", "context_length_exceeded", "512"),
+]
+
+COMPLETION_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
+    ({"prompt": None}, 400, "prompt", "missing_required_parameter", "required"),
+    ({"prompt": ""}, 400, "prompt", None, "empty"),
+    ({"prompt": []}, 400, "prompt", None, "empty"),
+    ({"prompt": [[]]}, 400, "prompt", None, "empty"),
+    ({"prompt": [""]}, 400, "prompt", None, "empty"),
+    ({"prompt": ["a", ""]}, 400, "prompt", None, "empty"),
+    ({"prompt": 5}, 400, "prompt", None, "must be a string"),
+    ({"prompt": {}}, 400, "prompt", None, "must be a string"),
+    ({"prompt": [True]}, 400, "prompt", None, "must be a string"),
+    ({"prompt": [1, 1.0]}, 400, "prompt", None, "must be a string"),
+    ({"prompt": ["a", 1]}, 400, "prompt", None, "must be a string"),
+    ({"prompt": [[1], "a"]}, 400, "prompt", None, "must be a string"),
+    ({"prompt": [["a"]]}, 400, "prompt", None, "must be a string"),
+    ({"prompt": [None]}, 400, "prompt", None, "must be a string"),
+    ({"prompt": [-1]}, 422, "prompt", None, "vocabulary"),
+    ({"prompt": [262]}, 422, "prompt", None, "vocabulary"),
+    ({"prompt": [[1], [2**63]]}, 422, "prompt", None, "vocabulary"),
+    ({"prompt": ["a"] * 257}, 422, "prompt", None, "256"),
+    ({"prompt": ["a"] * 40, "n": 8}, 422, "n", None, "256"),
+    ({"prompt": "x" * 512}, 422, "prompt", "context_length_exceeded", "512"),
+    ({"prompt": [1] * 505}, 422, "max_tokens", "context_length_exceeded", "512"),
+    ({"prompt": "x" * 10**6}, 422, "prompt", "context_length_exceeded", "512"),
+    ({"logprobs": 21}, 422, "logprobs", None, "between 0 and 20"),
+    ({"logprobs": -1}, 422, "logprobs", None, "between 0 and 20"),
+    ({"logprobs": True}, 400, "logprobs", "invalid_type", "integer"),
+    ({"messages": []}, 422, "messages", "unknown_parameter", "prompt"),
+    ({"max_completion_tokens": 5}, 422, "max_completion_tokens", "unknown_parameter", "max_tokens"),
+    (
+        {"stream_format": "events", "stream": True, "prompt": ["a", "b"]},
+        *(422, "stream_format", None, "one choice"),
+    ),
+    (
+        {"stream_format": "events", "stream": True, "logprobs": 0},
+        *(422, "stream_format", None, "logprobs"),
+    ),
+]
+
+
+def said(*messages: Any) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
+def part(**fields: Any) -> dict[str, Any]:
+    return said({"role": "user", "content": [{"type": "text", "text": "a"}, fields]})
+
+
+CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
+    ({"messages": None}, 400, "messages", "missing_required_parameter", "required"),
+    ({"messages": []}, 400, "messages", None, "empty"),
+    ({"messages": "x"}, 400, "messages", "invalid_type", "list"),
+    ({"messages": [5]}, 400, "messages[0]", "invalid_type", "object"),
+    (
+        said({"role": "user", "content": "x"}, {"role": "user"}),
+        *(400, "messages[1].content", "missing_required_parameter", "required"),
+    ),
+    (
+        said({"role": "assistant", "content": None}),
+        *(400, "messages[0].content", "missing_required_parameter", "required"),
+    ),
+    (said({"content": "x"}), 400, "messages[0].role", "missing_required_parameter", "required"),
+    (said({"role": 5, "content": "x"}), 400, "messages[0].role", "invalid_type", "string"),
+    (said({"role": "robot", "content": "x"}), 422, "messages[0].role", None, "'user'"),
+    (said({"role": "user", "content": 5}), 400, "messages[0].content", None, "text parts"),
+    (said({"role": "user", "content": ["x"]}), 400, "messages[0].content", None, "text parts"),
+    (
+        part(type="image_url", image_url={"url": "http://127.0.0.1/"}),
+        *(400, "messages[0].content", "unsupported_content_part", "image_url"),
+    ),
+    (
+        part(type="input_audio"),
+        *(400, "messages[0].content", "unsupported_content_part", "input_audio"),
+    ),
+    (part(text="x"), 400, "messages[0].content", "unsupported_content_part", "no type"),
+    (part(type="text"), 400, "messages[0].content", None, "text part"),
+    (part(type="text", text=5), 400, "messages[0].content", None, "text part"),
+    (part(type="text", text="x", extra=1), 400, "messages[0].content", None, "text part"),
+    (
+        said({"role": "assistant", "content": "x", "tool_calls": [{}]}),
+        *(400, "messages[0].tool_calls", "unsupported_parameter", "tool_calls"),
+    ),
+    (
+        said({"role": "user", "content": "x", "nme": "y"}),
+        *(422, "messages[0].nme", "unknown_parameter", "'name'"),
+    ),
+    (
+        said(*({"role": "user", "content": "x"} for _ in range(1025))),
+        *(422, "messages", None, "1024"),
+    ),
+    (
+        said({"role": "user", "content": "x" * 512}),
+        *(422, "messages", "context_length_exceeded", "512"),
+    ),
+    ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", None, "differ"),
+    (
+        {"max_tokens": None, "max_completion_tokens": 0},
+        *(422, "max_completion_tokens", None, "max_completion_tokens must be"),
+    ),
+    (
+        {"max_tokens": None, "max_completion_tokens": 510},
+        *(422, "max_completion_tokens", "context_length_exceeded", "max_completion_tokens (510)"),
+    ),
+    ({"max_tokens": None, "min_tokens": 512}, 422, "min_tokens", None, "room"),
+    ({"stop": ["a"] * 5}, 422, "stop", None, "at most 4"),
+    ({"top_logprobs": 2}, 400, "top_logprobs", None, "logprobs: true"),
+    ({"logprobs": True, "top_logprobs": 21}, 422, "top_logprobs", None, "between 0 and 20"),
+    ({"logprobs": True, "top_logprobs": -1}, 422, "top_logprobs", None, "between 0 and 20"),
+    ({"logprobs": 1}, 400, "logprobs", "invalid_type", "true or false"),
+    ({"prompt": "x"}, 422, "prompt", "unknown_parameter", "'messages'"),
+    (
+        {"stream_format": "events", "stream": True, "logprobs": True},
+        *(422, "stream_format", None, "logprobs"),
+    ),
+]
+
+FIELD_ROWS = [
+    *((path, *row) for path in BODIES for row in SAME_FIELDS),
+    *((COMPLETIONS, *row) for row in COMPLETION_FIELDS),
+    *((CHAT, *row) for row in CHAT_FIELDS),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "status", "param", "code", "word"), FIELD_ROWS)
+def test_a_field_is_refused(
+    path: str, fields: dict[str, Any], status: int, param: str, code: str | None, word: str
+) -> None:
+    engine = make_hash_llm()
+    reply = ask(engine, path, BODIES[path](**fields))
+    check_refused(reply, status, param, code, word)
+    assert engine.stats()["num_submitted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status", "param", "code", "word"),
+    [
+        row
+        for row in FIELD_ROWS
+        if not {"stream", "stream_options", "stream_format"} & row[1].keys()
+    ],
+)
+def test_a_field_is_refused_before_a_stream_begins(
+    path: str, fields: dict[str, Any], status: int, param: str, code: str | None, word: str
+) -> None:
+    reply = ask(make_hash_llm(), path, BODIES[path](stream=True, **fields))
+    check_refused(reply, status, param, code, word)
+
+
+INERT = {
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
+    "tools": [],
+    "tool_choice": "auto",
+    "functions": [],
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "service_tier": "default",
+    "store": False,
+    "parallel_tool_calls": True,
+    "reasoning_effort": "none",
+    "verbosity": "medium",
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+    "user": "u",
+    "metadata": {"a": "b"},
+    "length_penalty": 1,
+    "chat_template_kwargs": {},
+    "add_generation_prompt": True,
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_fields_at_their_value_without_effect(path: str) -> None:
+    plain = ask(make_hash_llm(), path, BODIES[path]()).json()
+    assert ask(make_hash_llm(), path, BODIES[path](**INERT)).json()["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_null_is_absent(path: str) -> None:
+    names = {*CompletionBody.model_fields, *REQUEST_FIELDS} - {"prompt", "max_tokens"}
+    nulls = {**dict.fromkeys(names), "seed": 1}
+    reply = ask(make_hash_llm(), path, BODIES[path](**nulls))
+    plain = ask(make_hash_llm(), path, BODIES[path]())
+    assert reply.json()["choices"] == plain.json()["choices"]

@@ -1,0 +1,268 @@
+"""Running: one line when it listens, a port in use, options from the config, a clean end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from serving import COMPLETIONS, completion_body, live
+from typer.testing import CliRunner
+
+from doubles import make_hash_llm
+from infer.config import EngineConfig
+from infer.errors import ConfigError
+from infer.server import __main__, options, serve
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+
+
+def test_importing_the_server_brings_no_torch() -> None:
+    code = (
+        "import sys, infer.server.__main__, infer.server.app;"
+        "assert not {'torch', 'infer.engine.assemble'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], env=ENV, check=True, timeout=60)
+
+
+def test_a_port_in_use() -> None:
+    with serve.bind(port=0) as held:
+        port = held.getsockname()[1]
+        held.listen()
+        with pytest.raises(ConfigError, match=rf"port: {port} is in use on 127\.0\.0\.1"):
+            serve.bind(port=port)
+
+
+def test_a_port_that_somebody_else_takes_while_the_model_loads() -> None:
+    """Until the server is there a client is refused; then one of the two is told."""
+    with serve.bind(port=0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        with serve.bind(port=port) as other:
+            other.listen()
+            with pytest.raises(ConfigError, match=rf"port: {port} is in use"):
+                serve.run(make_hash_llm(), sock=held)
+    assert not any(thread.name == "infer-engine" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "field"),
+    [
+        ("no.such.host.invalid", 0, "host"),
+        ("192.0.2.1", 0, "host"),
+        ("x" * 300, 0, "host"),
+        ("127.0.0.1", 65536, "port"),
+        ("127.0.0.1", -1, "port"),
+    ],
+)
+def test_addresses_that_cannot_be_used(host: str, port: int, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        serve.bind(host, port)
+    assert caught.value.field == field
+
+
+def test_the_url_of_a_socket() -> None:
+    with serve.bind("0.0.0.0", 0) as sock:
+        assert serve.url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    if socket.has_ipv6:
+        try:
+            sock = serve.bind("::1", 0)
+        except ConfigError:
+            return
+        with sock:
+            assert serve.url_of(sock) == f"http://[::1]:{sock.getsockname()[1]}"
+
+
+def parsed(*arguments: str) -> EngineConfig:
+    """The settings that a command line stands for."""
+    seen: list[EngineConfig] = []
+    app = typer.Typer()
+
+    @app.command()
+    @options.with_engine_options()
+    def command(*, settings: dict[str, Any]) -> None:
+        seen.append(EngineConfig.from_kwargs(**settings))
+
+    result = CliRunner().invoke(app, arguments)
+    if result.exception is not None and not seen:
+        raise result.exception
+    return seen[0]
+
+
+def test_every_setting_is_an_option() -> None:
+    assert parsed() == EngineConfig()
+    changed = {
+        "model": "m",
+        "served_model_name": "n",
+        "dtype": "float32",
+        "device": "cpu",
+        "batching_mode": "static",
+        "kv_cache_backend": "slotted",
+        "scheduler_policy": "fcfs",
+        "load_format": "dummy",
+    }
+    for spec in dataclasses.fields(EngineConfig):
+        flag = "--" + spec.name.replace("_", "-")
+        value: Any
+        if str(spec.type).startswith("bool"):
+            assert getattr(parsed(flag), spec.name) is True
+            assert getattr(parsed(flag.replace("--", "--no-", 1)), spec.name) is False
+            continue
+        if str(spec.type).startswith("str"):
+            value = changed.get(spec.name, "x")
+        else:
+            value = 7.5 if str(spec.type).startswith("float") else 7
+        assert getattr(parsed(flag, str(value)), spec.name) == value
+
+
+def test_options_of_a_typer_command() -> None:
+    """Its own parameters stay, the settings given arrive, and those left out are not there."""
+    seen: list[Any] = []
+    app = typer.Typer()
+
+    @app.command()
+    @options.with_engine_options(leave_out=("model",))
+    def command(
+        word: Annotated[str, typer.Argument()], times: int = 1, *, settings: dict[str, Any]
+    ) -> None:
+        seen.append((word, times, settings))
+
+    def invoke(*arguments: str) -> int:
+        return CliRunner().invoke(app, arguments).exit_code
+
+    assert invoke("a") == 0
+    flags = ["--max-batch-size", "3", "--batch-wait-timeout-s", "0.5", "--dtype", "float32"]
+    assert invoke("b", "--times", "2", *flags, "--no-enable-prefix-caching") == 0
+    given = {
+        "max_batch_size": 3,
+        "batch_wait_timeout_s": 0.5,
+        "dtype": "float32",
+        "enable_prefix_caching": False,
+    }
+    assert seen == [("a", 1, {}), ("b", 2, given)]
+    assert EngineConfig.from_kwargs(**given).max_batch_size == 3
+    for wrong in (["--model", "m"], ["--settings", "x"], ["--max-batch-size", "x"]):
+        assert invoke("c", *wrong) == 2
+    assert len(seen) == 2
+
+
+def test_options_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="bfloat16"):
+        parsed("--dtype", "int3")
+    with pytest.raises(SystemExit):
+        parsed("--max-batch-size", "many")
+    assert __main__.main(["--max-batch-size", "0"]) == 2
+    assert "max_batch_size: must be at least 1" in capsys.readouterr().err
+    with serve.bind(port=0) as held:
+        held.listen()
+        assert __main__.main(["--port", str(held.getsockname()[1])]) == 2
+    assert "is in use" in capsys.readouterr().err
+
+
+def test_main_serves_what_is_assembled(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With an engine of tests in the place of the one that needs torch."""
+    configs: list[EngineConfig] = []
+
+    class Assemble:
+        @staticmethod
+        def build_async_llm(config: EngineConfig) -> Any:
+            configs.append(config)
+            return make_hash_llm()
+
+    class Ended(serve.Server):
+        async def on_tick(self, counter: int) -> bool:
+            return True
+
+    monkeypatch.setitem(sys.modules, "infer.engine.assemble", Assemble)  # type: ignore[misc]
+    monkeypatch.setattr(serve, "Server", Ended)
+    assert __main__.main(["--port", "0", "--model", "m", "--max-batch-size", "3"]) == 0
+    assert configs == [EngineConfig(model="m", max_batch_size=3)]
+    line = capsys.readouterr().out
+    assert re.fullmatch(r"infer serves hash-model at http://127\.0\.0\.1:\d+ \(.*\)\n", line)
+
+
+SCRIPT = textwrap.dedent(
+    """
+    import sys
+    from doubles import make_hash_llm
+    from infer.server import serve
+    serve.run(make_hash_llm(step_s=0.01), port=0, drain_timeout_s=float(sys.argv[1]))
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "signals", "num_tokens", "last"),
+    [
+        ("10", [signal.SIGTERM], 30, b"data: [DONE]"),
+        ("10", [signal.SIGINT], 30, b"data: [DONE]"),
+        ("0.2", [signal.SIGTERM], 400, b"shutting down"),
+        ("30", [signal.SIGTERM, signal.SIGTERM], 400, b"shutting down"),
+    ],
+)
+def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes) -> None:
+    """What runs may finish, or is told why not; the exit code is 0."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, drain_s],
+        env=ENV,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            port = int(re.findall(r":(\d+) ", line)[0])
+            received = bytearray()
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
+                body = completion_body(max_tokens=num_tokens, stream=True, ignore_eos=True)
+                data = str(body).replace("'", '"').replace("True", "true").encode()
+                sock.sendall(
+                    f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                    f"content-length: {len(data)}\r\n\r\n".encode()
+                    + data
+                )
+                received += sock.recv(100)
+                for number in signals:
+                    process.send_signal(number)
+                    time.sleep(0.15)
+                started = time.monotonic()
+                while piece := sock.recv(65536):
+                    received += piece
+            assert process.wait(10) == 0
+            assert time.monotonic() - started < 5
+            assert last in received
+            assert process.stderr is not None
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_no_connection_after_the_end() -> None:
+    with (
+        live(make_hash_llm()) as url,
+        urllib.request.urlopen(f"{url}/health", timeout=5) as response,
+    ):
+        assert response.status == 200
+        assert "server" not in response.headers
+    host, port = url.removeprefix("http://").split(":")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((host, int(port)), timeout=5)
+    assert not any(thread.name == "infer-engine" for thread in threading.enumerate())
