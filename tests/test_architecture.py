@@ -30,6 +30,7 @@ ROWS = {
     "schedule": 3,
     "models": 3,
     "runner": 4,
+    "engine.checkpoint": 5,
     "engine.core": 5,
     "engine.machine": 5,
     "engine.output": 5,

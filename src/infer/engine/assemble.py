@@ -17,16 +17,14 @@ from infer.attention.sdpa import SDPABackend
 from infer.cache.allocator import PageAllocator
 from infer.config import EngineConfig, SchedulerConfig
 from infer.engine.async_llm import AsyncLLM
+from infer.engine.checkpoint import find_checkpoint
 from infer.engine.core import EngineCore
 from infer.engine.intake import Intake, Limits
 from infer.engine.machine import choose_device, choose_dtype, default_threads, resident_bytes
 from infer.engine.plan import MemoryPlan, gib, make_plan
 from infer.engine.worker import EngineThread
 from infer.errors import ConfigError
-from infer.models.hub import SHIPPED_FOLDER, locate
 from infer.models.model import Model, build_model
-from infer.models.registry import read_model_config
-from infer.models.weights import dummy_source, open_checkpoint
 from infer.runner.model_runner import ModelRunner
 from infer.runner.storage import KVStorage
 from infer.schedule.scheduler import Scheduler
@@ -49,20 +47,16 @@ def assemble(config: EngineConfig) -> EngineParts:
     """Load the model and put an engine together; `LoadError` / `ConfigError` if that cannot be."""
     started_s = time.perf_counter()
     torch.set_num_threads(config.num_threads or default_threads())
-    folder, model_name = locate(config.model)
-    model_config = read_model_config(folder)
+    checkpoint = find_checkpoint(config.model, dummy=config.load_format == "dummy")
+    model_config = checkpoint.config
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
-    plan = make_plan(config, model_config, model_name)
+    plan = make_plan(config, model_config, checkpoint.name)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
-    dummy = config.load_format == "dummy"
-    has_tokenizer = (folder / "tokenizer.json").is_file() or not dummy
-    # Random weights speak noise in any vocabulary: a config alone borrows the shipped tokenizer.
-    tokenizer = Tokenizer.from_folder(folder if has_tokenizer else SHIPPED_FOLDER)
-    source = dummy_source(dtype, device) if dummy else open_checkpoint(folder, dtype, device)
+    tokenizer = checkpoint.tokenizer()
     before = resident_bytes()
-    model = build_model(model_config, source, plan.max_seq_len)
+    model = build_model(model_config, checkpoint.source(dtype, device), plan.max_seq_len)
     after = resident_bytes()
     scheduler_config = SchedulerConfig(
         max_batch_size=config.max_batch_size,
@@ -86,7 +80,7 @@ def assemble(config: EngineConfig) -> EngineParts:
     )
     log.info(
         "%s: %s on %s, weights %s (planned %s), KV cache %s for %d tokens, ready in %.1f s",
-        model_name,
+        checkpoint.name,
         plan.dtype,
         device,
         "?" if before is None or after is None else gib(after - before),
@@ -99,14 +93,14 @@ def assemble(config: EngineConfig) -> EngineParts:
         core=EngineCore(scheduler, _runner(model, plan, dtype, device)),
         intake=Intake(tokenizer, limits, config.seed),
         tokenizer=tokenizer,
-        model_name=config.served_model_name or model_name,
+        model_name=config.served_model_name or checkpoint.name,
     )
 
 
 def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
     """What the settings would need on this machine; loads nothing. `free`: bytes to plan with."""
-    folder, model_name = locate(config.model)
-    return make_plan(config, read_model_config(folder), model_name, free=free)
+    checkpoint = find_checkpoint(config.model)
+    return make_plan(config, checkpoint.config, checkpoint.name, free=free)
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:

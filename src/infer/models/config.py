@@ -32,6 +32,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     """multiplies cosines and sines (yarn)"""
     truncate: bool = True
+    frequency_divisors: tuple[float, ...] = ()
+    """[D/2] what each frequency is divided by first (GGUF files); () = nothing"""
 
 
 @dataclass(frozen=True, kw_only=True)

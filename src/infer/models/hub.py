@@ -1,4 +1,4 @@
-"""Where a checkpoint is: the one that ships, a local folder, or the Hugging Face hub.
+"""Where a checkpoint is: the one that ships, a local folder or GGUF file, or the hub.
 
 `huggingface_hub` does the downloading and honours its own environment variables (HF_TOKEN,
 HF_HOME, HF_HUB_OFFLINE); only the files that are read are fetched.
@@ -18,16 +18,24 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def locate(model: str | None) -> tuple[Path, str]:
-    """The folder of a checkpoint and the name it is served under; `LoadError` if there is none."""
+    """The folder or GGUF file of a checkpoint and the name it is served under, or `LoadError`."""
     if model is None or model == SHIPPED_NAME:
         return SHIPPED_FOLDER, SHIPPED_NAME
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise LoadError(f"{folder} is a folder without config.json: not a checkpoint")
+            found = sorted(file.name for file in folder.glob("*.gguf"))
+            hint = f"; give the path of one GGUF file in it: {', '.join(found)}" if found else ""
+            raise LoadError(f"{folder} is a folder without config.json: not a checkpoint{hint}")
         return folder, folder.resolve().name
+    if folder.suffix.lower() == ".gguf":
+        if not folder.is_file():
+            raise LoadError(f"{folder} does not exist; give the path of a GGUF file")
+        return folder, folder.stem
     if folder.exists():
-        raise LoadError(f"{folder} is a file; give the folder of a checkpoint, or a hub id")
+        raise LoadError(
+            f"{folder} is a file; give the folder of a checkpoint, a .gguf file, or a hub id"
+        )
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise LoadError(f"{model} is neither a folder here nor a hub id of the form owner/name")
     return _download(model), model

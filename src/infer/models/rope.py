@@ -18,6 +18,8 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """[D/2] radians per position, float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     freqs: Tensor = 1.0 / (config.theta**exponents)
+    if config.frequency_divisors:
+        freqs = freqs / torch.tensor(config.frequency_divisors)
     if config.kind == "linear":
         return freqs / config.factor
     if config.kind == "llama3":
