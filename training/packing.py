@@ -37,9 +37,7 @@ def _take_longest(waiting: list[list[int]], room: int) -> list[int]:
     return waiting.pop(at - 1) if at else []
 
 
-def _fill_rows(
-    pieces: list[list[int]], fillers: list[list[int]], length: int
-) -> list[list[int]]:
+def _fill_rows(pieces: list[list[int]], fillers: list[list[int]], length: int) -> list[list[int]]:
     """Lay all pieces into rows, the longest first, and use up fillers in what is left over."""
     waiting = sorted(pieces, key=len)
     rows: list[list[int]] = []
