@@ -24,9 +24,10 @@ ROWS = {
     "types": 1,
     "config": 1,
     "cache": 2,
-    "attention": 2,
     "kernels": 2,
+    "kernels.native": 1,  # the compiled kernel, used by a backend
     "text": 2,
+    "attention": 3,
     "schedule": 3,
     "models": 3,
     "runner": 4,
@@ -67,7 +68,12 @@ BANNED = [
 ]
 STDLIB_ONLY = ("errors", "types", "config", "version", "cache", "schedule", "engine.core")
 # Concrete parts that only the composition root may name.
-CONCRETE = ("infer.attention.sdpa", "infer.runner.model_runner", "infer.runner.storage")
+CONCRETE = (
+    "infer.attention.native",
+    "infer.attention.sdpa",
+    "infer.runner.model_runner",
+    "infer.runner.storage",
+)
 COMPOSITION_ROOT = "engine.assemble"
 
 

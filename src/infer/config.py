@@ -22,6 +22,7 @@ BATCHING_MODES = ("continuous", "static", "sequential")
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
 KV_CACHE_BACKENDS = ("paged", "slotted", "contiguous")
 LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "native", "sdpa")
 
 DEFAULT_PAGE_SIZE = 16
 
@@ -35,8 +36,9 @@ class EngineConfig:
     """All settings of an engine. Raises `ConfigError` at construction."""
 
     model: str | None = _option(
-        None, "Folder of a Hugging Face checkpoint or a hub id; default: the model that ships."
+        None, "Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
     )
+    revision: str | None = _option(None, "Branch, tag or commit of a hub id; default: main.")
     served_model_name: str | None = _option(
         None, "Name of the model in the API; default: the folder's name or the hub id."
     )
@@ -81,6 +83,11 @@ class EngineConfig:
     )
     num_threads: int | None = _option(
         None, "CPU threads for tensor work; default: the physical cores.", low=1
+    )
+    attention_backend: str = _option(
+        "auto",
+        "native = the compiled CPU kernel; sdpa = torch's own; auto = native where it can be used.",
+        one_of=ATTENTION_BACKENDS,
     )
 
     def __post_init__(self) -> None:

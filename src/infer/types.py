@@ -15,7 +15,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from infer.errors import RequestError, UnprocessableError
+from infer.errors import (
+    EngineDeadError,
+    EngineError,
+    InferError,
+    OverloadedError,
+    RequestError,
+    UnprocessableError,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -37,7 +44,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     """the caller left or cancelled"""
     ERROR = "error"
-    """the engine failed on this request; `StepOutput.error` says how"""
+    """refused by the engine, or the engine failed on it; `StepOutput.error` says which"""
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
@@ -249,6 +256,40 @@ class TokenLogprobs:
     """(token id, log-probability) of the most probable tokens, best first"""
 
 
+_ERRORS: Mapping[str, type[InferError]] = {
+    kind.__name__: kind
+    for kind in (RequestError, UnprocessableError, OverloadedError, EngineError, EngineDeadError)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """An error as it crosses a boundary: exceptions stay on their side, plain data travels."""
+
+    message: str
+    kind: str = EngineError.__name__
+    """the nearest class of `infer.errors` that can happen to a request"""
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: RequestError | EngineError) -> ErrorRecord:
+        """What `exception` makes an equal error of on the other side."""
+        kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
+        if isinstance(error, RequestError):
+            return cls(error.message, kind, error.param, error.code)
+        return cls(str(error), kind)
+
+    def exception(self) -> InferError:
+        """The error, to be raised where the caller is."""
+        kind = _ERRORS[self.kind]
+        if issubclass(kind, OverloadedError):
+            return kind(self.message, code=self.code)
+        if issubclass(kind, RequestError):
+            return kind(self.message, param=self.param, code=self.code)
+        return kind(self.message)
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one step did for one request. The last one of a request has a `finish_reason`."""
@@ -260,7 +301,8 @@ class StepOutput:
     logprobs: TokenLogprobs | None = None
     num_cached: int = 0
     """prompt tokens found in the prefix cache when the sequence was first admitted"""
-    error: str | None = None
+    error: ErrorRecord | None = None
+    """set with `FinishReason.ERROR`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +318,8 @@ class TextDelta:
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     num_cached: int = 0
-    error: str | None = None
+    error: ErrorRecord | None = None
+    """set with `FinishReason.ERROR`"""
 
     def merge(self, later: TextDelta) -> TextDelta:
         """This piece and the one after it as one piece."""

@@ -103,8 +103,12 @@ def test_a_stop_token_ends(llm: LLM) -> None:
     (plain,) = llm.generate("stop token", GREEDY)
     third = plain.token_ids[2]
     (stopped,) = llm.generate("stop token", GREEDY.replace(stop_token_ids=[third]))
-    assert stopped.token_ids == plain.token_ids[: plain.token_ids.index(third) + 1]
+    count = plain.token_ids.index(third)
+    assert stopped.token_ids == plain.token_ids[: count + 1]
+    assert stopped.text == llm.tokenizer.decode(plain.token_ids[:count])
     assert stopped.finish_reason is FinishReason.STOP
+    params = GREEDY.replace(stop_token_ids=[third], include_stop_str_in_output=True)
+    assert llm.generate("stop token", params)[0].text == llm.tokenizer.decode(stopped.token_ids)
 
 
 def test_max_tokens_none_fills_the_context(llm: LLM) -> None:
@@ -148,6 +152,17 @@ def test_leaving_a_stream_frees_its_seat_and_pages(llm: LLM) -> None:
     assert stats["num_free_pages"] == stats["num_pages"]
     llm.stream("never started", GREEDY)
     assert llm.stats()["num_waiting"] == 0
+
+
+def test_a_stream_that_has_stopped_frees_its_seat_before_it_is_read(llm: LLM) -> None:
+    (plain,) = llm.generate("stop here", GREEDY)
+    params = GREEDY.replace(max_tokens=200, stop=plain.text[2:4])
+    stopping, other = llm.stream("stop here", params), llm.stream("x", GREEDY)
+    next(stopping)
+    for _ in other:
+        pass
+    assert llm.stats()["num_running"] == 0
+    stopping.close()
 
 
 def test_one_bad_prompt_is_refused_before_anything_runs(llm: LLM) -> None:

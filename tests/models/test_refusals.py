@@ -37,6 +37,11 @@ def broken(good: Path, to: Path, **config: object) -> Path:
         ({"num_hidden_layers": "3"}, "num_hidden_layers must be int"),
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"rope_parameters": {"rope_type": "odd"}}, "rope_scaling type 'odd' is not supported"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+            "rope_scaling of type 'yarn' lacks factor",
+        ),
+        ({"pretraining_tp": 2}, "pretraining_tp=2 is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "multiple of num_key_value_heads"),
         ({"intermediate_size": 100}, "mlp.down_proj.weight is [64, 112], should be [64, 100]"),

@@ -124,6 +124,23 @@ def test_static_starts_its_timer_afresh_between_batches() -> None:
     assert len(core.step()) == 1
 
 
+def test_static_forgets_who_waited_and_left() -> None:
+    clock = Clock()
+    core = make_hash_core(
+        batching_mode="static", max_batch_size=2, batch_wait_timeout_s=0.05, clock=clock
+    )
+    gone = request()
+    core.add(gone)
+    assert core.step() == []
+    core.abort(gone.request_id)
+    core.step()
+    clock.now_s = 1.0
+    core.add(request())
+    assert core.step() == []  # its own wait begins now
+    clock.now_s = 1.06
+    assert len(core.step()) == 1
+
+
 def test_a_newcomer_does_not_join_a_static_batch_that_runs() -> None:
     core = make_hash_core(batching_mode="static", max_batch_size=4, clock=Clock())
     for _ in range(4):

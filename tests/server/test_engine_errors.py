@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -20,7 +22,14 @@ from serving import (
 )
 
 from doubles import make_hash_llm
-from infer.errors import EngineDeadError, EngineError
+from infer.errors import (
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    UnprocessableError,
+)
+from infer.types import ErrorRecord
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -165,4 +174,145 @@ def test_closing_ends_what_runs_with_an_error(stream: bool) -> None:
     reply = asyncio.run(main())
     last = json.loads(reply.writes[-1].decode().removeprefix("data: "))
     assert "shutting down" in last["error"]["message"]
-    assert reply.status == (200 if stream else 500)
+    assert last["error"]["code"] == "engine_unavailable"
+    assert reply.status == (200 if stream else 503)
+    assert ("retry-after" in reply.headers) != stream
+
+
+# ---- what the engine's own thread refuses, and its death -------------------------------------
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("refusal", "status", "kind", "param", "code"),
+    [
+        (RequestError("no", param="prompt"), 400, "invalid_request_error", "prompt", None),
+        (
+            UnprocessableError("no", param="max_tokens", code="context_length_exceeded"),
+            *(422, "invalid_request_error", "max_tokens", "context_length_exceeded"),
+        ),
+        (OverloadedError("no"), 503, "overloaded_error", None, "overloaded"),
+    ],
+)
+def test_a_refusal_of_the_engines_thread(
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    stream: bool,
+    refusal: RequestError,
+    status: int,
+    kind: str,
+    param: str | None,
+    code: str | None,
+) -> None:
+    """The scheduler's second line of defence speaks to the client like the first one."""
+    engine = make_hash_llm()
+
+    def refuse(request: Any) -> None:
+        raise refusal
+
+    monkeypatch.setattr(engine._worker._core, "add", refuse)
+    reply = ask(engine, path, BODIES[path](stream=stream))
+    if stream:  # its status line had gone out when the engine said so
+        assert reply.status == 200
+        error = json.loads(reply.writes[-1].decode().removeprefix("data: "))["error"]
+        assert b"[DONE]" not in reply.body
+    else:
+        assert reply.status == status
+        error = reply.error()
+        assert ("retry-after" in reply.headers) == (status == 503)
+    assert error == {"message": "no", "type": kind, "param": param, "code": code}
+
+
+def test_errors_that_cross_a_boundary_are_plain_data() -> None:
+    class Narrower(UnprocessableError):
+        """A class that the other side does not know."""
+
+    for error in (
+        RequestError("a", param="p", code="c"),
+        Narrower("b", param="p"),
+        OverloadedError("c", code="full"),
+        EngineError("d"),
+        EngineDeadError("e"),
+    ):
+        record = pickle.loads(pickle.dumps(ErrorRecord.of(error)))
+        assert json.loads(json.dumps(dataclasses.astuple(record)))
+        again = record.exception()
+        known = UnprocessableError if type(error) is Narrower else type(error)
+        assert (type(again), str(again)) == (known, str(error))
+        names = ("status", "type", "param", "code")
+        assert [getattr(again, name, 0) for name in names] == [
+            getattr(error, name, 0) for name in names
+        ]
+
+
+async def health(app: App) -> Reply:
+    return await app.get("/health")
+
+
+def test_health_follows_the_engine() -> None:
+    async def main() -> None:
+        engine = make_hash_llm()
+        assert not engine.is_alive
+        async with serving(engine) as app:
+            assert engine.is_alive
+            assert ((await health(app)).status, (await health(app)).json()) == (
+                200,
+                {"status": "ok"},
+            )
+            await engine.close()
+            await check_dead(app)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_being_closed_takes_nothing() -> None:
+    """Its last step may take long; whoever came in now would never be answered."""
+
+    async def main() -> None:
+        async with serving(make_hash_llm(step_s=0.3)) as app:
+            asking = asyncio.ensure_future(app.post(COMPLETIONS, completion_body()))
+            await asyncio.sleep(0.05)
+            closing = asyncio.ensure_future(app.engine.close())
+            await asyncio.sleep(0)
+            assert app.engine._worker.is_alive
+            async with asyncio.timeout(0.2):
+                await check_dead(app)
+            assert (await asking).status == 503
+            await closing
+
+    asyncio.run(main())
+
+
+async def check_dead(app: App) -> None:
+    assert not app.engine.is_alive
+    for reply in (await health(app), await app.post(COMPLETIONS, completion_body())):
+        error = reply.error()
+        assert (reply.status, error["type"]) == (503, "server_error")
+        assert (error["param"], error["code"]) == (None, "engine_unavailable")
+        assert int(reply.headers["retry-after"]) >= 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_caller_waits_for_an_engine_that_has_died(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """Outside of a step there is nothing to fall back to: the thread ends, and says so."""
+
+    async def main() -> Reply:
+        async with serving(make_hash_llm(step_s=0.01)) as app:
+            body = completion_body(max_tokens=400, stream=stream, ignore_eos=True)
+            asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
+            await asyncio.sleep(0.05)
+            monkeypatch.setattr(app.engine._worker._core, "wait_s", lambda: 1 // 0)
+            async with asyncio.timeout(5):
+                reply = await asking
+            await check_dead(app)
+            return reply
+
+    reply = asyncio.run(main())
+    last = json.loads(reply.writes[-1].decode().removeprefix("data: "))
+    assert last["error"]["code"] == "engine_unavailable"
+    assert "died" in last["error"]["message"]
+    assert reply.status == (200 if stream else 503)
+    assert "the engine has died" in caplog.text

@@ -114,6 +114,7 @@ def test_every_setting_is_an_option() -> None:
         "kv_cache_backend": "slotted",
         "scheduler_policy": "fcfs",
         "load_format": "dummy",
+        "attention_backend": "sdpa",
     }
     for spec in dataclasses.fields(EngineConfig):
         flag = "--" + spec.name.replace("_", "-")

@@ -28,7 +28,9 @@ app = typer.Typer(
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="Folder of a checkpoint or hub id; default: the small model that ships."),
+    typer.Argument(
+        help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
+    ),
 ]
 
 
@@ -67,7 +69,10 @@ def serve(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     model: Annotated[
-        str | None, typer.Option(help="Folder of a checkpoint or hub id; default: the shipped one.")
+        str | None,
+        typer.Option(
+            help="Folder of a checkpoint, GGUF file or hub id; default: the one that ships."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,

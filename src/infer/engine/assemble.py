@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from infer.attention.layout import AttentionBackend
+from infer.attention.native import NativeBackend, obstacle
 from infer.attention.sdpa import SDPABackend
 from infer.cache.allocator import PageAllocator
 from infer.config import EngineConfig, SchedulerConfig
@@ -24,6 +26,7 @@ from infer.engine.machine import choose_device, choose_dtype, default_threads, r
 from infer.engine.plan import MemoryPlan, gib, make_plan
 from infer.engine.worker import EngineThread
 from infer.errors import ConfigError
+from infer.models.config import ModelConfig
 from infer.models.model import Model, build_model
 from infer.runner.model_runner import ModelRunner
 from infer.runner.storage import KVStorage
@@ -47,7 +50,9 @@ def assemble(config: EngineConfig) -> EngineParts:
     """Load the model and put an engine together; `LoadError` / `ConfigError` if that cannot be."""
     started_s = time.perf_counter()
     torch.set_num_threads(config.num_threads or default_threads())
-    checkpoint = find_checkpoint(config.model, dummy=config.load_format == "dummy")
+    checkpoint = find_checkpoint(
+        config.model, revision=config.revision, dummy=config.load_format == "dummy"
+    )
     model_config = checkpoint.config
     device = choose_device(config)
     dtype = choose_dtype(config, model_config, device)
@@ -79,18 +84,18 @@ def assemble(config: EngineConfig) -> EngineParts:
         max_waiting_requests=config.max_waiting_requests,
     )
     log.info(
-        "%s: %s on %s, weights %s (planned %s), KV cache %s for %d tokens, ready in %.1f s",
+        "%s: %s on %s, weights %s (planned %s), KV cache %s for %s tokens, ready in %.1f s",
         checkpoint.name,
         plan.dtype,
         device,
         "?" if before is None or after is None else gib(after - before),
         gib(plan.weight_bytes),
         gib(plan.kv_bytes),
-        plan.num_cached_tokens,
+        f"{plan.num_cached_tokens:,}",
         time.perf_counter() - started_s,
     )
     return EngineParts(
-        core=EngineCore(scheduler, _runner(model, plan, dtype, device)),
+        core=EngineCore(scheduler, _runner(config.attention_backend, model, plan, dtype, device)),
         intake=Intake(tokenizer, limits, config.seed),
         tokenizer=tokenizer,
         model_name=config.served_model_name or checkpoint.name,
@@ -99,7 +104,7 @@ def assemble(config: EngineConfig) -> EngineParts:
 
 def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
     """What the settings would need on this machine; loads nothing. `free`: bytes to plan with."""
-    checkpoint = find_checkpoint(config.model)
+    checkpoint = find_checkpoint(config.model, revision=config.revision)
     return make_plan(config, checkpoint.config, checkpoint.name, free=free)
 
 
@@ -110,15 +115,29 @@ def build_async_llm(config: EngineConfig) -> AsyncLLM:
 
 
 def _runner(
-    model: Model, plan: MemoryPlan, dtype: torch.dtype, device: torch.device
+    wanted: str, model: Model, plan: MemoryPlan, dtype: torch.dtype, device: torch.device
 ) -> ModelRunner:
     shape = model.config
     storage = KVStorage(shape, plan.num_pages + 1, plan.page_size, dtype=dtype, device=device)
-    backend = SDPABackend(
+    backend = _attention(wanted, storage, shape)
+    return ModelRunner(model, backend, page_size=plan.page_size, device=device)
+
+
+def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:
+    cache = storage.keys[0]
+    reason = obstacle(cache.shape[-1], cache.dtype, cache.device)
+    if wanted == "native" and reason:
+        raise ConfigError("attention_backend", f"'native' is not possible: {reason}; use 'auto'")
+    if wanted == "auto" and reason and cache.device.type == "cpu":
+        log.warning("attention will be several times slower than it could be: %s", reason)
+    kind = SDPABackend if wanted == "sdpa" or reason else NativeBackend
+    backend = kind(
         storage.keys,
         storage.values,
         num_heads=shape.num_heads,
         scale=shape.attention_scale,
         windows=[shape.window(layer) for layer in range(shape.num_layers)],
     )
-    return ModelRunner(model, backend, page_size=plan.page_size, device=device)
+    isa = f"native, {backend.isa}" if isinstance(backend, NativeBackend) else "torch's SDPA"
+    log.info("attention: %s", isa)
+    return backend

@@ -11,18 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from infer.engine.intake import Intake
-from infer.engine.output import OutputCollector, OutputProcessor
+from infer.engine.output import OutputCollector, OutputProcessor, error_of
 from infer.engine.worker import EngineThread
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 from infer.text.tokenizer import Tokenizer
-from infer.types import FinishReason, Request, RequestOutput, SamplingParams, StepOutput, TextDelta
+from infer.types import (
+    ErrorRecord,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    StepOutput,
+    TextDelta,
+)
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Mailbox:
@@ -67,17 +77,30 @@ class AsyncLLM:
         """Longest prompt + output in tokens."""
         return self._intake.limits.max_seq_len
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._intake.limits.vocab_size
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken: started, not closed, and the engine has not died."""
+        return not self._closed and self._worker.is_alive
+
     async def start(self) -> None:
         """Start the engine; once."""
         self._loop = asyncio.get_running_loop()
-        self._worker.start(self._deliver)
+        self._worker.start(self._deliver, self._died)
 
     async def close(self) -> None:
         """End what runs with an error, then stop the engine. Further requests are refused."""
+        self._end(EngineDeadError("the server is shutting down"))
+        await asyncio.to_thread(self._worker.stop)
+
+    def _end(self, error: EngineDeadError) -> None:
         self._closed = True
         for mailbox in self._mailboxes.values():
-            _fail(mailbox, "the server is shutting down")
-        await asyncio.to_thread(self._worker.stop)
+            _fail(mailbox, error)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -103,6 +126,12 @@ class AsyncLLM:
         """The token ids of a conversation; see `Intake.render_chat`."""
         return self._intake.render_chat(messages, **template_arguments)
 
+    def render_chat_text(
+        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
+    ) -> tuple[str, list[int]]:
+        """The text of a conversation beside its token ids; see `Intake.render_chat`."""
+        return self._intake.render_chat_text(messages, **template_arguments)
+
     @asynccontextmanager
     async def stream(
         self, request: Request, *, merge: bool = True
@@ -121,13 +150,16 @@ class AsyncLLM:
                 self._worker.abort(request.request_id)
 
     async def generate(self, request: Request) -> RequestOutput:
-        """Run a request to its end; cancelling the task aborts it. Raises `EngineError`."""
+        """Run a request to its end; cancelling the task aborts it.
+
+        Raises what `stream` raises, `EngineError`, or the `RequestError` the engine refused with.
+        """
         collector = OutputCollector(request)
         async with self.stream(request) as pieces:
             async for piece in pieces:
                 collector.add(piece)
                 if piece.finish_reason is FinishReason.ERROR:
-                    raise EngineError(piece.error or "the engine failed on this request")
+                    raise error_of(piece)
         return collector.result()
 
     def stats(self) -> dict[str, int | float]:
@@ -135,7 +167,7 @@ class AsyncLLM:
         return {"num_open": len(self._mailboxes), **self._worker.stats()}
 
     def _enter(self, request: Request) -> Mailbox:
-        if self._closed or self._loop is None:
+        if not self.is_alive:
             raise EngineDeadError("the engine is not running")
         if len(self._mailboxes) >= self._intake.limits.max_unfinished:
             raise OverloadedError(
@@ -150,11 +182,18 @@ class AsyncLLM:
 
     def _deliver(self, outputs: list[StepOutput]) -> None:
         """On the engine's thread: hand a step's outputs over to the event loop in one go."""
+        self._on_the_loop(self._receive, outputs)
+
+    def _died(self) -> None:
+        """On the engine's thread, which ends now: nobody will answer, so let no caller wait."""
+        self._on_the_loop(self._end, EngineDeadError("the engine has died"))
+
+    def _on_the_loop(self, function: Callable[[T], None], argument: T) -> None:
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(self._receive, outputs)
+            self._loop.call_soon_threadsafe(function, argument)
         except RuntimeError:  # the loop has been closed; so have all readers
-            log.debug("outputs dropped: the event loop is closed")
+            log.debug("a message is dropped: the event loop is closed")
 
     def _receive(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -166,7 +205,7 @@ class AsyncLLM:
                 piece = processor.push(output)
             except Exception:
                 log.exception("request %s: its output cannot be made text", output.request_id)
-                _fail(mailbox, "the output of this request cannot be made text")
+                _fail(mailbox, EngineError("the output of this request cannot be made text"))
                 self._worker.abort(output.request_id)
                 continue
             if piece is not None:
@@ -176,10 +215,11 @@ class AsyncLLM:
                 self._worker.abort(output.request_id)
 
 
-def _fail(mailbox: Mailbox, message: str) -> None:
+def _fail(mailbox: Mailbox, error: EngineError) -> None:
     if mailbox.processor.finish_reason is None:
         mailbox.processor.finish_reason = FinishReason.ERROR
-        mailbox.put(TextDelta("", (), finish_reason=FinishReason.ERROR, error=message))
+        reason = ErrorRecord.of(error)
+        mailbox.put(TextDelta("", (), finish_reason=FinishReason.ERROR, error=reason))
 
 
 async def _pieces(mailbox: Mailbox, merge: bool) -> AsyncIterator[TextDelta]:

@@ -71,13 +71,19 @@ class Intake:
         self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
     ) -> list[int]:
         """The token ids of a conversation; a model without a chat template is a `RequestError`."""
+        return self.render_chat_text(messages, **template_arguments)[1]
+
+    def render_chat_text(
+        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
+    ) -> tuple[str, list[int]]:
+        """What `render_chat` tokenises, and its result."""
         if self.tokenizer.chat_template is None:
             raise RequestError(
                 "this model has no chat template: it completes text and does not chat;"
                 " use /v1/completions (in Python: generate)",
                 param="messages",
             )
-        return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
+        return self.tokenizer.apply_chat_template(messages, **template_arguments)
 
     def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt, checked against the vocabulary."""

@@ -15,8 +15,8 @@ from typing import Any
 from infer.config import EngineConfig
 from infer.engine.assemble import assemble
 from infer.engine.core import EngineCore
-from infer.engine.output import OutputCollector, OutputProcessor
-from infer.errors import EngineDeadError, EngineError, RequestError
+from infer.engine.output import OutputCollector, OutputProcessor, error_of
+from infer.errors import EngineDeadError, RequestError
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 
 Prompt = str | Sequence[int]
@@ -111,7 +111,7 @@ class LLM:
                     self._step()
                 piece = pieces.popleft()
                 if piece.finish_reason is FinishReason.ERROR:
-                    raise EngineError(piece.error or "the engine failed on this request")
+                    raise error_of(piece)
                 yield piece
                 if piece.finish_reason is not None:
                     return
@@ -135,7 +135,7 @@ class LLM:
                             piece = pieces.popleft()
                             collectors[request_id].add(piece)
                             if piece.finish_reason is FinishReason.ERROR:
-                                raise EngineError(piece.error or "the engine failed")
+                                raise error_of(piece)
                             if piece.finish_reason is not None:
                                 unfinished.discard(request_id)
                                 self._drop(request_id)

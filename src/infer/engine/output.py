@@ -8,6 +8,7 @@ whoever owns the processor then aborts it in the core (`needs_abort`).
 
 from __future__ import annotations
 
+from infer.errors import InferError
 from infer.text.stop import StopMatcher
 from infer.text.tokenizer import Tokenizer
 from infer.types import FinishReason, Request, RequestOutput, StepOutput, TextDelta, TokenLogprobs
@@ -68,6 +69,12 @@ class OutputProcessor:
             return text, False
         shown, self._stopped = self._stop.push(text)
         return shown, self._stopped
+
+
+def error_of(delta: TextDelta) -> InferError:
+    """The error with which a request has ended."""
+    assert delta.error is not None, "a request that ends with ERROR says why"
+    return delta.error.exception()
 
 
 class OutputCollector:

@@ -141,7 +141,7 @@ def make_plan(
         max_num_batched_tokens=batched,
         fits=cache.advice == "" and need <= free,
         field=cache.field,
-        advice=cache.advice or _advice(free - weights - activations, cache, dtype),
+        advice=_advice(free - weights - activations, cache, dtype),
     )
 
 
@@ -188,9 +188,9 @@ class _Cache:
 
 def _advice(left: int, cache: _Cache, dtype: torch.dtype) -> str:
     """What would fit, if this does not."""
-    if left >= cache.kv_bytes:
-        return ""
     tokens = left // cache.token_bytes
+    if tokens >= cache.page_size and (cache.advice or left >= cache.kv_bytes):
+        return cache.advice
     if tokens < cache.page_size:
         narrower = ", or dtype='bfloat16'" if dtype == torch.float32 else ""
         return f"the weights alone leave no room: choose a smaller model{narrower}"

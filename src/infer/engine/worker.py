@@ -3,7 +3,7 @@
 Commands go in through a queue and are applied between steps; outputs come back as one list per
 step, through a callback that runs on the engine's thread (the owner hands it over to its own).
 Nothing else is shared. An exception in a step fails the requests that were in flight, with a
-message, and the engine goes on.
+message, and the engine goes on; one outside of a step ends the engine, and its owner is told.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from infer.engine.core import EngineCore
 from infer.errors import RequestError
-from infer.types import FinishReason, Request, StepOutput
+from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -30,14 +30,21 @@ class EngineThread:
         self._core = core
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._deliver: Callable[[list[StepOutput]], None] | None = None
+        self._died: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, deliver: Callable[[list[StepOutput]], None]) -> None:
-        """Begin to step; `deliver` is called on the engine's thread with each step's outputs."""
+    def start(self, deliver: Callable[[list[StepOutput]], None], died: Callable[[], None]) -> None:
+        """Begin to step. On the engine's thread, `deliver` is called with each step's outputs,
+        and `died` if the thread ends though nobody has stopped it."""
         assert self._thread is None, "an engine is started once"
-        self._deliver = deliver
+        self._deliver, self._died = deliver, died
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a thread that takes commands."""
+        return self._thread is not None and self._thread.is_alive()
 
     def add(self, request: Request) -> None:
         """Send a request; a refusal comes back as an output with an error."""
@@ -58,6 +65,14 @@ class EngineThread:
         return self._core.stats()
 
     def _run(self) -> None:
+        try:
+            self._step_until_stopped()
+        except BaseException:
+            log.exception("the engine has died")
+            assert self._died is not None
+            self._died()
+
+    def _step_until_stopped(self) -> None:
         while self._take_commands():
             if not self._core.has_work:
                 continue
@@ -92,8 +107,8 @@ class EngineThread:
         try:
             self._core.add(command)
         except RequestError as error:
-            refused = StepOutput(command.request_id, None, FinishReason.ERROR, error=error.message)
-            self._send([refused])
+            reason = ErrorRecord.of(error)
+            self._send([StepOutput(command.request_id, None, FinishReason.ERROR, error=reason)])
 
     def _fail_all(self) -> list[StepOutput]:
         scheduler = self._core.scheduler

@@ -37,7 +37,7 @@ class Attention:
         self.o = fused(source, self.q_size, {f"{prefix}o_proj": hidden}, bias=config.o_bias)
         self.head_norms: tuple[Tensor, Tensor] | None = None
         if config.qk_norm:
-            q, k = (source.take(f"{prefix}{name}_norm.weight", (size,)) for name in "qk")
+            q, k = (source.keep(f"{prefix}{name}_norm.weight", (size,)) for name in "qk")
             self.head_norms = (q, k)
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -65,8 +65,8 @@ class _Layer:
         self.config = config
         prefix = f"model.layers.{index}."
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.input_norm = source.take(f"{prefix}input_layernorm.weight", (hidden,))
-        self.mlp_norm = source.take(f"{prefix}post_attention_layernorm.weight", (hidden,))
+        self.input_norm = source.keep(f"{prefix}input_layernorm.weight", (hidden,))
+        self.mlp_norm = source.keep(f"{prefix}post_attention_layernorm.weight", (hidden,))
         self.attention = Attention(index, config, source, f"{prefix}self_attn.")
         mlp, bias = f"{prefix}mlp.", config.mlp_bias
         gate_up = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
@@ -87,9 +87,9 @@ class Decoder:
         """`max_seq_len`: positions that will be used; the RoPE table is that long."""
         self.config = config
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = source.take("model.embed_tokens.weight", (vocab, hidden))
+        self.embedding = source.keep("model.embed_tokens.weight", (vocab, hidden))
         self.layers = [_Layer(i, config, source) for i in range(config.num_layers)]
-        self.norm = source.take("model.norm.weight", (hidden,))
+        self.norm = source.keep("model.norm.weight", (hidden,))
         self.lm_head = output_head(config, source, self.embedding)
         self.rope = RopeTable(config.rope, config.head_dim, max_seq_len, source.device)
 

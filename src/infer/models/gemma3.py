@@ -74,7 +74,7 @@ class Gemma3:
         self.config = config
         root = _root(source)
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = source.take(f"{root}embed_tokens.weight", (vocab, hidden))
+        self.embedding = source.keep(f"{root}embed_tokens.weight", (vocab, hidden))
         # The constant is rounded to the embedding's precision, as in training.
         self.scale = torch.tensor(hidden**0.5).to(self.embedding.dtype).item()
         self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]

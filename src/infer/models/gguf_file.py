@@ -52,34 +52,23 @@ _ROPE_SCALING = {
 }
 # Keys that change the mathematics in a way that is not supported, and the value that changes none.
 _NEUTRAL = {
-    "expert_count": 0,
-    "logit_scale": 0,
-    "attn_logit_softcapping": 0,
-    "attention.scale": 0,
-    "attention.clamp_kqv": 0,
-    "attention.max_alibi_bias": 0,
-    "attention.causal": True,
-    "rope.scaling.alpha": 0,
-    "rope.scaling.attn_factor": 1,
-    "rope.scaling.yarn_attn_factor": 1,
+    **dict.fromkeys(("expert_count", "logit_scale", "attn_logit_softcapping"), 0),
+    **{f"attention.{name}": 0 for name in ("scale", "clamp_kqv", "max_alibi_bias")},
+    **{f"rope.scaling.{name}": 0 for name in ("alpha", "yarn_log_multiplier")},
+    **{f"rope.scaling.{name}": 1 for name in ("attn_factor", "yarn_attn_factor")},
     "rope.scaling.yarn_ext_factor": 1,
-    "rope.scaling.yarn_log_multiplier": 0,
+    "attention.causal": True,
 }
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
+    **{f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"},
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **{f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
 }
 _GEMMA_NAMES = {
     **_NAMES,
@@ -103,15 +92,13 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         """`LoadError` says what is wrong with the file or not supported in it."""
         self.path = path
-        reader = _open(path)
-        self.metadata = {name: field.contents() for name, field in reader.fields.items()}
-        self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in reader.tensors}
+        self.metadata, self._tensors = _open(path)
         if self.metadata.get("split.count", 1) > 1:
             raise LoadError(
                 f"{path} is one part of {self.metadata['split.count']}; join them with llama.cpp's"
                 " llama-gguf-split --merge"
             )
-        self._arch = self.metadata.get("general.architecture")
+        self._arch = str(self.metadata.get("general.architecture"))
         if self._arch not in _ARCHITECTURES:
             raise LoadError(
                 f"{path}: general.architecture {self._arch!r} is not supported"
@@ -127,7 +114,9 @@ class GGUFFile:
         names = {self._hugging_face_name(name): name for name in self._tensors}
 
         def read(name: str, shape: tuple[int, ...]) -> Tensor:
-            return self._read(names[name], shape, dtype)
+            values = self._read(names[name], shape, dtype)
+            fits = tuple(values.shape) == shape  # if not, the source says so
+            return self._as_in_hugging_face(names[name], values) if fits else values
 
         source = WeightSource(names, read, dtype=dtype, device=device)
         if self.config.rope.frequency_divisors:
@@ -140,7 +129,7 @@ class GGUFFile:
     def _config_fields(self) -> dict[str, Any]:
         """The metadata as the fields of a `config.json`."""
         missing = [f"{self._arch}.{key}" for key in _REQUIRED if self._get(key) is None]
-        missing += [name for name in ("token_embd.weight",) if name not in self._tensors]
+        missing += [] if "token_embd.weight" in self._tensors else ["token_embd.weight"]
         if missing:
             raise LoadError(f"{self.path} lacks {', '.join(missing)}; convert the model again")
         names = {**_REQUIRED, **_OPTIONAL}
@@ -162,7 +151,8 @@ class GGUFFile:
                 )
         biased = "blk.0.attn_q.bias" in self._tensors
         return {
-            "rope_theta": 10000.0,  # where the format's default is not the family's
+            "rope_theta": 10000.0,  # these two are the format's defaults, not the family's
+            "num_key_value_heads": heads,
             **{name: value for name, value in fields.items() if value is not None},
             "architectures": [_ARCHITECTURES[self._arch]],
             "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
@@ -199,16 +189,16 @@ class GGUFFile:
         if kind == "none":
             return None
         numbers = {field: self._get(key) for key, field in _ROPE_SCALING.items()}
-        return {"rope_type": kind, "factor": factor, **numbers}
+        return {"rope_type": kind, "factor": factor or 1.0, **numbers}
 
     def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
         tensor = self._tensors.get(_ROPE_FACTORS)
         if tensor is None or self._arch != "llama":  # a stray one is listed as unexpected
             return ()
-        factors = tuple(float(f) for f in self._read(_ROPE_FACTORS, (head_dim // 2,)))
-        if not all(factor > 0 for factor in factors) or len(factors) != tensor.n_elements:
+        factors = self._read(_ROPE_FACTORS, (head_dim // 2,), torch.float32)
+        if factors.is_meta or not bool((factors > 0).all()):
             raise LoadError(f"{self.path}: {_ROPE_FACTORS} must be {head_dim // 2} numbers above 0")
-        return factors
+        return tuple(factors.tolist())
 
     def _dtype(self) -> str:
         """What the matrices are stored in; quantised ones are meant for bfloat16."""
@@ -226,10 +216,8 @@ class GGUFFile:
         layer = "" if match[1] is None else f"model.layers.{match[2]}."
         return f"{layer}{parts[match[3]]}.{match[4]}"
 
-    def _read(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """A tensor, matrices in `dtype` and vectors in float32; of another shape: no values."""
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """As stored: matrices in `dtype`, vectors in float32; if of another shape, no values."""
         tensor = self._tensors[name]
         full = tuple(int(size) for size in reversed(tensor.shape))
         if full != shape:
@@ -246,17 +234,36 @@ class GGUFFile:
                     " read (F32, F16, BF16, Q8_0, Q4_0, Q4_K and Q6_K can)"
                 ) from None
             target[start : start + step] = torch.from_numpy(np.require(rows, requirements="W"))
+        return out
+
+    def _as_in_hugging_face(self, name: str, values: Tensor) -> Tensor:
+        """With what llama.cpp's converter does to some tensors undone."""
         if self._arch == "gemma3" and name.endswith("norm.weight"):
-            return out - 1.0  # the file has 1 + w, the decoder adds the 1
+            return values - 1.0  # the file has 1 + w, the decoder adds the 1
         heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
         part = name.split(".")[-2]
         if self._arch == "llama" and part in heads:
             # Neighbouring rows are a pair to rotate there; here, the two halves of a head are.
-            out = out.view(heads[part], -1, 2, *shape[1:]).transpose(1, 2).reshape(shape)
-        return out
+            pairs = values.view(heads[part], -1, 2, *values.shape[1:])
+            return pairs.transpose(1, 2).reshape(values.shape)
+        return values
 
 
-def _open(path: Path) -> GGUFReader:
+class _Reader(GGUFReader):
+    """The package's reader, four times faster, and stopping where a damaged file does."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # It takes millions of slices, which a plain array gives faster than a `memmap`.
+        super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        if count and offset >= len(self.data):  # a wrong length would be read on for ever
+            raise ValueError("it ends before what it announces")
+        return super()._get(offset, dtype, count, override_order)
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
+    """The metadata, and the tensors by name."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -265,9 +272,10 @@ def _open(path: Path) -> GGUFReader:
     if magic != b"GGUF":
         raise LoadError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
     try:
-        reader = GGUFReader(path)
+        reader = _Reader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise LoadError(f"{path} is cut short or damaged: {error}") from None
     if reader.byte_order != "I":
         raise LoadError(f"{path} is written in the byte order of another kind of machine")
-    return reader
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}

@@ -21,8 +21,8 @@ class _Norm:
 
     def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
         self.shape, self.eps = (config.hidden_size,), config.norm_eps
-        self.weight = source.take(f"{name}.weight", self.shape)
-        self.bias = source.take(f"{name}.bias", self.shape)
+        self.weight = source.keep(f"{name}.weight", self.shape)
+        self.bias = source.keep(f"{name}.bias", self.shape)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
@@ -58,8 +58,8 @@ class GPT2:
         self.config = config
         root = "transformer." if source.has_prefix("transformer.") else ""
         hidden = config.hidden_size
-        self.embedding = source.take(f"{root}wte.weight", (config.vocab_size, hidden))
-        self.positions = source.take(f"{root}wpe.weight", (config.max_seq_len, hidden))
+        self.embedding = source.keep(f"{root}wte.weight", (config.vocab_size, hidden))
+        self.positions = source.keep(f"{root}wpe.weight", (config.max_seq_len, hidden))
         self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]
         self.norm = _Norm(config, source, f"{root}ln_f")
         self.lm_head = output_head(config, source, self.embedding)

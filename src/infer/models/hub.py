@@ -17,7 +17,7 @@ SHIPPED_NAME = "infer-demo"
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
-def locate(model: str | None) -> tuple[Path, str]:
+def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str]:
     """The folder or GGUF file of a checkpoint and the name it is served under, or `LoadError`."""
     if model is None or model == SHIPPED_NAME:
         return SHIPPED_FOLDER, SHIPPED_NAME
@@ -38,7 +38,7 @@ def locate(model: str | None) -> tuple[Path, str]:
         )
     if model.startswith(("/", ".", "~")) or model.count("/") != 1:
         raise LoadError(f"{model} is neither a folder here nor a hub id of the form owner/name")
-    return _download(model), model
+    return _download(model, revision), model
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,18 @@ def cached_checkpoints() -> list[CachedCheckpoint]:
     return found
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    what = hub_id if revision is None else f"{hub_id} (revision {revision})"
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_WANTED_FILES))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_WANTED_FILES))
     except LocalEntryNotFoundError:
         raise LoadError(
-            f"{hub_id} is not in the local hub cache and the hub cannot be reached (offline, or"
+            f"{what} is not in the local hub cache and the hub cannot be reached (offline, or"
             " HF_HUB_OFFLINE is set); download it where there is a network, or give a local folder"
         ) from None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise LoadError(f"{hub_id} cannot be fetched from the hub: {reason}") from None
+        raise LoadError(f"{what} cannot be fetched from the hub: {reason}") from None

@@ -53,6 +53,7 @@ def read_rope_spec(
     for name in _REQUIRED.get(kind, ()):
         if spec.get(name) is None:
             reader.problems.append(f"rope_scaling of type {kind!r} lacks {name}")
+            numbers[_FIELDS.get(name, name)] = 1.0
     for name in (*_REQUIRED.get(kind, ()), *_OPTIONAL.get(kind, ())):
         if spec.get(name) is not None:
             numbers[_FIELDS.get(name, name)] = spec[name]

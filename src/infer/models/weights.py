@@ -8,7 +8,10 @@ twice. `dummy_source` makes random tensors of whatever shape is asked for (`load
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,11 @@ class WeightSource:
             self._misshapen.append(f"{name} is stored as {tensor.dtype}, which is not supported")
         return tensor.to(device=self.device, dtype=self.dtype)
 
+    def keep(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Like `take`, for a tensor that stays as it is: in memory of its own, not the file's."""
+        tensor = self.take(name, shape)
+        return tensor if tensor.device.type == "meta" else tensor.clone()
+
     def has_prefix(self, prefix: str) -> bool:
         """Whether any tensor that has not been taken begins so."""
         return any(name.startswith(prefix) for name in self._left)
@@ -97,20 +105,41 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
     """A source over the safetensors files in `folder`."""
     files = _files_of_names(folder)
     opened: dict[str, Any] = {}
+    # Tensors that are fused are read one after the other and used together: wait a little.
+    recent: deque[Tensor] = deque()
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         file = files[name]
         if file not in opened:
             opened[file] = _open(folder / file)
+        if len(recent) >= 4:
+            _forget_pages(recent.popleft())
         try:
             tensor: Tensor = opened[file].get_tensor(name)
         except SafetensorError as error:
             raise LoadError(f"{folder / file}: cannot read {name} ({error})") from None
+        recent.append(tensor)
         return tensor
 
     # Old writers stored RoPE's frequencies as a buffer; they follow from the config.
     names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     return WeightSource(names, read, dtype=dtype, device=device)
+
+
+def _forget_pages(tensor: Tensor) -> None:
+    """Let go of the memory-mapped pages under a tensor that has been read.
+
+    They come back from the file if somebody looks again, so this is always safe; without it, a
+    checkpoint would count twice while it is loaded.
+    """
+    if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    size = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // size) * size
+    length = (tensor.data_ptr() + tensor.nbytes) // size * size - first
+    if length > 0:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
 
 
 def _files_of_names(folder: Path) -> Mapping[str, str]:

@@ -27,7 +27,7 @@ from infer.schedule.door import make_door
 from infer.schedule.policy import POLICIES
 from infer.schedule.sequence import Chunk, Plan, Sampled, Sequence, Status
 from infer.schedule.stats import SchedulerStats
-from infer.types import FinishReason, Request, StepOutput
+from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 _rank = attrgetter("rank")
 
@@ -120,7 +120,7 @@ class Scheduler:
             return None
         self._finish(sequence, FinishReason.ERROR)
         self._settle_batch()
-        return StepOutput(request_id, None, FinishReason.ERROR, error=message)
+        return StepOutput(request_id, None, FinishReason.ERROR, error=ErrorRecord(message))
 
     def schedule(self, *, flush: bool = False) -> Plan:
         """Decide the next step. `flush`: nobody else will come, so do not wait for company."""

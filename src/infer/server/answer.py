@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.errors import EngineError
-from infer.types import FinishReason, Request
+from infer.types import ErrorRecord, FinishReason, Request
 
 _WIRE_REASON = {
     FinishReason.EOS: "stop",
@@ -44,12 +44,14 @@ def wire_reason(reason: FinishReason) -> str:
     return _WIRE_REASON[reason]
 
 
-def check_ended_well(reason: FinishReason, error: str | None) -> None:
-    """Raises `EngineError` if a choice was not finished but broken off."""
+def check_ended_well(reason: FinishReason, error: ErrorRecord | None) -> None:
+    """Raises the error of a choice that was not finished but broken off."""
+    if error is not None:
+        raise error.exception()
     if reason is FinishReason.ERROR:
-        raise EngineError(error or "the engine failed on this request")
+        raise EngineError("the engine failed on this request")
     if reason is FinishReason.ABORT:
-        raise EngineError(error or "the server has cancelled this request")
+        raise EngineError("the server has cancelled this request")
 
 
 class TokenCount:

@@ -21,6 +21,7 @@ from infer.errors import InferError
 from infer.server.edge import Edge
 from infer.server.failures import respond
 from infer.server.routes import Endpoints
+from infer.server.tokenizing import TokenizerEndpoints
 
 if TYPE_CHECKING:
     from infer.engine.async_llm import AsyncLLM
@@ -38,10 +39,15 @@ def create_app(engine: AsyncLLM) -> Starlette:
             await engine.close()
 
     endpoints = Endpoints(engine, started=int(time.time()))
+    tokenizing = TokenizerEndpoints(engine)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
+            Route("/v1/chat/completions/render", tokenizing.render, methods=["POST"]),
+            Route("/tokenize", tokenizing.tokenize, methods=["POST"]),
+            Route("/detokenize", tokenizing.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", tokenizing.tokenizer_info, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/health", endpoints.health, methods=["GET"]),

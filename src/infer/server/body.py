@@ -8,7 +8,8 @@ a chunked upload gets more into memory than the limit. Called by `routes`; what 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -16,6 +17,8 @@ from infer.errors import RequestError
 from infer.server import strict_json
 from infer.server.failures import BodyTooLargeError, ClientGone, MediaTypeError, SlowUploadError
 from infer.server.limits import BODY_TIMEOUT_S, LONG_BODY_BYTES, MAX_BODY_BYTES
+
+T = TypeVar("T")
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -36,10 +39,12 @@ async def read_object(request: Request) -> dict[str, Any]:
     return value
 
 
-def is_long(request: Request) -> bool:
-    """Whether it may take so long to tokenize the body that others would notice."""
+async def computed(request: Request, work: Callable[..., T], *arguments: Any) -> T:
+    """`work(*arguments)`; in a thread if the body is so long that others would notice."""
     declared = request.headers.get("content-length", "")
-    return not declared.isdecimal() or int(declared) > LONG_BODY_BYTES
+    if declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
 
 
 def _check_media_type(request: Request) -> None:

@@ -102,6 +102,12 @@ MESSAGE_FIELDS: dict[str, Inert] = {
     "tool_calls": _only([]),
 }
 
+TOKENIZE_CHAT_FIELDS: dict[str, Inert] = {
+    "add_special_tokens": _only(False),  # the template writes them
+    "chat_template": _NOTHING,
+    "tool_choice": _only("none", "auto"),
+}
+
 STREAM_FIELDS: dict[str, Inert] = {"include_obfuscation": _only(False)}
 
 NO_FIELDS: dict[str, Inert] = {}

@@ -15,16 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 from infer.errors import RequestError, UnprocessableError
 from infer.server.limits import MAX_CHOICES, MAX_TOP_LOGPROBS
-from infer.server.wire import ChatBody, CompletionBody, Generation, Message, Prompt
+from infer.server.wire import (
+    ChatBody,
+    CompletionBody,
+    Conversation,
+    Generation,
+    Message,
+    Prompt,
+)
 from infer.types import Request, SamplingParams
 
 if TYPE_CHECKING:
     from infer.engine.async_llm import AsyncLLM
 
 
-def check_model(engine: AsyncLLM, wire: Generation) -> None:
+def check_model(engine: AsyncLLM, name: str | None) -> None:
     """There is one model; a request may leave its name out."""
-    if wire.model is not None and wire.model != engine.model_name:
+    if name is not None and name != engine.model_name:
         raise UnprocessableError(
             f"there is no such model here; this server has {engine.model_name!r}",
             param="model",
@@ -44,8 +51,30 @@ def completion_requests(
 
 
 def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> tuple[Request, ...]:
+    messages = plain_messages(wire)
+    with _chat_sampling(wire) as sampling:
+        ids = engine.render_chat(messages, **wire.template_arguments)
+        return tuple(_choices(engine, wire, [tuple(ids)], sampling, answer_id))
+
+
+def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
+    """The text and the ids of the prompt that `chat_requests` would make; same refusals, but a
+    prompt may be longer than the model serves: by how much is what a caller may want to know."""
+    messages = plain_messages(wire)
+    with _chat_sampling(wire):
+        return engine.render_chat_text(messages, **wire.template_arguments)
+
+
+def plain_messages(wire: Conversation) -> list[dict[str, Any]]:
+    """The messages for the template."""
     if not wire.messages:
         raise RequestError("messages is empty: it needs at least one message", param="messages")
+    return [_plain(message) for message in wire.messages]
+
+
+@contextmanager
+def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
+    """A chat's sampling; errors inside of the block are told with the names of a chat."""
     limit, limit_name = wire.max_tokens, "max_tokens"
     if wire.max_completion_tokens is not None:
         if limit not in (None, wire.max_completion_tokens):
@@ -54,11 +83,7 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> tuple[Req
             )
         limit, limit_name = wire.max_completion_tokens, "max_completion_tokens"
     with _told_as({"max_tokens": limit_name, "logprobs": "top_logprobs", "prompt": "messages"}):
-        sampling = _sampling(wire, max_tokens=limit, logprobs=_top_logprobs(wire))
-        ids = engine.render_chat(
-            [_plain(message) for message in wire.messages], add_generation_prompt=True
-        )
-        return tuple(_choices(engine, wire, [tuple(ids)], sampling, answer_id))
+        yield _sampling(wire, max_tokens=limit, logprobs=_top_logprobs(wire))
 
 
 def _choices(
@@ -126,11 +151,9 @@ def _top_logprobs(wire: ChatBody) -> int | None:
 def _plain(message: Message) -> dict[str, Any]:
     """A message for the template. Templates know no developer: it is the newer name of system."""
     role = "system" if message.role == "developer" else message.role
-    plain = {"role": role, "content": message.content.value}
-    for name in ("name", "tool_call_id"):
-        if (value := getattr(message, name)) is not None:
-            plain[name] = value
-    return plain
+    content = None if message.content is None else message.content.value
+    fields = {**dict(message), "role": role, "content": content}
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 @contextmanager

@@ -7,16 +7,16 @@ the engine and nothing else; `app` puts its methods on paths.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from infer.errors import EngineDeadError
 from infer.server import bodies, intake, validation, waiting
 from infer.server.answer import Answer, TokenCount
-from infer.server.body import is_long, read_object
+from infer.server.body import computed, read_object
 from infer.server.failures import NotFoundError
 from infer.server.logprobs import ChoiceLogprobs
 from infer.server.stream.chunks import ChatChunks, CompletionChunks, Renderer
@@ -28,7 +28,6 @@ from infer.types import Request, RequestOutput
 if TYPE_CHECKING:
     from infer.engine.async_llm import AsyncLLM
 
-W = TypeVar("W", bound=Generation)
 Body = Callable[
     [Answer, Sequence[RequestOutput], Sequence[ChoiceLogprobs] | None, TokenCount], dict[str, Any]
 ]
@@ -38,8 +37,12 @@ infer serves {model}.
 
 POST /v1/chat/completions   OpenAI's chat completions
 POST /v1/completions        OpenAI's completions
+POST /v1/chat/completions/render   the prompt that a chat would become, as text and token ids
+POST /tokenize              text or messages to token ids
+POST /detokenize            token ids to text
+GET  /tokenizer_info        the special tokens and the chat template
 GET  /v1/models             the model's name
-GET  /health                200 while the server is there
+GET  /health                200 while the engine is there, then 503
 """
 
 
@@ -52,28 +55,17 @@ class Endpoints:
 
     async def completions(self, http: HttpRequest) -> Response:
         wire = validation.read(CompletionBody, await read_object(http))
-        intake.check_model(self._engine, wire)
+        intake.check_model(self._engine, wire.model)
         answer = Answer.new("cmpl", self._engine.model_name)
-        requests = await self._requests(http, intake.completion_requests, wire, answer.id)
+        requests = await computed(http, intake.completion_requests, self._engine, wire, answer.id)
         return await self._answer(http, wire, answer, requests, bodies.completion, CompletionChunks)
 
     async def chat_completions(self, http: HttpRequest) -> Response:
         wire = validation.read(ChatBody, await read_object(http))
-        intake.check_model(self._engine, wire)
+        intake.check_model(self._engine, wire.model)
         answer = Answer.new("chatcmpl", self._engine.model_name)
-        requests = await self._requests(http, intake.chat_requests, wire, answer.id)
+        requests = await computed(http, intake.chat_requests, self._engine, wire, answer.id)
         return await self._answer(http, wire, answer, requests, bodies.chat, ChatChunks)
-
-    async def _requests(
-        self,
-        http: HttpRequest,
-        take_in: Callable[[AsyncLLM, W, str], tuple[Request, ...]],
-        wire: W,
-        answer_id: str,
-    ) -> tuple[Request, ...]:
-        if is_long(http):
-            return await asyncio.to_thread(take_in, self._engine, wire, answer_id)
-        return take_in(self._engine, wire, answer_id)
 
     async def _answer(
         self,
@@ -114,6 +106,8 @@ class Endpoints:
         return JSONResponse(self._model())
 
     async def health(self, _: HttpRequest) -> Response:
+        if not self._engine.is_alive:
+            raise EngineDeadError("the engine is not running")
         return JSONResponse({"status": "ok"})
 
     async def index(self, _: HttpRequest) -> Response:

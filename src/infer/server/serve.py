@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import threading
@@ -163,11 +164,22 @@ class Server(uvicorn.Server):
 
 def serve_config(config: EngineConfig, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> None:
     """Take the address, build the engine, serve; raises `LoadError` where one of them fails."""
+    _show_log()
     with bind(host, port) as sock:
         # Not at the top: this is what brings in torch.
         from infer.engine.assemble import build_async_llm
 
         run(build_async_llm(config), sock=sock)
+
+
+def _show_log() -> None:
+    """What the engine says at its start (plan against actual) and warnings, on stderr."""
+    logger = logging.getLogger("infer")
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def run(

@@ -138,7 +138,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return biases
 
 
-def _content(value: Any) -> Text:
+def read_content(value: Any) -> Text:
     """A string, or the texts of a list of text parts one after the other."""
     if isinstance(value, str):
         return Text(value)
@@ -168,6 +168,15 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
+def _template_variables(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError("chat_template_kwargs must be an object: variable → value")
+    for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message"):
+        if name in value:
+            raise RequestError(f"chat_template_kwargs cannot set {name!r}")
+    return value
+
+
 class StreamOptions(Wire):
     inert_fields = inert.STREAM_FIELDS
     include_usage: bool = False
@@ -177,7 +186,7 @@ class StreamOptions(Wire):
 class Message(Wire):
     inert_fields = inert.MESSAGE_FIELDS
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, PlainValidator(_content)]
+    content: Annotated[Text, PlainValidator(read_content)]
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -263,12 +272,33 @@ class CompletionBody(Generation):
         return len(self.prompt)
 
 
-class ChatBody(Generation):
-    """`POST /v1/chat/completions`."""
+class Conversation(Wire):
+    """What a chat template is given; the extension names are those that vLLM uses."""
 
     other_names = {"prompt": "messages"}
 
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_variables)] = Field(
+        default_factory=dict
+    )
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Beside the messages. Whoever continues a message need not say that none begins."""
+        begin = self.add_generation_prompt
+        if begin is None:
+            begin = not self.continue_final_message
+        arguments = {**self.chat_template_kwargs, "add_generation_prompt": begin}
+        if self.continue_final_message:
+            arguments["continue_final_message"] = True
+        return arguments
+
+
+class ChatBody(Conversation, Generation):
+    """`POST /v1/chat/completions`."""
+
     max_completion_tokens: int | None = None
     stop: Annotated[tuple[str, ...], PlainValidator(_chat_stop)] = ()
     logprobs: bool = False

@@ -213,8 +213,11 @@ class ChatTemplate:
             if name in turn:
                 turn = {"thinking": turn[name], **turn, "reasoning_content": turn[name]}
                 break
-        if isinstance(turn.get("content"), list) and not self.accepts_parts:
-            turn["content"] = _joined_parts(turn["content"], where)
+        content = turn.get("content")
+        # What a tool gives back may be a list of anything; templates write it out as JSON.
+        is_data = turn["role"] in ("tool", "ipython") and not _are_text_parts(content)
+        if isinstance(content, list) and not self.accepts_parts and not is_data:
+            turn["content"] = _joined_parts(content, where)
         return turn
 
     def _run(self, variables: dict[str, Any]) -> str:
@@ -286,6 +289,12 @@ def _copied(value: Any, where: str) -> Any:
     raise RequestError(
         f"{where} contains a {type(value).__name__}; only JSON values can be rendered",
         param="messages",
+    )
+
+
+def _are_text_parts(content: Any) -> bool:
+    return isinstance(content, list) and all(
+        isinstance(part, dict) and part.get("type") == "text" for part in content
     )
 
 

@@ -51,6 +51,8 @@ class TextFiles:
     """from generation_config.json, then config.json"""
     templates: Mapping[str, str]
     """chat templates by name; the usual one is called `default`"""
+    tokenizer_class: str | None = None
+    """transformers' name for the kind of tokenizer; told to clients, nothing here depends on it"""
 
 
 @dataclass
@@ -106,6 +108,7 @@ def read_text_files(path: Path) -> TextFiles:
         added_tokens=_added_tokens(config, folder),
         eos_token_ids=_eos_token_ids(folder),
         templates=_templates(config, folder),
+        tokenizer_class=_content(config.get("tokenizer_class")),
     )
     if folder.problems:
         raise LoadError(

@@ -42,6 +42,7 @@ class Tokenizer:
     `vocab_size` counts ids up to the highest one, added tokens and gaps included; a model's logits
     may be padded beyond it. `eos_token_ids` are those of generation_config.json, config.json and
     the tokenizer, in this order. `special_token_ids` are what `skip_special_tokens` leaves out.
+    `named_tokens` (`bos_token`, …, those that are set) and `tokenizer_class` are as in the files.
     """
 
     def __init__(self, files: TextFiles) -> None:
@@ -52,7 +53,8 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in added.items() if token.special
         )
-        named = files.named_tokens
+        self.named_tokens: Mapping[str, str] = (named := dict(files.named_tokens))
+        self.tokenizer_class = files.tokenizer_class
         self.bos_token_id: int | None = vocab.get(named.get("bos_token", ""))
         eos = vocab.get(named.get("eos_token", ""))
         self.eos_token_ids: tuple[int, ...] = tuple(
@@ -106,6 +108,11 @@ class Tokenizer:
             raise RequestError(
                 "token ids must be integers from 0 to 2**32 - 1", param="tokens"
             ) from None
+
+    def token_piece(self, token_id: int) -> str:
+        """A token as the vocabulary spells it: `Ġworld`, `▁world`, `<0x0A>`; no such id: ""."""
+        known = 0 <= token_id < self.vocab_size
+        return (self._parser.id_to_token(token_id) or "") if known else ""
 
     def token_text(self, token_id: int) -> str:
         """Text of one token as it is inside a text, U+FFFD where its bytes are no character."""

@@ -1,0 +1,146 @@
+"""The attention kernel against SDPA and against memory: `python benchmarks/attention.py`.
+
+One layer a call, bfloat16, pages of 16 in random order, caches in rotation so that no call finds
+its keys in a cache of the CPU (`--rotate-mb`, 700 unless told: more than the last level).
+For decode the floor is the bytes of K and V over the read bandwidth measured in the same round; for
+prefill the flops are 4 · H · D for every key that a query sees. Backends take turns; medians.
+Run nothing else beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from infer.attention.layout import AttentionBackend, BatchLayout
+from infer.attention.native import NativeBackend
+from infer.attention.sdpa import SDPABackend
+from infer.kernels import native
+
+PAGE = 16
+LLAMA, QWEN = (32, 8, 64), (16, 8, 128)
+DECODE = [
+    (LLAMA, 8, 160), (LLAMA, 32, 160), (LLAMA, 32, 1024), (LLAMA, 32, 2048), (LLAMA, 1, 8192),
+    (QWEN, 32, 160), (QWEN, 32, 1024),
+]  # fmt: skip
+PREFILL = [(LLAMA, 1, 1024), (LLAMA, 8, 128), (QWEN, 1, 1024)]
+
+
+def random_cache(shape: tuple[int, ...]) -> torch.Tensor:
+    """Memory from numpy, like the engine's storage: it asks for huge pages."""
+    memory = torch.from_numpy(np.zeros(math.prod(shape) * 2, dtype=np.uint8))
+    return memory.view(torch.bfloat16).view(shape).normal_()
+
+
+class Case:
+    """B sequences of n tokens, the last `num` of them queries; layers until `rotate` bytes."""
+
+    def __init__(self, shape: tuple[int, int, int], B: int, n: int, num: int, rotate: int) -> None:
+        H, G, D = shape
+        pages = B * -(-n // PAGE)
+        self.bytes = 2 * B * n * G * D * 2
+        self.flops = 4 * H * D * B * sum(range(n - num + 1, n + 1))
+        layers = max(1, min(200, -(-rotate // self.bytes)))
+        cache = (pages + 1, PAGE, G, D)
+        self.keys = [random_cache(cache) for _ in range(layers)]
+        self.values = [random_cache(cache) for _ in range(layers)]
+        for tensor in (*self.keys, *self.values):
+            tensor[0] = 0
+        self.heads, self.scale = H, D**-0.5
+        tables = (torch.randperm(pages) + 1).view(B, -1)
+        positions = torch.arange(n - num, n)
+        slots = tables[:, positions // PAGE] * PAGE + positions % PAGE
+        self.layout = BatchLayout(
+            [i * num for i in range(B + 1)], [n] * B, slots.flatten(), tables, num, n
+        )
+        self.q = torch.randn(B * num, H, D).bfloat16()
+        self.k = torch.randn(B * num, G, D).bfloat16()
+        self.v = torch.randn(B * num, G, D).bfloat16()
+
+    def backend(self, kind: Callable[..., AttentionBackend]) -> Callable[[], float]:
+        """A function that attends in the next layer and returns the seconds."""
+        backend = kind(self.keys, self.values, num_heads=self.heads, scale=self.scale)
+        backend.plan(self.layout)
+        turn = iter(range(10**9))
+
+        def attend() -> float:
+            layer = next(turn) % len(self.keys)
+            started = time.perf_counter()
+            backend.attend(layer, self.q, self.k, self.v)
+            return time.perf_counter() - started
+
+        return attend
+
+
+def read_bandwidth(data: torch.Tensor) -> float:
+    """Bytes per second of summing a large tensor with all threads."""
+    started = time.perf_counter()
+    data.sum()
+    return data.nbytes / (time.perf_counter() - started)
+
+
+def measure(case: Case, data: torch.Tensor, rounds: int) -> tuple[float, float, float]:
+    """Medians of native s, SDPA s, bandwidth."""
+    ours, theirs = case.backend(NativeBackend), case.backend(SDPABackend)
+    times: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for i in range(-1, rounds):
+        repeat = 10 if case.bytes < 1 << 24 else 3
+        found = (
+            statistics.median(ours() for _ in range(repeat)),
+            statistics.median(theirs() for _ in range(max(1, repeat // 3))),
+            read_bandwidth(data),
+        )
+        if i >= 0:  # the first round only warms up
+            for column, value in zip(times, found, strict=True):
+                column.append(value)
+    a, b, c = (statistics.median(column) for column in times)
+    return a, b, c
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rotate-mb", type=int, default=700)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    if reason := native.available():
+        raise SystemExit(reason)
+    rotate = options.rotate_mb << 20
+    data = torch.ones(rotate // 4)
+    with torch.inference_mode():
+        print(f"{options.threads} threads, {native.chosen_instruction_set()}\n")
+        print("| decode: H, G, D; B × context | GB/s | floor ms | native ms | × floor | SDPA ms |")
+        print("|---|---|---|---|---|---|")
+        for shape, B, n in DECODE:
+            case = Case(shape, B, n, 1, rotate)
+            ours, theirs, bandwidth = measure(case, data, options.rounds)
+            floor = case.bytes / bandwidth
+            print(
+                f"| {shape}; {B} × {n} | {bandwidth / 1e9:.0f} | {floor * 1e3:.2f} |"
+                f" {ours * 1e3:.2f} | {ours / floor:.2f} | {theirs * 1e3:.2f} |",
+                flush=True,
+            )
+        print("\n| prefill: H, G, D; B × tokens | native ms | Gflop/s | SDPA ms | Gflop/s |")
+        print("|---|---|---|---|---|")
+        for shape, B, n in PREFILL:
+            case = Case(shape, B, n, n, 64 << 20)
+            ours, theirs, _ = measure(case, data, options.rounds)
+            print(
+                f"| {shape}; {B} × {n} | {ours * 1e3:.2f} | {case.flops / ours / 1e9:.0f} |"
+                f" {theirs * 1e3:.2f} | {case.flops / theirs / 1e9:.0f} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Checkpoints of real models' shapes with random weights, for benchmarks: nothing is downloaded.
+
+`write(folder, name)` writes config, tokenizer and sharded bf16 safetensors as transformers would;
+`python benchmarks/shapes.py NAME FOLDER` does it from the command line. Weights are scaled so
+that activations stay near one. The tokenizer is the shipped one; ids beyond it have no text.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from infer.models.hub import SHIPPED_FOLDER
+from infer.models.model import build_model
+from infer.models.registry import parse_model_config
+from infer.models.weights import WeightSource, dummy_source
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": _LLAMA3_ROPE,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
+    """Write a checkpoint of that shape; does nothing if it is there."""
+    if (folder / "model.safetensors.index.json").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = SHAPES[name]
+    names = _tensor_shapes(raw)
+    source = dummy_source(torch.bfloat16, torch.device("cpu"))
+    shards: list[list[str]] = [[]]
+    size = 0
+    for tensor, shape in names.items():
+        num_bytes = 2 * torch.Size(shape).numel()
+        if size and size + num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += num_bytes
+    weight_map = {}
+    for i, members in enumerate(shards, 1):
+        file = f"model-{i:05}-of-{len(shards):05}.safetensors"
+        save_file({t: source.take(t, names[t]) for t in members}, folder / file)
+        weight_map.update(dict.fromkeys(members, file))
+    (folder / "config.json").write_text(json.dumps(raw, indent=2))
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(SHIPPED_FOLDER / file, folder / file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes that the decoder asks for, by building it without memory."""
+    shapes = {}
+
+    def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        shapes[name] = shape
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    meta = torch.device("meta")
+    source = WeightSource((), read, dtype=torch.bfloat16, device=meta, complete=False)
+    build_model(parse_model_config(raw, "shape"), source, 1)
+    return shapes
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[2]), sys.argv[1])

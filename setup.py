@@ -1,0 +1,52 @@
+"""Builds the attention kernel if there is a C++ compiler; everything else is in pyproject.toml.
+
+The kernel is a plain shared library that ctypes loads, placed beside its sources. The package works
+without it, slower, so a failure to build is one warning and the installation goes on.
+"""
+
+import warnings
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ATTENTION = Extension(
+    "infer.kernels._attention",
+    sources=["src/infer/kernels/attention.cpp"],
+    depends=["src/infer/kernels/attention_isa.h"],
+    # No -ffast-math and no contraction: every code path sums in the order that is written. No
+    # -march=native either: the paths are chosen when the library runs.
+    extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-pthread"],
+    extra_link_args=["-pthread"],
+    language="c++",
+    optional=True,
+)
+
+
+class BuildKernel(build_ext):
+    """`build_ext` that never stops an installation."""
+
+    def run(self) -> None:
+        """Build, or warn."""
+        try:
+            super().run()
+        except Exception as error:
+            warn(error)
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build, or warn."""
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            warn(error)
+
+
+def warn(error: Exception) -> None:
+    """Say once what is lost."""
+    warnings.warn(
+        f"infer's attention kernel was not built ({error}); attention on the CPU will be several"
+        " times slower. Install a C++ compiler and reinstall.",
+        stacklevel=2,
+    )
+
+
+setup(ext_modules=[ATTENTION], cmdclass={"build_ext": BuildKernel})

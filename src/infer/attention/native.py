@@ -1,0 +1,111 @@
+"""`NativeBackend`: attention from the compiled kernel, on CPUs.
+
+It reads keys and values through the page tables where they lie, so nothing is gathered, padded or
+masked in memory, and it works from the same layout as `SDPABackend`, the definition of correct. A
+query row's result is the same bit for bit alone, in any batch, at any chunking, page size and
+number of threads. Shapes that the kernel does not know are named by `obstacle`; the composition
+root then takes the other backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from infer.attention.layout import BatchLayout
+from infer.kernels.native import AttentionKernel, available
+
+MAX_HEAD_DIM = 256
+
+
+def obstacle(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why the kernel cannot be used here; None if it can."""
+    if device.type != "cpu":
+        return f"the kernel is for CPUs, not {device.type}"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"the kernel knows bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+    if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
+        return f"the kernel knows head sizes of 8, 16, … {MAX_HEAD_DIM}, not {head_dim}"
+    return available()
+
+
+class NativeBackend:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        *,
+        num_heads: int,
+        scale: float,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        """`keys`, `values`: per layer [pages, page_size, G, D], shared with the storage.
+
+        `windows`: per layer how many positions, itself included, a query sees; None = all.
+        `ValueError` with the reason if the kernel cannot be used.
+        """
+        _, page_size, num_kv_heads, head_dim = keys[0].shape
+        self._dtype = keys[0].dtype
+        if reason := obstacle(head_dim, self._dtype, keys[0].device):
+            raise ValueError(reason)
+        assert all(cache.is_contiguous() for cache in (*keys, *values))
+        self._caches = list(zip(keys, values, strict=True))  # keeps the addresses below valid
+        per_layer = [window or 0 for window in windows] or [0] * len(keys)
+        distinct = sorted(set(per_layer))
+        self._layers = [
+            (distinct.index(window), key.data_ptr(), value.data_ptr())
+            for window, (key, value) in zip(per_layer, self._caches, strict=True)
+        ]
+        self._head_dim = head_dim
+        self._kernel = AttentionKernel(
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            element_bytes=self._dtype.itemsize,
+            scale=scale,
+            windows=distinct,
+        )
+        self.isa = self._kernel.isa
+        self._step: tuple[Tensor, Tensor]
+
+    def plan(self, layout: BatchLayout) -> None:
+        """Cut the step into work items, once for all layers."""
+        slots, tables = layout.slot_mapping.contiguous(), layout.page_tables.contiguous()
+        assert slots.dtype == tables.dtype == torch.int64
+        self._step = (slots, tables)  # the kernel keeps their addresses
+        self._kernel.plan(
+            layout.query_start_loc,
+            layout.seq_lens,
+            slots.data_ptr(),
+            tables.data_ptr(),
+            tables.shape[1],
+            torch.get_num_threads(),
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D]."""
+        q, k, v = self._rows(q), self._rows(k), self._rows(v)
+        out = torch.empty(q.shape, dtype=self._dtype)
+        self._kernel.attend(
+            *self._layers[layer],
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+        )
+        return out
+
+    def _rows(self, x: Tensor) -> Tensor:
+        # A slice of a fused projection is read as it is: only the stride between tokens is free.
+        assert x.dtype == self._dtype
+        if x.stride(2) == 1 and x.stride(1) == self._head_dim:
+            return x
+        return x.contiguous()

@@ -1,0 +1,525 @@
+// Causal attention over a paged cache, for CPUs: plain C functions, loaded by ctypes (native.py).
+//
+// Shape letters: T tokens in the step, B sequences, H query heads, G key/value heads, D head size.
+// A cache is [pages, page_size, G, D]; queries and outputs are [T, H, D].
+//
+// plan() cuts a step into items: some query tokens of one sequence × some key/value heads, with a
+// few whole segments of 512 keys if one sequence must feed several threads. attend() writes the
+// step's cells, then threads take items from a counter; which thread computes an item, and how a
+// step was cut, changes no bit of the result (attention_isa.h says why; segments lie at absolute
+// positions and are always folded in order). The arithmetic is in attention_isa.h, compiled once
+// per instruction set and chosen when a plan is made; this file is built for the plain baseline.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define X86 1
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define FENCE() __asm__ volatile("" ::: "memory")
+
+namespace {
+
+constexpr int BLOCK = 64;     // keys that are scored together; starts at multiples of itself
+constexpr int SEGMENT = 512;  // keys whose partial result may come from another thread
+constexpr int TILE_ROWS = 128;
+constexpr int UNITS = 4;  // independent pieces of work that go through the phases together
+constexpr float LOWEST = -1e30f;  // below every score, and its difference to one is finite
+
+inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+struct Join {  // the segments of some rows, computed by several items
+  long offset;  // of the partial results in the workspace, in floats
+  int64_t segment, num_segments;
+  int parts, missing;
+};
+
+struct Item {
+  int sequence, row, tokens;  // row: of the first of its tokens, among T
+  int64_t position;           // of that token
+  int group, group_end, join;  // join < 0: the item is complete by itself
+  int64_t segment, segment_end;
+  double cost;
+};
+
+struct Span {
+  int64_t begin, end;
+};
+
+// The keys that some row of an item sees, from the start of a block.
+inline Span visible(const Item& item, int64_t window) {
+  const int64_t low = window ? std::max<int64_t>(0, item.position - window + 1) : 0;
+  return {low / BLOCK * BLOCK, item.position + item.tokens};
+}
+
+struct Job {  // one layer of one step
+  const char *keys, *values, *q;
+  void* out;
+  const int64_t* tables;
+  Join* joins;
+  float* workspace;
+  long table_width, page_size, cell_bytes, q_bytes, state_words;
+  int64_t window;  // 0: all
+  int H, D, rep, padded;  // rep = H / G; padded = D up to a multiple of 32
+  float scale;            // times log2(e)
+};
+
+alignas(64) const char ZEROS[4096] = {};  // stands for the cells behind the end
+
+// Where the keys of one block lie.
+class Cells {
+ public:
+  Cells(const Job& job, int sequence, int64_t end)
+      : job_(job), table_(job.tables + sequence * job.table_width), end_(end) {}
+
+  void move_to(int64_t first) {
+    count_ = list(first, cell_);
+    num_ahead_ = list(first + BLOCK, ahead_);
+  }
+  // One head's rows of the block in a cache.
+  void point(const char* cache, const char** rows) const {
+    for (int j = 0; j < count_; ++j) rows[j] = cache + cell_[j];
+    for (int j = count_; j < BLOCK; ++j) rows[j] = ZEROS;
+  }
+  // Ask memory for rows of the next block.
+  void fetch(const char* cache, long bytes, int from, int to) const {
+    for (int j = from; j < to && j < num_ahead_; ++j)
+      for (long i = 0; i < bytes; i += 64) __builtin_prefetch(cache + ahead_[j] + i, 0, 2);
+  }
+
+ private:
+  int list(int64_t first, int64_t* cells) const {
+    const int count = (int)std::clamp<int64_t>(end_ - first, 0, BLOCK);
+    int64_t page = first / job_.page_size, offset = first % job_.page_size;
+    for (int j = 0; j < count; ++j) {
+      cells[j] = (table_[page] * job_.page_size + offset) * job_.cell_bytes;
+      if (++offset == job_.page_size) ++page, offset = 0;
+    }
+    return count;
+  }
+
+  const Job& job_;
+  const int64_t* table_;
+  int64_t end_, cell_[BLOCK], ahead_[BLOCK];
+  int count_ = 0, num_ahead_ = 0;
+};
+
+struct Packed {  // one block of one head
+  uint32_t *keys, *values;
+};
+struct Unit {  // a few rows of one head
+  const Packed* packed;
+  const uint32_t* queries;
+  uint32_t* probs;
+  float *scores, *state;
+  int row, count;
+  float alpha[16];
+};
+struct Buffers {
+  Packed packed[UNITS];
+  Unit units[UNITS];
+  uint32_t* queries;
+};
+
+// A thread's own memory; grows, and is given back when the thread ends.
+class Scratch {
+ public:
+  ~Scratch() { std::free(memory_); }
+
+  float* reserve(const Job& job, int groups, int rows, int words, Buffers& at) {
+    const size_t queries = (size_t)groups * rows * words, block = (size_t)BLOCK * job.padded;
+    const size_t states = 2 * (size_t)groups * rows * job.state_words;
+    const size_t need = round_up(4 * (queries + UNITS * (2 * block + 32 * BLOCK) + states), 64);
+    if (need > size_) {
+      std::free(memory_);
+      memory_ = (float*)std::aligned_alloc(64, size_ = need);
+      if (!memory_) std::abort();
+      std::memset(memory_, 0, size_);
+    }
+    uint32_t* free = (uint32_t*)memory_;
+    for (Packed& packed : at.packed) {
+      packed = {free, free + block};
+      free += 2 * block;
+    }
+    for (Unit& unit : at.units) {
+      unit.probs = free;
+      unit.scores = (float*)free + 16 * BLOCK;
+      free += 32 * BLOCK;
+    }
+    at.queries = free;
+    return (float*)at.queries + queries;
+  }
+
+ private:
+  float* memory_ = nullptr;
+  size_t size_ = 0;
+};
+
+inline uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  return (uint16_t)(x == x ? rounded : 0x7fc0);
+}
+
+struct TileConfig {
+  uint8_t palette = 0, start_row = 0, reserved[14] = {};
+  uint16_t colsb[16] = {};
+  uint8_t rows[16] = {};
+};
+
+using RunItem = void (*)(const Job&, const Item&, Scratch&);
+
+namespace portable {
+#define LEVEL 0
+#include "attention_isa.h"
+#undef LEVEL
+}  // namespace portable
+
+#ifdef X86
+#if defined(__clang__)
+#define TARGET(names) _Pragma(TEXT(clang attribute push(__attribute__((target(names))), apply_to = function)))
+#define END_TARGET _Pragma("clang attribute pop")
+#else
+#define TARGET(names) _Pragma("GCC push_options") _Pragma(TEXT(GCC target(names)))
+#define END_TARGET _Pragma("GCC pop_options")
+#endif
+#define TEXT(...) TEXT_(__VA_ARGS__)
+#define TEXT_(...) #__VA_ARGS__
+
+TARGET("avx2,fma")
+namespace avx2 {
+#define LEVEL 1
+#include "attention_isa.h"
+#undef LEVEL
+}  // namespace avx2
+END_TARGET
+
+TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+namespace avx512 {
+#define LEVEL 2
+#include "attention_isa.h"
+#undef LEVEL
+}  // namespace avx512
+END_TARGET
+
+TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+namespace avx512_bf16 {
+#define LEVEL 3
+#include "attention_isa.h"
+#undef LEVEL
+}  // namespace avx512_bf16
+END_TARGET
+
+TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+namespace amx {
+#define LEVEL 4
+#include "attention_isa.h"
+#undef LEVEL
+void save(TileConfig* config) { FENCE(); _tile_storeconfig(config); FENCE(); }
+void restore(const TileConfig* config) {
+  FENCE();
+  if (config->palette) _tile_loadconfig(config);
+  else _tile_release();
+}
+}  // namespace amx
+END_TARGET
+#endif
+
+struct Isa {
+  const char* name;
+  RunItem float32, bfloat16;
+};
+const Isa ISAS[] = {
+#ifdef X86
+    {"amx", amx::run_item<amx::Float32<float>>, amx::run_item<amx::Tiles>},
+    {"avx512_bf16", avx512_bf16::run_item<avx512_bf16::Float32<float>>,
+     avx512_bf16::run_item<avx512_bf16::Pairs>},
+    {"avx512", avx512::run_item<avx512::Float32<float>>,
+     avx512::run_item<avx512::Float32<uint16_t>>},
+    {"avx2", avx2::run_item<avx2::Float32<float>>, avx2::run_item<avx2::Float32<uint16_t>>},
+#endif
+    {"portable", portable::run_item<portable::Float32<float>>,
+     portable::run_item<portable::Float32<uint16_t>>},
+};
+constexpr int NUM_ISAS = sizeof ISAS / sizeof *ISAS;
+
+#ifdef X86
+bool may_use_tiles() {  // the kernel gives the tiles' memory to processes that ask
+#if defined(__linux__)
+  unsigned a = 7, b, c = 0, d;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+  if ((d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE)) return false;
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
+bool runs_here(const Isa& isa) {
+#ifdef X86
+  __builtin_cpu_init();
+  const std::string_view name = isa.name;
+  const bool has512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (name == "amx") return has512 && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
+  if (name == "avx512_bf16") return has512 && __builtin_cpu_supports("avx512bf16");
+  if (name == "avx512") return has512;
+  if (name == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return true;
+}
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgomp's GOMP_parallel
+
+void run_threads(Parallel parallel, void (*body)(void*), void* data, int threads) {
+  if (threads <= 1) return body(data);
+  if (parallel) return parallel(body, data, threads, 0);
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; ++i) others.emplace_back(body, data);
+  body(data);
+  for (std::thread& other : others) other.join();
+}
+
+// Denormal numbers count as zero, as vdpbf16ps and the tiles have it: what adds a zero adds nothing.
+class FloatMode {
+ public:
+#ifdef X86
+  explicit FloatMode(bool tiles) : mode_(_mm_getcsr()), tiles_(tiles) {
+    _mm_setcsr(mode_ | 0x8040);
+    if (tiles_) amx::save(&config_);
+  }
+  ~FloatMode() {  // others on this thread (oneDNN) may count on the tiles' shape
+    _mm_setcsr(mode_);
+    if (tiles_) amx::restore(&config_);
+  }
+
+ private:
+  unsigned mode_;
+  bool tiles_;
+  alignas(64) TileConfig config_;
+#else
+  explicit FloatMode(bool) {}
+#endif
+};
+
+struct Cut {  // the items of a step for one window
+  std::vector<Item> items;
+  std::vector<Join> joins;
+  double cost = 0;
+};
+
+struct Engine {
+  RunItem run;
+  bool tiles;
+  Parallel parallel;
+  int H, G, D, element;
+  long page_size;
+  float scale;
+  std::vector<int64_t> windows;
+  // Of the step that was planned last:
+  int threads = 1;
+  int64_t num_tokens = 0, table_width = 0;
+  const int64_t *slots = nullptr, *tables = nullptr;
+  std::vector<Cut> cuts{};  // one per window
+  std::vector<float> workspace{};
+};
+
+// Numbers of keys and rows, weighted: packing a block costs about as much as a few rows of it.
+double cost_of(const Engine& e, const Item& item, int64_t window) {
+  const Span keys = visible(item, window);
+  return double(keys.end - keys.begin + BLOCK) * (item.tokens * (e.H / e.G) + 16);
+}
+
+void cut_item(const Engine& e, Cut& cut, Item item, int64_t window, double share, size_t& floats) {
+  const Span keys = visible(item, window);
+  const int rows = item.tokens * (e.H / e.G);
+  const int64_t first = keys.begin / SEGMENT, last = (keys.end - 1) / SEGMENT + 1;
+  const double cost = cost_of(e, item, window);
+  // Few rows: all heads of a cell at once, as it lies in memory. Many: one head, kept in cache.
+  int groups = rows >= 32 ? 1 : e.G;
+  const int64_t wish = (int64_t)std::ceil(cost * groups / share);
+  const int64_t parts = std::clamp<int64_t>(wish, 1, last - first);
+  if (wish > parts) groups = std::max<int64_t>(1, groups * parts / wish);
+  for (int group = 0; group < e.G; group += groups) {
+    item.group = group;
+    item.group_end = std::min(group + groups, e.G);
+    item.join = parts > 1 ? (int)cut.joins.size() : -1;
+    item.cost = cost * (item.group_end - group) / parts;
+    for (int64_t i = 0; i < parts; ++i) {
+      item.segment = first + (last - first) * i / parts;
+      item.segment_end = first + (last - first) * (i + 1) / parts;
+      cut.items.push_back(item);
+    }
+    if (parts > 1) {
+      cut.joins.push_back({(long)floats, first, last - first, (int)parts, (int)parts});
+      floats += (last - first) * (item.group_end - group) * round_up(rows, 16) *
+                (size_t)(round_up(e.D, 32) + 32);
+    }
+  }
+}
+
+size_t cut_step(const Engine& e, Cut& cut, int64_t window, int B, const int64_t* starts,
+                const int64_t* lengths) {
+  const int most = std::max(1, TILE_ROWS / (e.H / e.G));
+  std::vector<Item> whole;
+  for (int s = 0; s < B; ++s)
+    for (int64_t row = starts[s]; row < starts[s + 1]; row += most) {
+      Item item{};
+      item.sequence = s;
+      item.row = (int)row;
+      item.tokens = (int)std::min<int64_t>(most, starts[s + 1] - row);
+      item.position = lengths[s] - (starts[s + 1] - row);
+      whole.push_back(item);
+      cut.cost += cost_of(e, item, window) * e.G;
+    }
+  const double share = e.threads > 1 ? std::max(cut.cost / (4 * e.threads), 20000.) : INFINITY;
+  size_t floats = 0;
+  for (const Item& item : whole) cut_item(e, cut, item, window, share, floats);
+  std::stable_sort(cut.items.begin(), cut.items.end(),
+                   [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  return floats;
+}
+
+struct Writing {
+  const char *k, *v;
+  char *keys, *values;
+  const int64_t* slots;
+  int64_t num_tokens, k_bytes, v_bytes, cell_bytes;
+  std::atomic<int64_t> next{0};
+};
+
+void write_cells(void* data) {
+  Writing& w = *(Writing*)data;
+  constexpr int64_t MANY = 32;
+  for (int64_t t; (t = w.next.fetch_add(MANY)) < w.num_tokens;)
+    for (const int64_t end = std::min(t + MANY, w.num_tokens); t < end; ++t) {
+      std::memcpy(w.keys + w.slots[t] * w.cell_bytes, w.k + t * w.k_bytes, w.cell_bytes);
+      std::memcpy(w.values + w.slots[t] * w.cell_bytes, w.v + t * w.v_bytes, w.cell_bytes);
+    }
+}
+
+struct Reading {
+  const Job* job;
+  const std::vector<Item>* items;
+  RunItem run;
+  bool tiles;
+  std::atomic<size_t> next{0};
+};
+
+void read_cells(void* data) {
+  static thread_local Scratch scratch;
+  Reading& r = *(Reading*)data;
+  const FloatMode mode(r.tiles);
+  for (size_t i; (i = r.next.fetch_add(1)) < r.items->size();)
+    r.run(*r.job, (*r.items)[i], scratch);
+}
+
+}  // namespace
+
+extern "C" {
+
+int infer_attention_version() { return 1; }  // of this interface; native.py compares
+
+// Names of the instruction sets that run here, best first, with a space after each.
+int infer_attention_isas(char* names, int size) {
+  names[0] = 0;
+  for (const Isa& isa : ISAS)
+    if (runs_here(isa) && (int)(std::strlen(names) + std::strlen(isa.name)) + 2 < size)
+      std::strcat(std::strcat(names, isa.name), " ");
+#ifdef X86
+  return __builtin_cpu_is("amd");
+#else
+  return 0;
+#endif
+}
+
+// `windows`: 0 = none. `parallel`: GOMP_parallel of the OpenMP runtime in use, or null.
+void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element,
+                          float scale, const int64_t* windows, int num_windows, void* parallel) {
+  for (const Isa& isa : ISAS)
+    if (!std::strcmp(isa.name, isa_name) && runs_here(isa)) {
+      const bool tiles = element == 2 && !std::strcmp(isa_name, "amx");
+      return new Engine{element == 2 ? isa.bfloat16 : isa.float32, tiles, (Parallel)parallel,
+                        H, G, D, element, page_size, scale * 1.4426950408889634f,
+                        {windows, windows + num_windows}};
+    }
+  return nullptr;
+}
+
+void infer_attention_free(void* engine) { delete (Engine*)engine; }
+
+// starts [B+1], lengths [B], slots [T], tables [B, table_width]; slots and tables are kept, not copied.
+int infer_attention_plan(void* engine, int B, const int64_t* starts, const int64_t* lengths,
+                         const int64_t* slots, const int64_t* tables, long table_width,
+                         int threads) {
+  Engine& e = *(Engine*)engine;
+  e.threads = threads;
+  e.num_tokens = starts[B];
+  e.slots = slots;
+  e.tables = tables;
+  e.table_width = table_width;
+  e.cuts.assign(e.windows.size(), {});
+  size_t floats = 0;
+  for (size_t i = 0; i < e.windows.size(); ++i)
+    floats = std::max(floats, cut_step(e, e.cuts[i], e.windows[i], B, starts, lengths));
+  if (e.workspace.size() < floats) e.workspace.resize(floats);
+  size_t items = 0;
+  for (const Cut& cut : e.cuts) items += cut.items.size();
+  return (int)items;
+}
+
+// One layer: write k, v to their cells, then attend. *_stride: elements from token to token.
+void infer_attention_attend(void* engine, int window, void* keys, void* values, const void* q,
+                            const void* k, const void* v, void* out, long q_stride, long k_stride,
+                            long v_stride) {
+  Engine& e = *(Engine*)engine;
+  Cut& cut = e.cuts[window];
+  const long cell_bytes = (long)e.G * e.D * e.element;
+  Writing writing{(const char*)k, (const char*)v, (char*)keys, (char*)values, e.slots,
+                  e.num_tokens, k_stride * e.element, v_stride * e.element, cell_bytes};
+  run_threads(e.parallel, write_cells, &writing, e.num_tokens > 128 ? e.threads : 1);
+  Job job{};
+  job.keys = (const char*)keys;
+  job.values = (const char*)values;
+  job.q = (const char*)q;
+  job.out = out;
+  job.tables = e.tables;
+  job.joins = cut.joins.data();
+  job.workspace = e.workspace.data();
+  job.table_width = e.table_width;
+  job.page_size = e.page_size;
+  job.cell_bytes = cell_bytes;
+  job.q_bytes = q_stride * e.element;
+  job.padded = round_up(e.D, 32);
+  job.state_words = job.padded + 32;
+  job.window = e.windows[window];
+  job.H = e.H;
+  job.D = e.D;
+  job.rep = e.H / e.G;
+  job.scale = e.scale;
+  Reading reading{&job, &cut.items, e.run, e.tiles};
+  const bool tiny = cut.cost < 20000 || cut.items.size() < 2;  // less than waking a thread
+  run_threads(e.parallel, read_cells, &reading,
+              tiny ? 1 : (int)std::min<size_t>(e.threads, cut.items.size()));
+}
+
+}  // extern "C"

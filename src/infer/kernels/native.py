@@ -1,0 +1,162 @@
+"""The compiled attention kernel (attention.cpp): found, loaded through ctypes and typed.
+
+The package installs without a compiler; then `available()` says so and the caller uses
+`SDPABackend`. Threads are those of the OpenMP runtime that torch brings: its `GOMP_parallel` is
+handed to the kernel, because a second pool on the same cores makes both slow. The instruction set
+is chosen when a kernel is made; `INFER_ATTENTION_ISA` asks for a certain one (tests do). Pointers
+are raw addresses here: `attention.native` keeps what they point to alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+ISA_VARIABLE = "INFER_ATTENTION_ISA"
+VERSION = 1
+"""Of the C interface: a library that was left over from other sources is not used."""
+
+_INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    found = sorted(Path(__file__).parent.glob("_attention*.so"))
+    if not found:
+        return (
+            "the attention kernel was not compiled when this package was installed (it needs a"
+            " C++ compiler; install one and reinstall)"
+        )
+    try:
+        library = ctypes.CDLL(str(found[0]))
+        version = library.infer_attention_version()
+    except (OSError, AttributeError) as error:
+        return f"{found[0].name} cannot be loaded: {error}"
+    if version != VERSION:
+        return f"{found[0].name} was built from other sources; reinstall the package"
+    library.infer_attention_isas.argtypes = [ctypes.c_char_p, _INT]
+    library.infer_attention_new.argtypes = [
+        *(ctypes.c_char_p, _INT, _INT, _INT, _LONG, _INT, ctypes.c_float),
+        *(_POINTER, _INT, _POINTER),
+    ]
+    library.infer_attention_new.restype = _POINTER
+    library.infer_attention_free.argtypes = [_POINTER]
+    library.infer_attention_free.restype = None
+    library.infer_attention_plan.argtypes = [
+        *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _INT)
+    ]
+    library.infer_attention_attend.argtypes = [
+        *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
+        *(_LONG, _LONG, _LONG),
+    ]
+    library.infer_attention_attend.restype = None
+    return library
+
+
+@functools.cache
+def instruction_sets() -> tuple[str, ...]:
+    """The code paths this machine can run, best first; empty without the library."""
+    library = _library()
+    if isinstance(library, str):
+        return ()
+    names = ctypes.create_string_buffer(256)
+    is_amd = library.infer_attention_isas(names, len(names))
+    sets = names.value.decode().split()
+    if not is_amd and "avx512_bf16" in sets:
+        # Intel's vdpbf16ps runs at a quarter of the rate of its FMA: float32 is faster there.
+        sets.remove("avx512_bf16")
+        sets.insert(sets.index("avx512") + 1, "avx512_bf16")
+    return tuple(sets)
+
+
+def chosen_instruction_set() -> str:
+    """The code path for new kernels; `ValueError` if the environment asks for an impossible one."""
+    sets = instruction_sets()
+    wanted = os.environ.get(ISA_VARIABLE)
+    if wanted and wanted not in sets:
+        raise ValueError(f"{ISA_VARIABLE}={wanted!r} does not run here; use {', '.join(sets)}")
+    return wanted or sets[0]
+
+
+def available() -> str | None:
+    """None if the kernel can be used, else the reason."""
+    library = _library()
+    if isinstance(library, str):
+        return library
+    try:
+        chosen_instruction_set()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def _parallel() -> int | None:
+    """Address of `GOMP_parallel` in torch's own runtime; None: the kernel starts threads itself."""
+    try:
+        # Symbols are looked up in a library's dependencies too, whatever their files are called.
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(torch_cpu.GOMP_parallel, _POINTER).value
+    except (OSError, AttributeError):
+        return None
+
+
+class AttentionKernel:
+    """One engine's attention: a shape, a code path, and the plan of the current step."""
+
+    def __init__(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        element_bytes: int,
+        scale: float,
+        windows: Sequence[int],
+    ) -> None:
+        """`windows`: the distinct ones, 0 = none; `attend` names them by index."""
+        library = _library()
+        if isinstance(library, str):
+            raise RuntimeError(library)
+        self.isa = chosen_instruction_set()
+        self._library = library
+        numbers = array("q", windows)
+        shape = (num_heads, num_kv_heads, head_dim, page_size, element_bytes, scale)
+        self._engine = library.infer_attention_new(
+            self.isa.encode(), *shape, *numbers.buffer_info(), _parallel()
+        )
+        weakref.finalize(self, library.infer_attention_free, self._engine)
+        self.attend = functools.partial(library.infer_attention_attend, self._engine)
+        """(window index, keys, values, q, k, v, out: addresses; strides of q, k, v in elements)"""
+
+    def plan(
+        self,
+        query_start_loc: list[int],
+        seq_lens: list[int],
+        slots: int,
+        page_tables: int,
+        table_width: int,
+        num_threads: int,
+    ) -> int:
+        """Cut a step into work items; `slots`, `page_tables`: addresses that must stay valid."""
+        starts, lengths = array("q", query_start_loc), array("q", seq_lens)
+        items: int = self._library.infer_attention_plan(
+            self._engine,
+            len(seq_lens),
+            starts.buffer_info()[0],
+            lengths.buffer_info()[0],
+            slots,
+            page_tables,
+            table_width,
+            num_threads,
+        )
+        return items

@@ -1,0 +1,346 @@
+"""The compiled kernel: right (against SDPA and a float64 reference), and the same bits always.
+
+A `World` holds queries, keys and values of a few sequences; `run` feeds them to a backend in any
+steps, pages and threads and returns the rows of every token. Caches start as NaN, so a cell that
+must not be read shows. Every code path that this machine can run is tested.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.attention.layout import AttentionBackend, BatchLayout
+from infer.attention.native import NativeBackend, obstacle
+from infer.attention.sdpa import SDPABackend
+from infer.kernels import native
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+
+ISAS = native.instruction_sets()
+Steps = list[list[tuple[int, int]]]
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@dataclass
+class World:
+    """q [n, H, D], k, v [n, G, D] of each sequence."""
+
+    q: list[Tensor]
+    k: list[Tensor]
+    v: list[Tensor]
+    window: int | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(q) for q in self.q]
+
+    @property
+    def scale(self) -> float:
+        return self.q[0].shape[-1] ** -0.5
+
+    def only(self, i: int) -> World:
+        return World([self.q[i]], [self.k[i]], [self.v[i]], self.window)
+
+
+def make_world(
+    lengths: list[int], heads: int, groups: int, size: int, dtype: torch.dtype, seed: int = 0,
+    window: int | None = None,
+) -> World:  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n: int, h: int) -> Tensor:
+        return (torch.randn(n, h, size, generator=generator) * 1.5).to(dtype)
+
+    q, k, v = zip(
+        *((draw(n, heads), draw(n, groups), draw(n, groups)) for n in lengths), strict=True
+    )
+    return World(list(q), list(k), list(v), window)
+
+
+def whole(world: World) -> Steps:
+    """Everything in one step."""
+    return [list(enumerate(world.lengths))]
+
+
+def one_by_one(world: World) -> Steps:
+    """Each token in a step of its own row, the sequences side by side."""
+    return [
+        [(i, 1) for i, n in enumerate(world.lengths) if step < n]
+        for step in range(max(world.lengths))
+    ]
+
+
+def ragged(world: World, seed: int) -> Steps:
+    """Random chunks in random company."""
+    rng, left, steps = random.Random(seed), dict(enumerate(world.lengths)), []
+    while left:
+        step = []
+        for i in rng.sample(sorted(left), rng.randint(1, len(left))):
+            num = min(left[i], rng.choice([1, 1, 2, 7, 64, 65, 300]))
+            step.append((i, num))
+            left[i] -= num
+            if not left[i]:
+                del left[i]
+        steps.append(step)
+    return steps
+
+
+def run(
+    world: World,
+    steps: Steps,
+    make: Callable[..., AttentionBackend] = NativeBackend,
+    *,
+    page_size: int = 16,
+    threads: int = 1,
+    seed: int = 0,
+    fused: bool = False,
+    caches: list[Tensor] | None = None,
+) -> list[Tensor]:
+    """The rows of every token of every sequence, [n, H, D] each."""
+    groups, size = world.k[0].shape[1:]
+    dtype, heads = world.q[0].dtype, world.q[0].shape[1]
+    needed = [-(-n // page_size) for n in world.lengths]
+    pages = list(range(1, sum(needed) + 2))  # one of them stays free
+    random.Random(seed).shuffle(pages)
+    tables = [[pages.pop() for _ in range(n)] for n in needed]
+    shape = (sum(needed) + 2, page_size, groups, size)
+    keys, values = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+    keys[0] = values[0] = 0
+    if caches is not None:
+        caches += [keys, values]
+    backend = make([keys], [values], num_heads=heads, scale=world.scale, windows=[world.window])
+    done = [0] * len(needed)
+    rows: list[list[Tensor]] = [[] for _ in needed]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for step in steps:
+            starts, lengths, slots, parts = [0], [], [], []
+            for i, num in step:
+                span = slice(done[i], done[i] + num)
+                slots += [tables[i][p // page_size] * page_size + p % page_size
+                          for p in range(span.start, span.stop)]  # fmt: skip
+                parts.append((world.q[i][span], world.k[i][span], world.v[i][span]))
+                done[i] += num
+                starts.append(starts[-1] + num)
+                lengths.append(done[i])
+            width = -(-max(lengths) // page_size)
+            table = torch.tensor([(tables[i] + [0] * width)[:width] for i, _ in step])
+            backend.plan(
+                BatchLayout(starts, lengths, torch.tensor(slots), table,
+                            max(num for _, num in step), max(lengths))
+            )  # fmt: skip
+            q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
+            if fused:  # as slices of one projection, which is how the decoder passes them
+                q, k, v = torch.cat([q, k, v], dim=1).split([heads, groups, groups], dim=1)
+            out = backend.attend(0, q, k, v)
+            for (i, _), first, last in zip(step, starts, starts[1:], strict=False):
+                rows[i].append(out[first:last])
+    finally:
+        torch.set_num_threads(before)
+    return [torch.cat(parts) for parts in rows]
+
+
+def exact(world: World) -> list[Tensor]:
+    """Dense attention in float64."""
+    out = []
+    for q, k, v in zip(world.q, world.k, world.v, strict=True):
+        rep = q.shape[1] // k.shape[1]
+        k, v = (x.double().repeat_interleave(rep, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k) * world.scale
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        hidden = distance < 0
+        if world.window is not None:
+            hidden |= distance >= world.window
+        probs = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        out.append(torch.einsum("hqk,khd->qhd", probs, v))
+    return out
+
+
+def error(ours: list[Tensor], wanted: list[Tensor]) -> tuple[float, float]:
+    """Largest and root-mean-square difference; NaN counts as infinite."""
+    difference = torch.cat([(a.double() - b).flatten() for a, b in zip(ours, wanted, strict=True)])
+    difference = difference.nan_to_num(torch.inf)
+    return difference.abs().max().item(), difference.square().mean().sqrt().item()
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
+    assert native.chosen_instruction_set() == request.param
+    return request.param
+
+
+# (query heads, groups, head size, window)
+SHAPES = [
+    (1, 1, 16, None), (4, 2, 24, 5), (8, 2, 64, None), (8, 1, 64, 100), (7, 1, 80, None),
+    (14, 2, 128, 64), (2, 2, 256, None), (3, 3, 8, 1), (40, 1, 40, None), (6, 3, 72, 33),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_it_computes_attention(isa: str, shape: tuple, dtype: torch.dtype) -> None:
+    heads, groups, size, window = shape
+    world = make_world([1, 3, 64, 65, 130, 700], heads, groups, size, dtype, window=window)
+    wanted = exact(world)
+    for steps in (whole(world), ragged(world, 1)):
+        ours = error(run(world, steps), wanted)
+        theirs = error(run(world, steps, SDPABackend), wanted)
+        if dtype == F32:
+            assert ours[0] < 1e-5, (ours, theirs)
+        else:
+            # The largest of many roundings is a matter of luck, their mean is not.
+            assert ours[1] <= theirs[1] * 1.02, (ours, theirs)
+            assert ours[0] <= theirs[0] * 1.5, (ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_mixtures_agree_with_sdpa(isa: str, seed: int) -> None:
+    rng = random.Random(seed)
+    groups, rep = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 7, 8])
+    lengths = [rng.choice([1, 2, 17, 63, 64, 65, 200, 513]) for _ in range(rng.randint(1, 6))]
+    size, window = rng.choice([16, 24, 64, 80, 128, 256]), rng.choice([None, 1, 16, 200])
+    world = make_world(lengths, groups * rep, groups, size, F32, seed, window)
+    page_size, threads = rng.choice([1, 3, 16, max(lengths)]), rng.choice([1, 2, 5])
+    steps = ragged(world, seed)
+    theirs = run(world, steps, SDPABackend, page_size=page_size)
+    ours = run(world, steps, page_size=page_size, threads=threads)
+    assert error(ours, [x.double() for x in theirs])[0] < 1e-5
+
+
+def assert_invariant(world: World, make: Callable[..., AttentionBackend] = NativeBackend) -> None:
+    """Every row of every token has the same bits, however the work is laid out."""
+    wanted = run(world, whole(world), make)
+    ways: list[tuple[str, Steps, dict[str, object]]] = [
+        ("decode", one_by_one(world), {}),
+        ("decode, 2 threads", one_by_one(world), {"threads": 2, "page_size": 3}),
+        ("2 threads", whole(world), {"threads": 2, "seed": 1}),
+        ("5 threads", whole(world), {"threads": 5}),
+        ("pages of 1", whole(world), {"page_size": 1}),
+        ("one page each", whole(world), {"page_size": max(world.lengths)}),
+        ("fused", whole(world), {"fused": True}),
+    ]
+    ways += [(f"ragged {s}", ragged(world, s), {"threads": 1 + s % 3}) for s in range(4)]
+    for name, steps, options in ways:
+        got = run(world, steps, make, **options)  # type: ignore[arg-type]
+        for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
+            assert torch.equal(a, b), f"{name}: sequence {i} differs"
+    for i, rows in enumerate(wanted):
+        alone = world.only(i)
+        assert torch.equal(rows, run(alone, whole(alone), make)[0]), f"sequence {i} alone differs"
+
+
+INVARIANCE = [
+    ((4, 1, 64, None), [1, 31, 64, 65, 129, 200]),
+    ((8, 2, 16, None), [1100, 5]),
+    ((7, 1, 24, 70), [600, 70, 71]),
+    ((2, 1, 128, None), [520, 3]),
+    ((2, 2, 256, 1), [66]),
+    ((40, 1, 32, 600), [1030, 2]),
+]
+
+
+@pytest.mark.parametrize(("shape", "lengths"), INVARIANCE, ids=str)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_in_any_company(
+    isa: str, shape: tuple, lengths: list[int], dtype: torch.dtype
+) -> None:
+    heads, groups, size, window = shape
+    assert_invariant(make_world(lengths, heads, groups, size, dtype, window=window))
+
+
+def test_tiny_numbers_do_not_break_invariance(isa: str) -> None:
+    """Denormal sums and zeros of either sign, where the paths' units round differently."""
+    for dtype in (F32, BF16):
+        world = make_world([130, 40], 4, 1, 32, dtype)
+        for v in world.v:
+            v[::2] *= 1e-38
+            v[1::3] = 0
+            v[5::7] *= -1
+        for k in world.k:
+            k[::5] *= 40  # sharp attention: sums are scaled by tiny factors
+        assert_invariant(world)
+
+
+class OwnDecodePath:
+    """A backend with the classical mistake: a decode takes another code path than a prefill."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(native.ISA_VARIABLE, ISAS[0])
+            self.prefill = NativeBackend(*args, **options)  # type: ignore[arg-type]
+            patch.setenv(native.ISA_VARIABLE, ISAS[-1])
+            self.decode = NativeBackend(*args, **options)  # type: ignore[arg-type]
+
+    def plan(self, layout: BatchLayout) -> None:
+        self.used = self.decode if layout.max_query_len == 1 else self.prefill
+        self.used.plan(layout)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.used.attend(layer, q, k, v)
+
+
+@pytest.mark.skipif(len(ISAS) < 2, reason="one code path only")
+def test_the_invariance_check_can_fail() -> None:
+    for dtype in (F32, BF16):
+        world = make_world([1, 31, 129], 4, 1, 64, dtype)
+        with pytest.raises(AssertionError, match="decode: sequence"):
+            assert_invariant(world, OwnDecodePath)
+
+
+def test_cells_behind_the_end_and_the_scrap_page_stay_as_they_are(isa: str) -> None:
+    for dtype in (F32, BF16):
+        world = make_world([5, 33, 64], 4, 2, 64, dtype)
+        caches: list[Tensor] = []
+        out = run(world, ragged(world, 3), caches=caches, threads=2)
+        assert all(rows.isfinite().all() for rows in out)
+        for cache in caches:
+            assert not cache[0].any()
+            written = (~cache[1:].isnan()).all(dim=-1).all(dim=-1).sum().item()
+            assert written == sum(world.lengths)
+            assert cache[1:].isnan().any()
+
+
+def test_a_nan_in_one_sequence_stays_there(isa: str) -> None:
+    world = make_world([40, 70], 4, 2, 64, BF16)
+    healthy = run(world, whole(world))
+    world.v[0][7] = torch.nan
+    broken = run(world, whole(world))
+    assert broken[0].isnan().any()
+    assert torch.equal(broken[1], healthy[1])
+
+
+def test_layers_have_their_own_caches_and_windows(isa: str) -> None:
+    """A plan is made once; each layer uses the window and the cache that are its own."""
+    windows = [None, 9, None, 30]
+    worlds = [make_world([50, 20], 4, 2, 32, F32, seed, w) for seed, w in enumerate(windows)]
+    keys, values = ([torch.full((9, 16, 2, 32), torch.nan) for _ in windows] for _ in range(2))
+    backend = NativeBackend(keys, values, num_heads=4, scale=worlds[0].scale, windows=windows)
+    tables = torch.tensor([[3, 1, 7, 5], [2, 8, 0, 0]])
+    slots = torch.cat([(tables[i, torch.arange(n) // 16] * 16 + torch.arange(n) % 16)
+                       for i, n in enumerate([50, 20])])  # fmt: skip
+    backend.plan(BatchLayout([0, 50, 70], [50, 20], slots, tables, 50, 50))
+    for layer, world in enumerate(worlds):
+        out = backend.attend(layer, *(torch.cat(x) for x in (world.q, world.k, world.v)))
+        assert error(list(out.split([50, 20])), exact(world))[0] < 1e-5
+
+
+def test_what_the_kernel_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert obstacle(64, BF16, cpu) is None
+    assert "head sizes" in str(obstacle(20, BF16, cpu))
+    assert "head sizes" in str(obstacle(264, BF16, cpu))
+    assert "float16" in str(obstacle(64, torch.float16, cpu))
+    assert "not cuda" in str(obstacle(64, BF16, torch.device("cuda")))
+    monkeypatch.setenv(native.ISA_VARIABLE, "avx1024")
+    assert "portable" in str(obstacle(64, BF16, cpu))
+    cache = [torch.zeros(2, 16, 2, 64)]
+    with pytest.raises(ValueError, match="avx1024"):
+        NativeBackend(cache, cache, num_heads=4, scale=1.0)

@@ -1,0 +1,161 @@
+"""`AsyncLLM` over the hash runner: entering, leaving, ends, failures, slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from checkpoints import VOCAB_SIZE
+from doubles import make_hash_llm, small_tokenizer, solo
+from infer import FinishReason, SamplingParams
+from infer.engine.async_llm import AsyncLLM
+from infer.errors import EngineDeadError, EngineError, OverloadedError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
+    async def main() -> Any:
+        async with make_hash_llm(**settings) as llm:
+            return await body(llm)
+
+    return asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def idle(llm: AsyncLLM) -> bool:
+    stats = llm.stats()
+    return (
+        stats["num_running"] == stats["num_waiting"] == stats["num_preempted"] == 0
+        and stats["num_free_pages"] == stats["num_pages"]
+    )
+
+
+def test_many_at_once_each_get_their_own() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        requests = [llm.make_request([i + 1, 7], GREEDY) for i in range(30)]
+        outputs = await asyncio.gather(*[llm.generate(request) for request in requests])
+        for request, output in zip(requests, outputs, strict=True):
+            assert list(output.token_ids) == solo(request, VOCAB_SIZE)
+        await until(lambda: idle(llm))
+
+    run(body)
+
+
+def test_a_stop_string_ends_the_request_in_the_core_too() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        plain = await llm.generate(llm.make_request("abc", GREEDY))
+        stop = next(char for char in plain.text if char.isascii() and char.isprintable())
+        params = GREEDY.replace(max_tokens=400, stop=stop)
+        async with llm.stream(llm.make_request("abc", params)) as pieces:
+            text = ""
+            async for piece in pieces:
+                text += piece.text
+            assert piece.finish_reason is FinishReason.STOP
+            assert text == plain.text[: plain.text.index(stop)]
+            # Still inside: it is the stop string that frees the pages, not the leaving.
+            await until(lambda: idle(llm))
+            assert llm.stats()["num_finished_abort"] == 1
+
+    run(body, step_s=0.002)
+
+
+@pytest.mark.parametrize("how", ["leave", "cancel"])
+def test_leaving_aborts(how: str) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        params = GREEDY.replace(max_tokens=400)
+        if how == "leave":
+            async with llm.stream(llm.make_request("abc", params)) as pieces:
+                async for _ in pieces:
+                    break
+        else:
+            task = asyncio.create_task(llm.generate(llm.make_request("abc", params)))
+            await until(lambda: llm.stats()["num_running"] == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await until(lambda: idle(llm))
+        assert llm.stats()["num_open"] == 0
+
+    run(body, step_s=0.002)
+
+
+def test_a_full_engine_refuses_at_the_door_and_takes_others_later() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        params = GREEDY.replace(max_tokens=400)
+        async with llm.stream(llm.make_request("a", params)):
+            async with llm.stream(llm.make_request("b", params)):
+                with pytest.raises(OverloadedError, match="busy"):
+                    await llm.generate(llm.make_request("c", params))
+            await llm.generate(llm.make_request("c", GREEDY))
+
+    run(body, max_batch_size=1, max_waiting_requests=1, step_s=0.001)
+
+
+def test_a_slow_reader_finds_one_merged_piece_or_one_a_token() -> None:
+    async def body(llm: AsyncLLM, merge: bool) -> None:
+        request = llm.make_request("abc", GREEDY)
+        async with llm.stream(request, merge=merge) as pieces:
+            await until(lambda: idle(llm))
+            await asyncio.sleep(0.01)  # the last step's message crosses to this loop
+            got = [piece async for piece in pieces]
+        assert [len(piece.token_ids) for piece in got] == ([20] if merge else [1] * 20)
+        tokens = [token for piece in got for token in piece.token_ids]
+        assert tokens == solo(request, VOCAB_SIZE)
+        text = "".join(piece.text for piece in got)
+        assert text == small_tokenizer().decode(tokens)
+
+    run(lambda llm: body(llm, True))
+    run(lambda llm: body(llm, False))
+
+
+def test_a_failing_step_fails_what_was_in_flight_and_the_engine_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        runner = llm._worker._core.runner
+        original, calls = runner.execute, 0
+
+        def execute(plan: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise RuntimeError("broken on purpose")
+            return original(plan)
+
+        runner.execute = execute  # type: ignore[method-assign]
+        requests = [llm.make_request([i + 1], GREEDY) for i in range(3)]
+        outcomes = await asyncio.gather(
+            *[llm.generate(request) for request in requests], return_exceptions=True
+        )
+        assert all(isinstance(outcome, EngineError) for outcome in outcomes), outcomes
+        await until(lambda: idle(llm))
+        after = llm.make_request([9], GREEDY)
+        assert list((await llm.generate(after)).token_ids) == solo(after, VOCAB_SIZE)
+
+    run(body, max_batch_size=3)
+    assert "broken on purpose" in caplog.text
+
+
+def test_closing_ends_what_runs_with_an_error_and_refuses_the_rest() -> None:
+    async def main() -> None:
+        llm = make_hash_llm(step_s=0.005)
+        await llm.start()
+        request = llm.make_request("abc", GREEDY.replace(max_tokens=400))
+        task = asyncio.create_task(llm.generate(request))
+        await until(lambda: llm.stats()["num_running"] == 1)
+        await llm.close()
+        with pytest.raises(EngineError, match="shutting down"):
+            await task
+        with pytest.raises(EngineDeadError):
+            await llm.generate(llm.make_request("abc", GREEDY))
+
+    asyncio.run(main())

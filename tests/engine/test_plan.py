@@ -1,0 +1,144 @@
+"""`infer plan`: exact weights, the issue's budgets, and refusing early with the table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shapes import SHAPES
+from typer.testing import CliRunner
+
+from checkpoints import make_model, write_checkpoint
+from infer import LLM, EngineConfig
+from infer.cli.main import app, main
+from infer.engine.assemble import plan_for
+from infer.engine.plan import make_plan
+from infer.errors import ConfigError
+from infer.models.registry import parse_model_config, read_model_config
+
+LLAMA_3B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_4B = {
+    **LLAMA_3B,
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+GEMMA3_1B = {
+    **LLAMA_3B,
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "vocab_size": 262144,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("raw", "kv_gib", "parameters"),
+    [(LLAMA_3B, 3.5, 3.213e9), (QWEN3_4B, 4.5, 4.022e9), (GEMMA3_1B, 0.8125, 0.9999e9)],
+)
+def test_the_budgets_of_real_models(raw: dict[str, Any], kv_gib: float, parameters: float) -> None:
+    """KV cache of 8 sequences of 4,096 tokens in bf16, and how many parameters there are."""
+    model = parse_model_config(raw, "test")
+    config = EngineConfig(max_seq_len=4096, max_batch_size=8, device="cpu")
+    plan = make_plan(config, model, "test", free=64 * 2**30)
+    assert plan.kv_bytes_per_token * 8 * 4096 / 2**30 == pytest.approx(kv_gib, rel=1e-3)
+    assert plan.num_parameters == pytest.approx(parameters, rel=1e-3)
+    assert plan.dtype == "bfloat16"
+    assert plan.fits
+    assert plan.sequences_that_fit()[4096] >= 8
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_parameters_are_counted_exactly(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
+    plan = plan_for(EngineConfig(model=str(tmp_path), device="cpu"))
+    assert plan.num_parameters == sum(p.numel() for p in make_model(family).parameters())
+
+
+def test_what_does_not_fit_is_refused_early_with_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from infer.engine import plan as planning
+
+    write_checkpoint(tmp_path)
+    model = read_model_config(tmp_path)
+    for free, advice in ((50_000, "leave no room"), (2_500_000, "lower max_seq_len")):
+        plan = make_plan(EngineConfig(max_seq_len=1024), model, "m", free=free)
+        assert not plan.fits
+        assert advice in plan.advice
+        monkeypatch.setattr(planning, "free_bytes", lambda device, free=free: free)
+        with pytest.raises(ConfigError) as caught:
+            LLM(str(tmp_path), max_seq_len=1024)
+        assert "does not fit" in str(caught.value)
+        assert "KV cache a token" in str(caught.value)
+
+
+def test_the_plan_is_what_is_built(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    settings: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 100, "page_size": 8}
+    plan = plan_for(EngineConfig(model=str(tmp_path), **settings))
+    with LLM(str(tmp_path), **settings) as llm:
+        assert llm.stats()["num_pages"] == plan.num_pages
+    assert plan.sequences_that_fit() == {100: plan.num_pages // 13}
+
+
+def test_the_command_prints_a_table_or_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(tmp_path)
+    runner = CliRunner()
+    table = runner.invoke(app, ["plan", str(tmp_path), "--max-batch-size", "3"])
+    assert table.exit_code == 0
+    for word in ("weights", "KV cache", "activations", "seats: 3", "fits"):
+        assert word in table.stdout
+    result = runner.invoke(app, ["plan", str(tmp_path), "--json"])
+    assert json.loads(result.stdout)["fits"] is True
+    small = runner.invoke(app, ["plan", str(tmp_path), "--json", "--free-gib", "0.0001"])
+    assert small.exit_code == 1
+    assert json.loads(small.stdout)["fits"] is False
+    monkeypatch.setattr(sys, "argv", ["infer", "plan", "/nowhere"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "neither a folder here nor a hub id" in capsys.readouterr().err
+
+
+def test_models_lists_families_and_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    result = CliRunner().invoke(app, ["models"])
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma 3", "GPT-2"):
+        assert family in result.stdout
+    assert "No checkpoints in the local hub cache" in result.stdout
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("0" * 40)
+    write_checkpoint(snapshot)
+    result = CliRunner().invoke(app, ["models"])
+    assert "some/model" in result.stdout

@@ -1,0 +1,121 @@
+"""Writing models of transformers as GGUF files, with the `gguf` package.
+
+Tensor names, keys and blocks come from the package; the row order of llama.cpp is made here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as Q
+from tokenizers.pre_tokenizers import ByteLevel
+
+from checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
+
+
+def row_order(heads: int, size: int) -> np.ndarray:
+    """llama.cpp's order of query or key rows: the halves of each head interleaved."""
+    one = np.arange(size).reshape(2, size // 2).T.ravel()
+    return np.concatenate([head * size + one for head in range(heads)])
+
+
+def blocks(shape: tuple[int, int], kind: Q) -> np.ndarray:
+    """Random K-quant blocks, which the package can read but not make."""
+    rng = np.random.default_rng(shape[0])
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (shape[0] * shape[1] // block, size), dtype=np.uint8)
+    if kind == Q.Q4_K:  # d and dmin first
+        raw[:, :4] = np.array([4e-4, 3e-3], dtype=np.float16).view(np.uint8)
+    else:  # Q6_K: d last
+        raw[:, -2:] = np.array([1e-4], dtype=np.float16).view(np.uint8)
+    return raw.reshape(shape[0], -1)
+
+
+def add_text(writer: gguf.GGUFWriter) -> None:
+    """The tokenizer of `checkpoints.write_tokenizer`, and one merge: the format has no empty list.
+
+    It is of two zero bytes, under the id of a byte that UTF-8 never has.
+    """
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    tokens = ["ĀĀ" if char == "ÿ" else char for char in sorted(ByteLevel.alphabet())]
+    writer.add_token_list([*tokens, *SPECIAL])
+    writer.add_token_types([1] * 256 + [3] * len(SPECIAL))
+    writer.add_token_merges(["Ā Ā"])
+    writer.add_bos_token_id(BOS_ID)
+    writer.add_eos_token_id(EOS_ID)
+    writer.add_eot_token_id(END_ID)
+    writer.add_add_bos_token(True)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def write(
+    path: Path, arch: str, model: Any, kind: Q = Q.F32, head: Q | None = None, **keys: Any
+) -> Any:
+    """Write the model as a file; it is left with the weights the file has.
+
+    Matrices are stored as `kind`, the output head as `head`. `keys` are added.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size * config.num_attention_heads != config.hidden_size:
+        writer.add_key_length(size)
+        writer.add_value_length(size)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if rope["rope_type"] == "llama3":
+        plain = rope["rope_theta"] ** -(torch.arange(0, size, 2) / size)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+    for key, value in keys.items():
+        getattr(writer, f"add_{key}")(*(value if isinstance(value, tuple) else (value,)))
+    add_text(writer)
+
+    names = gguf.get_tensor_name_map(
+        next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch),
+        config.num_hidden_layers,
+    )
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        order = None
+        if arch == "llama" and (".q_proj" in name or ".k_proj" in name):
+            order = row_order(len(values) // size, size)
+            values = values[order]
+        shift = float(arch == "gemma3" and name.endswith("norm.weight"))
+        stored = kind if values.ndim > 1 else Q.F32
+        stored = head if name == "lm_head.weight" and head is not None else stored
+        if stored in (Q.Q4_K, Q.Q6_K):
+            data = blocks(values.shape, stored)
+        else:
+            data = gguf.quants.quantize(values + np.float32(shift), stored)
+        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(written, data, raw_dtype=stored)
+        seen = gguf.quants.dequantize(data, stored).reshape(values.shape) - np.float32(shift)
+        back = seen if order is None else seen[np.argsort(order)]
+        parameter.data = torch.from_numpy(back.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
