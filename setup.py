@@ -1,7 +1,7 @@
-"""Builds the attention kernel if there is a C++ compiler; everything else is in pyproject.toml.
+"""Builds the CPU kernels if there is a C++ compiler; everything else is in pyproject.toml.
 
-The kernel is a plain shared library that ctypes loads, placed beside its sources. The package works
-without it, slower, so a failure to build is one warning and the installation goes on.
+The kernels are a plain shared library that ctypes loads, placed beside its sources. The package
+works without it, slower, so a failure to build is one warning and the installation goes on.
 """
 
 import warnings
@@ -9,20 +9,27 @@ import warnings
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-ATTENTION = Extension(
-    "infer.kernels._attention",
-    sources=["src/infer/kernels/attention.cpp"],
-    depends=["src/infer/kernels/attention_isa.h"],
+KERNELS = Extension(
+    "infer.kernels._kernels",
+    sources=["src/infer/kernels/attention.cpp", "src/infer/kernels/linear.cpp"],
+    depends=["src/infer/kernels/attention_isa.h", "src/infer/kernels/cpu.h"],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No
     # -march=native either: the paths are chosen when the library runs.
-    extra_compile_args=["-std=c++17", "-O3", "-fno-math-errno", "-ffp-contract=off", "-pthread"],
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-fno-math-errno",
+        "-ffp-contract=off",
+        "-pthread",
+    ],
     extra_link_args=["-pthread"],
     language="c++",
     optional=True,
 )
 
 
-class BuildKernel(build_ext):
+class BuildKernels(build_ext):
     """`build_ext` that never stops an installation."""
 
     def run(self) -> None:
@@ -43,10 +50,10 @@ class BuildKernel(build_ext):
 def warn(error: Exception) -> None:
     """Say once what is lost."""
     warnings.warn(
-        f"infer's attention kernel was not built ({error}); attention on the CPU will be several"
+        f"infer's CPU kernels were not built ({error}); attention on the CPU will be several"
         " times slower. Install a C++ compiler and reinstall.",
         stacklevel=2,
     )
 
 
-setup(ext_modules=[ATTENTION], cmdclass={"build_ext": BuildKernel})
+setup(ext_modules=[KERNELS], cmdclass={"build_ext": BuildKernels})

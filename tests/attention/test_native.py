@@ -140,6 +140,8 @@ def run(
             if fused:  # as slices of one projection, which is how the decoder passes them
                 q, k, v = torch.cat([q, k, v], dim=1).split([heads, groups, groups], dim=1)
             out = backend.attend(0, q, k, v)
+            if threads > 1:  # a plan serves all layers
+                assert torch.equal(out, backend.attend(0, q, k, v))
             for (i, _), first, last in zip(step, starts, starts[1:], strict=False):
                 rows[i].append(out[first:last])
     finally:
@@ -215,6 +217,12 @@ def test_random_mixtures_agree_with_sdpa(isa: str, seed: int) -> None:
     assert error(ours, [x.double() for x in theirs])[0] < 1e-5
 
 
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Unlike `torch.equal`, with two zeros."""
+    kind = torch.int16 if a.dtype == BF16 else torch.int32
+    return torch.equal(a.view(kind), b.view(kind))
+
+
 def assert_invariant(world: World, make: Callable[..., AttentionBackend] = NativeBackend) -> None:
     """Every row of every token has the same bits, however the work is laid out."""
     wanted = run(world, whole(world), make)
@@ -231,19 +239,19 @@ def assert_invariant(world: World, make: Callable[..., AttentionBackend] = Nativ
     for name, steps, options in ways:
         got = run(world, steps, make, **options)  # type: ignore[arg-type]
         for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
-            assert torch.equal(a, b), f"{name}: sequence {i} differs"
+            assert same_bits(a, b), f"{name}: sequence {i} differs"
     for i, rows in enumerate(wanted):
         alone = world.only(i)
-        assert torch.equal(rows, run(alone, whole(alone), make)[0]), f"sequence {i} alone differs"
+        assert same_bits(rows, run(alone, whole(alone), make)[0]), f"sequence {i} alone differs"
 
 
 INVARIANCE = [
     ((4, 1, 64, None), [1, 31, 64, 65, 129, 200]),
-    ((8, 2, 16, None), [1100, 5]),
-    ((7, 1, 24, 70), [600, 70, 71]),
+    ((8, 2, 16, None), [600, 5]),
+    ((7, 1, 24, 70), [540, 70, 71]),
     ((2, 1, 128, None), [520, 3]),
     ((2, 2, 256, 1), [66]),
-    ((40, 1, 32, 600), [1030, 2]),
+    ((40, 1, 32, 300), [530, 2]),
 ]
 
 
@@ -318,18 +326,31 @@ def test_a_nan_in_one_sequence_stays_there(isa: str) -> None:
 
 
 def test_layers_have_their_own_caches_and_windows(isa: str) -> None:
-    """A plan is made once; each layer uses the window and the cache that are its own."""
-    windows = [None, 9, None, 30]
-    worlds = [make_world([50, 20], 4, 2, 32, F32, seed, w) for seed, w in enumerate(windows)]
-    keys, values = ([torch.full((9, 16, 2, 32), torch.nan) for _ in windows] for _ in range(2))
+    """A plan is made once, also for threads; each layer has its own window and cache."""
+    windows = [None, 9, None, 530]
+    worlds = [make_world([600, 20], 4, 2, 32, F32, seed, w) for seed, w in enumerate(windows)]
+    keys, values = ([torch.full((41, 16, 2, 32), torch.nan) for _ in windows] for _ in range(2))
     backend = NativeBackend(keys, values, num_heads=4, scale=worlds[0].scale, windows=windows)
-    tables = torch.tensor([[3, 1, 7, 5], [2, 8, 0, 0]])
-    slots = torch.cat([(tables[i, torch.arange(n) // 16] * 16 + torch.arange(n) % 16)
-                       for i, n in enumerate([50, 20])])  # fmt: skip
-    backend.plan(BatchLayout([0, 50, 70], [50, 20], slots, tables, 50, 50))
-    for layer, world in enumerate(worlds):
-        out = backend.attend(layer, *(torch.cat(x) for x in (world.q, world.k, world.v)))
-        assert error(list(out.split([50, 20])), exact(world))[0] < 1e-5
+    tables = (torch.randperm(40) + 1)[:40]
+    tables = torch.stack([tables[:38], torch.cat([tables[38:], tables.new_zeros(36)])])
+    before = torch.get_num_threads()
+    torch.set_num_threads(6)
+    try:
+        for steps in ([(0, 598), (0, 19)], [(598, 599), (19, 20)], [(599, 600)]):
+            # a prefill, two decodes side by side, one decode alone: cut in items in three ways
+            positions = [torch.arange(*span) for span in steps]
+            slots = [tables[i, p // 16] * 16 + p % 16 for i, p in enumerate(positions)]
+            starts = [0, *torch.tensor([len(p) for p in positions]).cumsum(0).tolist()]
+            ends = [end for _, end in steps]
+            backend.plan(BatchLayout(starts, ends, torch.cat(slots), tables[: len(steps)], 0, 0))
+            for layer, world in enumerate(worlds):
+                parts = zip(*((world.q[i][p], world.k[i][p], world.v[i][p])
+                              for i, p in enumerate(positions)), strict=True)  # fmt: skip
+                out = backend.attend(layer, *(torch.cat(part) for part in parts))
+                wanted = torch.cat([exact(world)[i][p] for i, p in enumerate(positions)])
+                assert error([out], [wanted])[0] < 1e-5
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_what_the_kernel_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

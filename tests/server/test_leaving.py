@@ -25,9 +25,9 @@ from serving import (
 
 from doubles import make_hash_llm
 from infer.engine.async_llm import AsyncLLM
+from infer.server import stream as delivery
 from infer.server.failures import ClientGone
-from infer.server.stream import delivery
-from infer.server.waiting import all_of, unless_gone
+from infer.server.stream import all_of, unless_gone
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 

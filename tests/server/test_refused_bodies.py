@@ -25,7 +25,7 @@ from serving import (
 from checkpoints import write_tokenizer
 from doubles import make_hash_llm
 from infer.server import body as body_reader
-from infer.server.limits import MAX_BODY_BYTES
+from infer.server.body import MAX_BODY_BYTES
 from infer.text.tokenizer import Tokenizer
 
 DEEP = b'{"prompt": "x", "messages": [], "metadata": '

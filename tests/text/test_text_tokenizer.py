@@ -85,7 +85,7 @@ def test_control_literals_round_trip_as_text(kind: str, tmp_path: Path) -> None:
 def test_vocabulary_that_lists_a_control_token_as_a_piece(tmp_path: Path) -> None:
     pair = load_pair("unigram", save(tmp_path, KINDS["unigram"]()))
     end = pair.theirs.convert_tokens_to_ids("</s>")
-    # The library's own flag is not enough: this is why `sealed.py` exists.
+    # The library's own flag is not enough: this is why `sealed_tokenizer` exists.
     assert end in pair.theirs.encode("x</s>", split_special_tokens=True)[:-1]
     assert end not in pair.ours.encode("x</s>")[:-1]
 

@@ -18,20 +18,9 @@
 #include <cstring>
 #include <memory>
 #include <string_view>
-#include <thread>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define X86 1
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#endif
-
-#define INLINE inline __attribute__((always_inline))
-#define FENCE() __asm__ volatile("" ::: "memory")
+#include "cpu.h"
 
 namespace {
 
@@ -144,7 +133,7 @@ class Scratch {
   float* reserve(const Job& job, int groups, int rows, int words, Buffers& at) {
     const size_t queries = (size_t)groups * rows * words, block = (size_t)BLOCK * job.padded;
     const size_t states = 2 * (size_t)groups * rows * job.state_words;
-    const size_t need = round_up(4 * (queries + UNITS * (2 * block + 32 * BLOCK) + states), 64);
+    const size_t need = (queries + UNITS * (2 * block + 32 * BLOCK) + states + 15) / 16 * 64;
     if (need > size_) {
       std::free(memory_);
       memory_ = (float*)std::aligned_alloc(64, size_ = need);
@@ -177,12 +166,6 @@ inline uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
   return (uint16_t)(x == x ? rounded : 0x7fc0);
 }
 
-struct TileConfig {
-  uint8_t palette = 0, start_row = 0, reserved[14] = {};
-  uint16_t colsb[16] = {};
-  uint8_t rows[16] = {};
-};
-
 using RunItem = void (*)(const Job&, const Item&, Scratch&);
 
 namespace portable {
@@ -192,16 +175,6 @@ namespace portable {
 }  // namespace portable
 
 #ifdef X86
-#if defined(__clang__)
-#define TARGET(names) _Pragma(TEXT(clang attribute push(__attribute__((target(names))), apply_to = function)))
-#define END_TARGET _Pragma("clang attribute pop")
-#else
-#define TARGET(names) _Pragma("GCC push_options") _Pragma(TEXT(GCC target(names)))
-#define END_TARGET _Pragma("GCC pop_options")
-#endif
-#define TEXT(...) TEXT_(__VA_ARGS__)
-#define TEXT_(...) #__VA_ARGS__
-
 TARGET("avx2,fma")
 namespace avx2 {
 #define LEVEL 1
@@ -231,12 +204,6 @@ namespace amx {
 #define LEVEL 4
 #include "attention_isa.h"
 #undef LEVEL
-void save(TileConfig* config) { FENCE(); _tile_storeconfig(config); FENCE(); }
-void restore(const TileConfig* config) {
-  FENCE();
-  if (config->palette) _tile_loadconfig(config);
-  else _tile_release();
-}
 }  // namespace amx
 END_TARGET
 #endif
@@ -259,21 +226,6 @@ const Isa ISAS[] = {
 };
 constexpr int NUM_ISAS = sizeof ISAS / sizeof *ISAS;
 
-#ifdef X86
-bool may_use_tiles() {  // the kernel gives the tiles' memory to processes that ask
-#if defined(__linux__)
-  unsigned a = 7, b, c = 0, d;
-  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
-  if ((d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE)) return false;
-  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
-  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
-#else
-  return false;
-#endif
-}
-#endif
-
 bool runs_here(const Isa& isa) {
 #ifdef X86
   __builtin_cpu_init();
@@ -288,28 +240,17 @@ bool runs_here(const Isa& isa) {
   return true;
 }
 
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgomp's GOMP_parallel
-
-void run_threads(Parallel parallel, void (*body)(void*), void* data, int threads) {
-  if (threads <= 1) return body(data);
-  if (parallel) return parallel(body, data, threads, 0);
-  std::vector<std::thread> others;
-  for (int i = 1; i < threads; ++i) others.emplace_back(body, data);
-  body(data);
-  for (std::thread& other : others) other.join();
-}
-
-// Denormal numbers count as zero, as vdpbf16ps and the tiles have it: what adds a zero adds nothing.
+// Denormal numbers count as zero, as they always do for vdpbf16ps and tiles; else they would be slow.
 class FloatMode {
  public:
 #ifdef X86
   explicit FloatMode(bool tiles) : mode_(_mm_getcsr()), tiles_(tiles) {
     _mm_setcsr(mode_ | 0x8040);
-    if (tiles_) amx::save(&config_);
+    if (tiles_) save_tiles(&config_);
   }
   ~FloatMode() {  // others on this thread (oneDNN) may count on the tiles' shape
     _mm_setcsr(mode_);
-    if (tiles_) amx::restore(&config_);
+    if (tiles_) restore_tiles(&config_);
   }
 
  private:
@@ -437,7 +378,7 @@ void read_cells(void* data) {
 
 extern "C" {
 
-int infer_attention_version() { return 1; }  // of this interface; native.py compares
+int infer_kernels_version() { return 2; }  // of all interfaces; native.py compares
 
 // Names of the instruction sets that run here, best first, with a space after each.
 int infer_attention_isas(char* names, int size) {
@@ -467,7 +408,7 @@ void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_s
 
 void infer_attention_free(void* engine) { delete (Engine*)engine; }
 
-// starts [B+1], lengths [B], slots [T], tables [B, table_width]; slots and tables are kept, not copied.
+// starts [B+1], lengths [B], slots [T], tables [B, table_width]; slots, tables: kept, not copied.
 int infer_attention_plan(void* engine, int B, const int64_t* starts, const int64_t* lengths,
                          const int64_t* slots, const int64_t* tables, long table_width,
                          int threads) {

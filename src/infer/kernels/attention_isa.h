@@ -102,7 +102,8 @@ INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 // 2^x for x <= 0 (or a rounding error above it); exactly 1 at 0, exactly 0 below -127 and at -inf.
 template <int DEGREE>
 INLINE vf exp2_vf(vf x) {
-  const vf magic = set1(12582912.f + 127.f);  // 1.5 · 2^23: rounds, and leaves n + 127 in the low bits
+  // Adding 1.5 · 2^23 rounds, and leaves n + 127 in the low bits.
+  const vf magic = set1(12582912.f + 127.f);
   x = vmax(set1(-127.f), x);
   const vf r = x + magic, f = x - (r - magic);
   constexpr float c[] = {1.f, 6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f,

@@ -1,10 +1,11 @@
-"""The compiled attention kernel (attention.cpp): found, loaded through ctypes and typed.
+"""The compiled kernels (attention.cpp, linear.cpp): found, loaded through ctypes and typed.
 
 The package installs without a compiler; then `available()` says so and the caller uses
-`SDPABackend`. Threads are those of the OpenMP runtime that torch brings: its `GOMP_parallel` is
-handed to the kernel, because a second pool on the same cores makes both slow. The instruction set
-is chosen when a kernel is made; `INFER_ATTENTION_ISA` asks for a certain one (tests do). Pointers
-are raw addresses here: `attention.native` keeps what they point to alive.
+`SDPABackend`, and `make_linear` torch's products. Threads are those of the OpenMP runtime that
+torch brings: its `GOMP_parallel` is handed to the kernels, because a second pool on the same cores
+makes both slow. The attention's instruction set is chosen when a kernel is made;
+`INFER_ATTENTION_ISA` asks for a certain one (tests do). Pointers are raw addresses here:
+`attention.native` and `linear` keep what they point to alive.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 1
+VERSION = 2
 """Of the C interface: a library that was left over from other sources is not used."""
 
 _INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
+def library() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    found = sorted(Path(__file__).parent.glob("_attention*.so"))
+    found = sorted(Path(__file__).parent.glob("_kernels*.so"))
     if not found:
         return (
-            "the attention kernel was not compiled when this package was installed (it needs a"
-            " C++ compiler; install one and reinstall)"
+            "the CPU kernels were not compiled when this package was installed (they need a C++"
+            " compiler; install one and reinstall)"
         )
     try:
         library = ctypes.CDLL(str(found[0]))
-        version = library.infer_attention_version()
+        version = library.infer_kernels_version()
     except (OSError, AttributeError) as error:
         return f"{found[0].name} cannot be loaded: {error}"
     if version != VERSION:
@@ -58,17 +59,27 @@ def _library() -> ctypes.CDLL | str:
         *(_LONG, _LONG, _LONG),
     ]
     library.infer_attention_attend.restype = None
+    library.infer_linear_packed_bytes.argtypes = [_LONG, _LONG]
+    library.infer_linear_packed_bytes.restype = _LONG
+    library.infer_linear_pack.argtypes = [
+        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _INT)
+    ]
+    library.infer_linear_pack.restype = None
+    library.infer_linear.argtypes = [
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _INT)
+    ]
+    library.infer_linear.restype = None
     return library
 
 
 @functools.cache
 def instruction_sets() -> tuple[str, ...]:
     """The code paths this machine can run, best first; empty without the library."""
-    library = _library()
-    if isinstance(library, str):
+    loaded = library()
+    if isinstance(loaded, str):
         return ()
     names = ctypes.create_string_buffer(256)
-    is_amd = library.infer_attention_isas(names, len(names))
+    is_amd = loaded.infer_attention_isas(names, len(names))
     sets = names.value.decode().split()
     if not is_amd and "avx512_bf16" in sets:
         # Intel's vdpbf16ps runs at a quarter of the rate of its FMA: float32 is faster there.
@@ -88,9 +99,9 @@ def chosen_instruction_set() -> str:
 
 def available() -> str | None:
     """None if the kernel can be used, else the reason."""
-    library = _library()
-    if isinstance(library, str):
-        return library
+    loaded = library()
+    if isinstance(loaded, str):
+        return loaded
     try:
         chosen_instruction_set()
     except ValueError as error:
@@ -99,7 +110,7 @@ def available() -> str | None:
 
 
 @functools.cache
-def _parallel() -> int | None:
+def parallel() -> int | None:
     """Address of `GOMP_parallel` in torch's own runtime; None: the kernel starts threads itself."""
     try:
         # Symbols are looked up in a library's dependencies too, whatever their files are called.
@@ -124,18 +135,18 @@ class AttentionKernel:
         windows: Sequence[int],
     ) -> None:
         """`windows`: the distinct ones, 0 = none; `attend` names them by index."""
-        library = _library()
-        if isinstance(library, str):
-            raise RuntimeError(library)
+        loaded = library()
+        if isinstance(loaded, str):
+            raise RuntimeError(loaded)
         self.isa = chosen_instruction_set()
-        self._library = library
+        self._library = loaded
         numbers = array("q", windows)
         shape = (num_heads, num_kv_heads, head_dim, page_size, element_bytes, scale)
-        self._engine = library.infer_attention_new(
-            self.isa.encode(), *shape, *numbers.buffer_info(), _parallel()
+        self._engine = loaded.infer_attention_new(
+            self.isa.encode(), *shape, *numbers.buffer_info(), parallel()
         )
-        weakref.finalize(self, library.infer_attention_free, self._engine)
-        self.attend = functools.partial(library.infer_attention_attend, self._engine)
+        weakref.finalize(self, loaded.infer_attention_free, self._engine)
+        self.attend = functools.partial(loaded.infer_attention_attend, self._engine)
         """(window index, keys, values, q, k, v, out: addresses; strides of q, k, v in elements)"""
 
     def plan(

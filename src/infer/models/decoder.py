@@ -120,10 +120,7 @@ def fused(source: WeightSource, width: int, parts: dict[str, int], *, bias: bool
     """One product for several layers that read the same input: {name: rows of its output}."""
     weights = [source.take(f"{name}.weight", (rows, width)) for name, rows in parts.items()]
     biases = [source.take(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
-    return make_linear(
-        weights[0] if len(weights) == 1 else torch.cat(weights),
-        torch.cat(biases) if biases else None,
-    )
+    return make_linear(weights, torch.cat(biases) if biases else None)
 
 
 def build(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Decoder:

@@ -1,34 +1,189 @@
-"""`create_app`: the paths, the error mapper and the lifespan put together.
+"""The endpoints, and `create_app`, which puts them on paths. Errors are raised, never rendered.
 
-The app starts the engine with its lifespan and closes it at the end; an engine belongs to one app.
-Whoever runs it is `serve`, or a test with any ASGI server. No paths but the ones below, and no
-redirects.
+The generating ones go: body → wire model → requests → answer; all refusals happen before the last
+step. Those that ask the tokenizer have vLLM's formats: load generators and evaluation harnesses
+use them in the place of a tokenizer of their own. So, other than in a prompt, control tokens
+written in a text are control tokens there.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from infer.errors import InferError
-from infer.server.edge import Edge
-from infer.server.failures import respond
-from infer.server.routes import Endpoints
-from infer.server.tokenizing import TokenizerEndpoints
+from infer.engine.async_llm import AsyncLLM
+from infer.errors import EngineDeadError, InferError, UnprocessableError
+from infer.server import intake, validation
+from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
+from infer.server.body import computed, read_object
+from infer.server.failures import Edge, HttpError, respond
+from infer.server.stream import EventStream, all_of, unless_gone
+from infer.server.wire import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Generation,
+    RenderBody,
+    TokenizeBody,
+    TokenizeChatBody,
+)
+from infer.types import Request
 
-if TYPE_CHECKING:
-    from infer.engine.async_llm import AsyncLLM
+B = TypeVar("B", bound=Body)
+G = TypeVar("G", bound=Generation)
+
+_INDEX = """\
+infer serves {model}.
+
+POST /v1/chat/completions   OpenAI's chat completions
+POST /v1/completions        OpenAI's completions
+POST /v1/chat/completions/render   the prompt that a chat would become, as text and token ids
+POST /tokenize              text or messages to token ids
+POST /detokenize            token ids to text
+GET  /tokenizer_info        the special tokens and the chat template
+GET  /v1/models             the model's name
+GET  /health                200 while the engine is there, then 503
+"""
+
+
+class Endpoints:
+    """What the paths lead to; holds the engine and nothing else."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._started = int(time.time())
+
+    def _checked(self, model: type[B], body: dict[str, Any]) -> B:
+        """There is one model; a request may leave its name out."""
+        wire = validation.read(model, body)
+        if wire.model not in (None, self._engine.model_name):
+            message = f"there is no such model here; this server has {self._engine.model_name!r}"
+            raise UnprocessableError(message, param="model", code="model_not_found")
+        return wire
+
+    # ---- generating
+
+    async def completions(self, http: HttpRequest) -> Response:
+        make_requests = intake.completion_requests
+        return await self._answer(http, CompletionBody, make_requests, CompletionAnswer)
+
+    async def chat_completions(self, http: HttpRequest) -> Response:
+        return await self._answer(http, ChatBody, intake.chat_requests, ChatAnswer)
+
+    async def _answer(
+        self,
+        http: HttpRequest,
+        model: type[G],
+        make_requests: Callable[[AsyncLLM, G, str], list[Request]],
+        kind: type[CompletionAnswer],
+    ) -> Response:
+        engine = self._engine
+        wire = self._checked(model, await read_object(http))
+        answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
+        requests = await computed(http, make_requests, engine, wire, answer_id)
+        answer = kind(engine, wire, requests, answer_id)
+        if wire.stream:
+            events = TypedEvents(answer) if wire.stream_format == "events" else answer
+            return EventStream(engine, requests, events)
+        outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
+        return JSONResponse(answer.body(outputs))
+
+    # ---- asking the tokenizer
+
+    async def render(self, http: HttpRequest) -> Response:
+        wire = self._checked(RenderBody, await read_object(http))
+        prompt, ids = await computed(http, intake.rendered_chat, self._engine, wire)
+        size = self._engine.max_seq_len
+        fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
+        return JSONResponse(fields)
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        body = await read_object(http)
+        model = TokenizeBody if body.get("messages") is None else TokenizeChatBody
+        wire = self._checked(model, body)
+        return JSONResponse(await computed(http, self._tokenized, wire))
+
+    def _tokenized(self, wire: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
+        engine = self._engine
+        if isinstance(wire, TokenizeChatBody):
+            ids = engine.render_chat(intake.plain_messages(wire), **wire.template_arguments)
+        else:
+            ids = engine.tokenizer.encode(
+                wire.prompt,
+                add_special_tokens=wire.add_special_tokens,
+                parse_special_tokens=wire.parse_special_tokens,
+            )
+        pieces = list(map(engine.tokenizer.token_piece, ids)) if wire.return_token_strs else None
+        size = engine.max_seq_len
+        return {"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": pieces}
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        wire = self._checked(DetokenizeBody, await read_object(http))
+        return JSONResponse({"prompt": await computed(http, self._text, wire.tokens)})
+
+    def _text(self, ids: Sequence[int]) -> str:
+        size = self._engine.vocab_size
+        for token_id in ids:
+            if not 0 <= token_id < size:
+                message = f"token id {token_id} is outside the vocabulary (0 to {size - 1})"
+                raise UnprocessableError(message, param="tokens")
+        return self._engine.tokenizer.decode(ids, skip_special_tokens=False)
+
+    async def tokenizer_info(self, _: HttpRequest) -> Response:
+        tokenizer = self._engine.tokenizer
+        template = tokenizer.chat_template
+        return JSONResponse(
+            {
+                "tokenizer_class": tokenizer.tokenizer_class or "PreTrainedTokenizerFast",
+                **dict.fromkeys(("bos_token", "eos_token", "unk_token", "pad_token")),
+                **tokenizer.named_tokens,
+                "chat_template": template.source if template else None,
+            }
+        )
+
+    # ---- what there is
+
+    async def models(self, _: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, http: HttpRequest) -> Response:
+        if http.path_params["name"] != self._engine.model_name:
+            message = "there is no such model here"
+            raise HttpError(404, message, param="model", code="model_not_found")
+        return JSONResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self._engine.model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "infer",
+            "max_model_len": self._engine.max_seq_len,
+        }
+
+    async def health(self, _: HttpRequest) -> Response:
+        if not self._engine.is_alive:
+            raise EngineDeadError("the engine is not running")
+        return JSONResponse({"status": "ok"})
+
+    async def index(self, _: HttpRequest) -> Response:
+        return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
 
 def create_app(engine: AsyncLLM) -> Starlette:
-    """The ASGI app over `engine`, which must not have been started."""
+    """The ASGI app over `engine`, which must not have been started: the app does that, and closes
+    it at the end. No paths but the ones below, and no redirects."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -38,16 +193,15 @@ def create_app(engine: AsyncLLM) -> Starlette:
         finally:
             await engine.close()
 
-    endpoints = Endpoints(engine, started=int(time.time()))
-    tokenizing = TokenizerEndpoints(engine)
+    endpoints = Endpoints(engine)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
-            Route("/v1/chat/completions/render", tokenizing.render, methods=["POST"]),
-            Route("/tokenize", tokenizing.tokenize, methods=["POST"]),
-            Route("/detokenize", tokenizing.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", tokenizing.tokenizer_info, methods=["GET"]),
+            Route("/v1/chat/completions/render", endpoints.render, methods=["POST"]),
+            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/health", endpoints.health, methods=["GET"]),

@@ -1,100 +1,115 @@
-"""The one place where an exception becomes an HTTP error: status, OpenAI's body, headers.
+"""The one place where an exception becomes an HTTP error, and the layer that none gets past.
 
 Our own exceptions are shown as they are (`infer.errors` promises that they hold nothing of the
-server's inside); any other exception becomes the same fixed sentence, because its text may carry
-paths, addresses or somebody's prompt. Called by the app's exception handlers, by `edge` for what
-nobody expected, and by streams for errors after the first byte.
+server's inside); any other becomes one fixed sentence, because its text may carry paths, addresses
+or somebody's prompt.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+import re
+import secrets
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.errors import EngineError, OverloadedError, RequestError
-from infer.server.limits import DEAD_RETRY_AFTER_S
+from infer.errors import EngineError, RequestError
 
+log = logging.getLogger("infer.server")
+
+DEAD_RETRY_AFTER_S = 5
+"""Retry-After of a 503 that says nothing about when"""
 _UNEXPECTED = "the server failed to process this request"
+_ROUTER = {
+    404: "there is no such route; see / for what there is",
+    405: "this route is there, but not with this method; see the Allow header",
+}
+_HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class ClientGone(Exception):
     """The client has left (or reads nothing any more): there is nobody to answer."""
 
 
-class NotFoundError(RequestError):
-    status = 404
+class HttpError(RequestError):
+    """A refusal with a status that only HTTP knows."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status = status
 
 
-class SlowUploadError(RequestError):
-    status = 408
-
-
-class BodyTooLargeError(RequestError):
-    status = 413
-
-
-class MediaTypeError(RequestError):
-    status = 415
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An error as the wire shows it."""
-
-    status: int
-    message: str
-    type: str
+def describe(error: BaseException) -> Response:
+    """What the client is told: OpenAI's error body, one line of ASCII JSON."""
+    status, kind, message = 500, "server_error", _UNEXPECTED
     param: str | None = None
-    code: str | None = None
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def body(self) -> str:
-        """OpenAI's error body: one line of ASCII JSON; `code` is a string or null."""
-        fields = {
-            "message": self.message,
-            "type": self.type,
-            "param": self.param,
-            "code": self.code,
-        }
-        return json.dumps({"error": fields}, separators=(",", ":"))
-
-    def response(self) -> Response:
-        return Response(
-            self.body(),
-            status_code=self.status,
-            headers=dict(self.headers),
-            media_type="application/json",
-        )
-
-
-def describe(error: BaseException) -> Failure:
-    """What the client is told about `error`."""
-    if isinstance(error, OverloadedError):
-        retry = (("retry-after", str(error.retry_after_s)),)
-        return Failure(error.status, error.message, error.type, error.param, error.code, retry)
-    if isinstance(error, RequestError):
-        return Failure(error.status, error.message, error.type, error.param, error.code)
-    if isinstance(error, EngineError):
-        code = "engine_unavailable" if error.status == 503 else "engine_error"
-        wait = (("retry-after", str(DEAD_RETRY_AFTER_S)),) if error.status == 503 else ()
-        return Failure(error.status, str(error) or _UNEXPECTED, error.type, None, code, wait)
-    if isinstance(error, HTTPException):  # from the router: no such route, not with this method
-        phrase = HTTPStatus(error.status_code).phrase
-        message = {
-            404: "there is no such route; see / for what there is",
-            405: "this route is there, but not with this method; see the Allow header",
-        }.get(error.status_code, phrase.lower())
-        code = phrase.lower().replace(" ", "_")
-        headers = tuple((error.headers or {}).items())
-        return Failure(error.status_code, message, "invalid_request_error", None, code, headers)
-    return Failure(500, _UNEXPECTED, "server_error", None, "internal_error")
+    code: str | None = "internal_error"
+    headers: dict[str, str] = {}
+    if isinstance(error, RequestError | EngineError):
+        status, kind, message = error.status, error.type, str(error) or _UNEXPECTED
+        if isinstance(error, RequestError):
+            param, code = error.param, error.code
+        else:
+            code = "engine_unavailable" if status == 503 else "engine_error"
+        if status == 503:
+            headers = {"retry-after": str(getattr(error, "retry_after_s", DEAD_RETRY_AFTER_S))}
+    elif isinstance(error, HTTPException):  # from the router: no such route, not with this method
+        phrase = HTTPStatus(error.status_code).phrase.lower()
+        status, kind = error.status_code, "invalid_request_error"
+        message, code = _ROUTER.get(status, phrase), phrase.replace(" ", "_")
+        headers = dict(error.headers or {})
+    fields = {"message": message, "type": kind, "param": param, "code": code}
+    body = json.dumps({"error": fields}, separators=(",", ":"))
+    return Response(body, status, headers, "application/json")
 
 
 async def respond(_: Request, error: Exception) -> Response:
     """The app's handler of every exception that is expected."""
-    return describe(error).response()
+    return describe(error)
+
+
+class Edge:
+    """The outermost layer: ids on every response, and an answer to what nobody expected.
+
+    A request's id is the client's `x-request-id` where it is one line of harmless characters, else
+    a fresh one; it is echoed and logged and never used as a key. Plain ASGI on purpose: Starlette's
+    middleware class would put a queue between handler and socket and hide `http.disconnect`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = secrets.token_hex(16)
+        offered = [value for name, value in scope["headers"] if name == b"x-request-id"]
+        if len(offered) == 1 and _HARMLESS_ID.fullmatch(offered[0]):
+            request_id = bytes(offered[0]).decode("ascii")
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode("ascii")),
+                    (b"x-content-type-options", b"nosniff"),
+                ]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientGone:
+            log.debug("request %s: the client has left", request_id)
+        except Exception as error:
+            log.exception("request %s failed", request_id)
+            if not started:
+                await describe(error)(scope, receive, send_with_id)

@@ -1,113 +1,77 @@
 """Fields that clients know and we do not implement: accepted where they would change nothing.
 
 Real clients send such fields at their defaults (`best_of: 1`, `tools: []`); refusing those would
-break them, and ignoring other values would answer a question nobody asked. So each name has a
-test for "no effect" and a sentence about what is accepted. Hints that never change an answer
-(cache keys, end-user ids) are accepted at any value of their type. Used by `wire` while it reads;
-a feature that is built moves from here into the wire models.
+break them, and ignoring other values would answer a question nobody asked. So each name has the
+values that have no effect; a type stands for all of its values (hints that never change an answer:
+cache keys, end-user ids). A feature that is built moves from here into the wire models.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
+Inert = Mapping[str, tuple[Any, ...]]
 
-class Inert(NamedTuple):
-    """One field without effect."""
-
-    harmless: Callable[[Any], bool]
-    accepted: str
-    """what may be sent, for the error message"""
-
-
-def _same(value: Any, allowed: Any) -> bool:
-    if isinstance(allowed, float):  # a number field: 1 and 1.0 say the same
-        return isinstance(value, int | float) and not isinstance(value, bool) and value == allowed
-    return type(value) is type(allowed) and bool(value == allowed)
-
-
-def _only(*allowed: Any) -> Inert:
-    shown = " or ".join(json.dumps(value) for value in allowed)
-    return Inert(lambda value: any(_same(value, one) for one in allowed), shown)
-
-
-def _a(kind: type, shown: str) -> Inert:
-    return Inert(lambda value: isinstance(value, kind), shown)
-
-
-_ANY_STRING = _a(str, "a string")
-_ANY_FLAG = _a(bool, "true or false")
-_NOTHING = Inert(lambda value: False, "null")
-
-REQUEST_FIELDS: dict[str, Inert] = {
+REQUEST_FIELDS: Inert = {
     # OpenAI
-    "audio": _NOTHING,
-    "best_of": _only(1),
-    "echo": _only(False),
-    "function_call": _only("none", "auto"),
-    "functions": _only([]),
-    "modalities": _only(["text"]),
-    "moderation": _NOTHING,
-    "parallel_tool_calls": _ANY_FLAG,
-    "prediction": _NOTHING,
-    "prompt_cache_key": _ANY_STRING,
-    "prompt_cache_options": _only({}),
-    "prompt_cache_retention": _only("in_memory", "in-memory"),
-    "reasoning_effort": _only("none"),
-    "response_format": _only({"type": "text"}),
-    "safety_identifier": _ANY_STRING,
-    "service_tier": _only("auto", "default"),
-    "store": _only(False),
-    "suffix": _only(""),
-    "tool_choice": _only("none", "auto"),
-    "tools": _only([]),
-    "verbosity": _only("medium"),
-    "web_search_options": _NOTHING,
+    **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options"), ()),
+    **dict.fromkeys(("prompt_cache_key", "safety_identifier"), (str,)),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    **dict.fromkeys(("functions", "tools"), ([],)),
+    **dict.fromkeys(("echo", "store"), (False,)),
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (bool,),
+    "prompt_cache_options": ({},),
+    "prompt_cache_retention": ("in_memory", "in-memory"),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+    "verbosity": ("medium",),
     # names that other servers have added
-    "add_generation_prompt": _only(True),
-    "add_special_tokens": _NOTHING,
-    "allowed_token_ids": _NOTHING,
-    "bad_words": _only([]),
-    "cache_salt": _NOTHING,
-    "chat_template": _NOTHING,
-    "chat_template_kwargs": _only({}),
-    "continue_final_message": _only(False),
-    "documents": _only([]),
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "include_reasoning": _ANY_FLAG,
-    "length_penalty": _only(1.0),
-    "logits_processors": _only([]),
-    "prompt_logprobs": _NOTHING,
-    "return_token_ids": _only(False),
-    "return_tokens_as_token_ids": _only(False),
-    "spaces_between_special_tokens": _only(True),
-    "structured_outputs": _NOTHING,
-    "thinking": _NOTHING,
-    "truncate_prompt_tokens": _NOTHING,
-    "use_beam_search": _only(False),
+    **dict.fromkeys(("add_special_tokens", "allowed_token_ids", "cache_salt", "chat_template"), ()),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
+    **dict.fromkeys(("prompt_logprobs", "structured_outputs", "thinking"), ()),
+    "truncate_prompt_tokens": (),
+    **dict.fromkeys(("bad_words", "documents", "logits_processors"), ([],)),
+    **dict.fromkeys(("continue_final_message", "return_token_ids"), (False,)),
+    **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False,)),
+    **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
+    "chat_template_kwargs": ({},),
+    "include_reasoning": (bool,),
+    "length_penalty": (1.0,),
 }
-
-MESSAGE_FIELDS: dict[str, Inert] = {
-    "annotations": _only([]),
-    "audio": _NOTHING,
-    "function_call": _NOTHING,
-    "reasoning": _NOTHING,
-    "reasoning_content": _NOTHING,
-    "refusal": _NOTHING,
-    "tool_calls": _only([]),
+MESSAGE_FIELDS: Inert = {
+    **dict.fromkeys(("audio", "function_call", "reasoning", "reasoning_content", "refusal"), ()),
+    **dict.fromkeys(("annotations", "tool_calls"), ([],)),
 }
-
-TOKENIZE_CHAT_FIELDS: dict[str, Inert] = {
-    "add_special_tokens": _only(False),  # the template writes them
-    "chat_template": _NOTHING,
-    "tool_choice": _only("none", "auto"),
+TOKENIZE_CHAT_FIELDS: Inert = {
+    "add_special_tokens": (False,),  # the template writes them
+    "chat_template": (),
+    "tool_choice": ("none", "auto"),
 }
+STREAM_FIELDS: Inert = {"include_obfuscation": (False,)}
 
-STREAM_FIELDS: dict[str, Inert] = {"include_obfuscation": _only(False)}
 
-NO_FIELDS: dict[str, Inert] = {}
+def has_no_effect(value: Any, accepted: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of the accepted ones; 1 and 1.0 are the same only to a number."""
+    for one in accepted:
+        if isinstance(one, type):
+            same = isinstance(value, one)
+        elif isinstance(one, float):
+            same = type(value) in (int, float) and value == one
+        else:
+            same = type(value) is type(one) and value == one
+        if same:
+            return True
+    return False
+
+
+def shown(accepted: tuple[Any, ...]) -> str:
+    """What may be sent, for the error message."""
+    types = {str: "a string", bool: "true or false"}
+    words = [types[one] if isinstance(one, type) else json.dumps(one) for one in accepted]
+    return " or ".join(words) or "null"

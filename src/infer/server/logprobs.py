@@ -2,31 +2,28 @@
 
 Completions: four parallel lists, where `text_offset` is the place of the token in the choice's
 text. Chat: one object per token with its bytes. A token that is not UTF-8 on its own is shown as
-`bytes:\\xe2\\x82`. A `ChoiceLogprobs` lives as long as the choice, because a token's place depends
-on all tokens before it; streamed pieces put together equal the object of a plain answer.
+`bytes:\\xe2\\x82`. Streamed pieces put together equal the object of a plain answer.
 """
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs
-
-if TYPE_CHECKING:
-    from infer.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0
 """stands for "impossible": JSON has no infinity"""
 
 
 class ChoiceLogprobs:
-    """See the module's docstring."""
+    """Lives as long as the choice: a token's place depends on all tokens before it."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._invisible = tokenizer.special_token_ids if skip_special else ()
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
@@ -77,7 +74,7 @@ class ChoiceLogprobs:
     def _place(self, token_id: int) -> int:
         """Characters that are complete before this token; then the token is counted in."""
         place = self._offset
-        if not (self._skip_special and token_id in self._tokenizer.special_token_ids):
+        if token_id not in self._invisible:
             data = self._tokenizer.token_bytes(token_id)
             if data is None:
                 self._offset += len(self._tokenizer.token_text(token_id))

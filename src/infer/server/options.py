@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
@@ -23,41 +23,33 @@ def with_engine_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """For a typer command: in the place of its parameter `settings` there is an option per field;
     the command gets those that were given, as `settings: dict[str, Any]`."""
-    fields = {
-        spec.name: spec for spec in dataclasses.fields(EngineConfig) if spec.name not in leave_out
-    }
+    fields = [spec for spec in dataclasses.fields(EngineConfig) if spec.name not in leave_out]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def called(**arguments: Any) -> None:
-            options = {name: arguments.pop(name) for name in fields}
+            options = {spec.name: arguments.pop(spec.name) for spec in fields}
             settings = {name: value for name, value in options.items() if value is not None}
             command(**arguments, settings=settings)
 
-        hints = get_type_hints(command, include_extras=True)
-        own = [
-            parameter.replace(annotation=hints[name])
-            for name, parameter in inspect.signature(command).parameters.items()
-            if name != "settings"
-        ]
-        added = [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_typer_option(spec)
-            )
-            for name, spec in fields.items()
-        ]
         # What typer looks at.
-        called.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
-        called.__annotations__ = {each.name: each.annotation for each in [*own, *added]}
+        parameters = dict(inspect.signature(command, eval_str=True).parameters)
+        del parameters["settings"]
+        for spec in fields:
+            kind, option = inspect.Parameter.KEYWORD_ONLY, _typer_option(spec)
+            parameters[spec.name] = inspect.Parameter(
+                spec.name, kind, default=None, annotation=option
+            )
+        called.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+        called.__annotations__ = {name: each.annotation for name, each in parameters.items()}
         return called
 
     return decorate
 
 
 def _typer_option(spec: dataclasses.Field[Any]) -> Any:
-    kind = next(
-        kind for kind in (bool, int, float, str) if str(spec.type).startswith(kind.__name__)
-    )
+    kinds = (bool, int, float, str)
+    kind = next(kind for kind in kinds if str(spec.type).startswith(kind.__name__))
     help, choices = str(spec.metadata["help"]), spec.metadata.get("one_of")
     if choices:
         help = f"{help} One of {', '.join(choices)}."

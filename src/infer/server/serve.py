@@ -3,8 +3,7 @@
 The port is bound before the engine is loaded, so that a port in use is known at once and not after
 minutes. At SIGINT or SIGTERM no more connections are taken and what runs may finish; after
 `drain_timeout_s`, or at a second signal, the engine is closed, which ends every stream with a typed
-error; a third signal waits for nothing. Used by `__main__`, by `infer serve` and by tests (from a
-thread, with `should_exit`).
+error; a third signal waits for nothing.
 """
 
 from __future__ import annotations
@@ -12,26 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import uvicorn
 
+from infer.config import EngineConfig
+from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.app import create_app
-from infer.server.limits import MAX_HEADER_BYTES
-
-if TYPE_CHECKING:
-    from infer.config import EngineConfig
-    from infer.engine.async_llm import AsyncLLM
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
+MAX_HEADER_BYTES = 16 * 1024
 DRAIN_TIMEOUT_S = 30
 KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 5
@@ -39,10 +36,7 @@ _LAST_WORDS_S = 5
 
 
 def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
-    """A socket that holds the port and does not listen yet; port 0 = any free one.
-
-    Raises `ConfigError` where that is not possible.
-    """
+    """A socket that holds the port and does not listen yet, or `ConfigError`; port 0 = any free."""
     if not 0 <= port <= 65535:
         raise ConfigError("port", f"must be between 0 and 65535, not {port}")
     try:
@@ -57,18 +51,17 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise _in_use(host, port) from None
-        if error.errno == errno.EACCES:
-            raise ConfigError("port", f"{port} may not be used by this user") from None
-        raise ConfigError("host", f"cannot listen on {host!r}: {error.strerror}") from None
+        raise _no_address(error, host, port) from None
     return sock
 
 
-def _in_use(host: str, port: int) -> ConfigError:
-    return ConfigError(
-        "port", f"{port} is in use on {host}; stop what runs there or choose another --port"
-    )
+def _no_address(error: OSError, host: str, port: int) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        advice = "stop what runs there or choose another --port"
+        return ConfigError("port", f"{port} is in use on {host}; {advice}")
+    if error.errno == errno.EACCES:
+        return ConfigError("port", f"{port} may not be used by this user")
+    return ConfigError("host", f"cannot listen on {host!r}: {error.strerror}")
 
 
 def url_of(sock: socket.socket) -> str:
@@ -122,9 +115,7 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
         except OSError as error:  # two may hold a port at once (SO_REUSEADDR), one may listen
             await self.lifespan.shutdown()
-            if error.errno == errno.EADDRINUSE:
-                raise _in_use(host, port) from None
-            raise
+            raise _no_address(error, host, port) from None
         if self._announce is not None:
             self._announce(f"infer serves {self._engine.model_name} at {url} (Ctrl+C to stop)")
 
@@ -164,22 +155,17 @@ class Server(uvicorn.Server):
 
 def serve_config(config: EngineConfig, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> None:
     """Take the address, build the engine, serve; raises `LoadError` where one of them fails."""
-    _show_log()
+    logger = logging.getLogger("infer")
+    if not logger.handlers:  # what the engine says at its start, and warnings, on stderr
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
     with bind(host, port) as sock:
         # Not at the top: this is what brings in torch.
         from infer.engine.assemble import build_async_llm
 
         run(build_async_llm(config), sock=sock)
-
-
-def _show_log() -> None:
-    """What the engine says at its start (plan against actual) and warnings, on stderr."""
-    logger = logging.getLogger("infer")
-    if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
 
 
 def run(
@@ -190,14 +176,7 @@ def run(
     sock: socket.socket | None = None,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address.
-
-    Raises `ConfigError` where the address cannot be used.
-    """
+    """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
     with sock or bind(host, port) as held:
-        Server(
-            engine,
-            held,
-            drain_timeout_s=drain_timeout_s,
-            announce=lambda line: print(line, flush=True),
-        ).serve_until_stopped()
+        show = functools.partial(print, flush=True)
+        Server(engine, held, drain_timeout_s=drain_timeout_s, announce=show).serve_until_stopped()

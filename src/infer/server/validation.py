@@ -1,19 +1,20 @@
-"""Pydantic's findings in our words: one `RequestError` that names the field and what was expected.
+"""What all wire models share, and pydantic's findings in our words.
 
-Only the first finding is told. Errors that our own validators raised pass unchanged, except that
-they get the place where they happened; values sent by the client are not repeated. Called by
-`routes`.
+A `RequestError` names the field and what was expected; values sent by the client are not repeated.
+Only the first finding is told. Errors that our own validators raise pass unchanged, except that
+they get the place where they happened.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import difflib
+from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from infer.errors import RequestError, UnprocessableError
-
-W = TypeVar("W", bound=BaseModel)
+from infer.server import inert
+from infer.server.body import MAX_NAME_CHARS
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -21,13 +22,11 @@ _EXPECTED = {
     "float_type": "a number",
     "bool_type": "true or false",
     "string_type": "a string",
+    "literal_error": "a string",
     "list_type": "a list",
-    "dict_type": "an object",
     "model_type": "an object",
-    "model_attributes_type": "an object",
 }
-_RANGE = ("greater_than", "less_than", "too_long", "too_short")
-_KINDS = {
+_SENT = {
     bool: "a boolean",
     int: "an integer",
     float: "a number",
@@ -36,6 +35,56 @@ _KINDS = {
     dict: "an object",
     type(None): "null",
 }
+_LIMITS = {"ge": "at least {}", "le": "at most {}", "max_length": "a list of at most {}"}
+
+# Of one endpoint in the place of another's, for the hint in an error.
+_OTHER_NAMES = {
+    "messages": "prompt",
+    "prompt": "messages",
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+}
+
+
+class Wire(BaseModel):
+    """Strict types, no unknown names, null = absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    inert_fields: ClassVar[inert.Inert] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        """Drops nulls and fields without effect; refuses the others that are not ours."""
+        if not isinstance(value, dict):
+            return value  # pydantic says what is wrong
+        kept = {}
+        for name, member in value.items():
+            if member is None:
+                continue
+            if name in cls.model_fields:
+                kept[name] = member
+            elif name not in cls.inert_fields:
+                raise UnprocessableError(cls._unknown(name), param=name, code="unknown_parameter")
+            elif not inert.has_no_effect(member, cls.inert_fields[name]):
+                raise RequestError(
+                    f"{name} is not supported with this value; leave it out or send"
+                    f" {inert.shown(cls.inert_fields[name])}",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        return kept
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        short = name[:MAX_NAME_CHARS]
+        near = [other for other in (_OTHER_NAMES.get(name),) if other in cls.model_fields]
+        near += difflib.get_close_matches(short, [*cls.model_fields, *cls.inert_fields], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(cls.model_fields)}"
+        return f"there is no field {short!r}; {hint}"
+
+
+W = TypeVar("W", bound=Wire)
 
 
 def read(model: type[W], body: dict[str, Any]) -> W:
@@ -43,40 +92,25 @@ def read(model: type[W], body: dict[str, Any]) -> W:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise _explain(first) from None
+        raise _explained(error.errors(include_url=False)[0]) from None
 
 
-def _explain(finding: Any) -> RequestError:
-    kind: str = finding["type"]
-    param = _path(finding["loc"])
-    own = finding.get("ctx", {}).get("error")
+def _explained(finding: Any) -> RequestError:
+    kind, sent, context = finding["type"], finding["input"], finding.get("ctx", {})
+    # messages, 0, content → messages[0].content
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in finding["loc"]]
+    param = "".join(steps).removeprefix(".")
+    own = context.get("error")
     if isinstance(own, RequestError):
         inner = "." + own.param if own.param and param else own.param or ""
         return type(own)(own.message, param=(param + inner) or None, code=own.code)
     if kind == "missing":
         return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
-    if kind == "literal_error" and isinstance(finding["input"], str):
-        expected = finding["ctx"]["expected"]
-        return UnprocessableError(f"{param} must be {expected}", param=param)
-    if kind.startswith(_RANGE):
-        ctx = finding["ctx"]
-        limits = {"ge": "at least", "le": "at most"}
-        shown = [f"{words} {ctx[key]}" for key, words in limits.items() if key in ctx]
-        if "max_length" in ctx:
-            shown = [f"a list of at most {ctx['max_length']}"]
-        return UnprocessableError(f"{param} must be {' and '.join(shown)}", param=param)
-    sent = _KINDS.get(type(finding["input"]), "something else")
-    expected = _EXPECTED.get(kind, "a string" if kind == "literal_error" else "of another type")
-    return RequestError(f"{param} must be {expected}, not {sent}", param=param, code="invalid_type")
-
-
-def _path(loc: tuple[str | int, ...]) -> str:
-    """messages, 0, content → `messages[0].content`"""
-    path = ""
-    for step in loc:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        else:
-            path += f".{step}" if path else step
-    return path
+    if kind == "literal_error" and isinstance(sent, str):
+        return UnprocessableError(f"{param} must be {context['expected']}", param=param)
+    limits = [words.format(context[key]) for key, words in _LIMITS.items() if key in context]
+    if limits:
+        return UnprocessableError(f"{param} must be {' and '.join(limits)}", param=param)
+    right, wrong = _EXPECTED.get(kind, "of another type"), _SENT.get(type(sent), "something else")
+    message = f"{param} must be {right}, not {wrong}"
+    return RequestError(message, param=param, code="invalid_type")

@@ -3,77 +3,40 @@
 Shape and type are decided here: a wrong type is 400, an unknown name or a value outside a list is
 422, a known name whose effect we do not have is 400 by name, `null` is the same as absent, and a
 bool is never a number. Ranges of sampling values belong to `infer.types.SamplingParams` (built in
-`intake`), lengths in tokens to the engine. `validation.read` turns pydantic's findings into ours.
+`intake`), lengths in tokens to the engine. The extension names are those that vLLM uses.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
 
 from infer.errors import RequestError, UnprocessableError
 from infer.server import inert
-from infer.server.limits import (
-    MAX_CHAT_STOP_STRINGS,
-    MAX_CHOICES,
-    MAX_CHOICES_PER_PROMPT,
-    MAX_MESSAGES,
-    MAX_METADATA_ENTRIES,
-    MAX_NAME_CHARS,
-    MAX_PRIORITY,
-)
+from infer.server.body import MAX_NAME_CHARS, parse_json
+from infer.server.validation import Wire
+
+MAX_CHOICES_PER_PROMPT = 8
+MAX_CHOICES = 256
+"""prompts x n of one request"""
+MAX_MESSAGES = 1024
+MAX_CHAT_STOP_STRINGS = 4
+MAX_METADATA_ENTRIES = 16
+MAX_TOOLS = 128
+"""OpenAI's limit too"""
+MAX_PRIORITY = 2**31 - 1
 
 Prompt = str | tuple[int, ...]
-
-
-class Text(NamedTuple):
-    """The text of a message, however it was spelled."""
-
-    value: str
-
-
-class Wire(BaseModel):
-    """What all wire models share: strict types, no unknown names, null = absent."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    inert_fields: ClassVar[Mapping[str, inert.Inert]] = inert.NO_FIELDS
-    other_names: ClassVar[Mapping[str, str]] = {}
-    """names of the other endpoint → ours, for the hint in an error"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names(cls, value: Any) -> Any:
-        """Drops nulls and fields without effect; refuses the others that are not ours."""
-        if not isinstance(value, dict):
-            return value  # pydantic says what is wrong
-        kept = {}
-        for name, member in value.items():
-            if member is None:
-                continue
-            if name in cls.model_fields:
-                kept[name] = member
-            elif name not in cls.inert_fields:
-                raise UnprocessableError(_unknown(cls, name), param=name, code="unknown_parameter")
-            elif not cls.inert_fields[name].harmless(member):
-                accepted = cls.inert_fields[name].accepted
-                raise RequestError(
-                    f"{name} is not supported with this value; leave it out or send {accepted}",
-                    param=name,
-                    code="unsupported_parameter",
-                )
-        return kept
-
-
-def _unknown(model: type[Wire], name: str) -> str:
-    known = [*model.model_fields, *model.inert_fields]
-    near = [model.other_names[name]] if name in model.other_names else None
-    near = near or difflib.get_close_matches(name[:MAX_NAME_CHARS], known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(model.model_fields)}"
-    return f"there is no field {name[:MAX_NAME_CHARS]!r}; {hint}"
+_TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -82,8 +45,6 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
         return (value,)
     if not isinstance(value, list):
         raise RequestError("prompt must be a string, a list of strings or token ids")
-    if not value:
-        raise RequestError("the prompt is empty: it needs at least one token")
     if _is_ids(value):
         return (tuple(value),)
     if len(value) > MAX_CHOICES:
@@ -103,23 +64,18 @@ def _is_ids(items: list[Any]) -> bool:
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(value)
-    raise RequestError("stop must be a string or a list of strings")
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+        raise RequestError("stop must be a string or a list of strings")
+    return tuple(strings)
 
 
-def _chat_stop(value: Any) -> tuple[str, ...]:
-    strings = _stop(value)
+def _few(strings: tuple[str, ...]) -> tuple[str, ...]:
     if len(strings) > MAX_CHAT_STOP_STRINGS:
         raise UnprocessableError(
             f"stop has {len(strings)} strings; at most {MAX_CHAT_STOP_STRINGS} are supported"
         )
     return strings
-
-
-_TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -130,34 +86,12 @@ def _logit_bias(value: Any) -> dict[int, float]:
     for key, bias in value.items():
         if not _TOKEN_ID.fullmatch(key):
             raise RequestError(f"logit_bias: {key[:MAX_NAME_CHARS]!r} is not a token id")
-        if isinstance(bias, bool) or not isinstance(bias, int | float):
+        if type(bias) not in (int, float):
             raise RequestError(f"logit_bias: the value of token {key} must be a number")
         if int(key) in biases:
             raise RequestError(f"logit_bias has token {int(key)} twice")
         biases[int(key)] = bias
     return biases
-
-
-def read_content(value: Any) -> Text:
-    """A string, or the texts of a list of text parts one after the other."""
-    if isinstance(value, str):
-        return Text(value)
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise RequestError("content must be a string or a list of text parts")
-    texts = []
-    for part in value:
-        kind = part.get("type")
-        if kind != "text":
-            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
-            raise RequestError(
-                f"content has a part with {shown}; only parts of the type 'text' are supported",
-                code="unsupported_content_part",
-            )
-        text = part.get("text")
-        if not isinstance(text, str) or set(part) - {"type", "text"}:
-            raise RequestError("a text part of content must be {'type': 'text', 'text': string}")
-        texts.append(text)
-    return Text("".join(texts))
 
 
 def _metadata(value: Any) -> dict[str, str]:
@@ -168,7 +102,26 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
-def _template_variables(value: Any) -> dict[str, Any]:
+def _content(value: Any) -> str:
+    """A string, or the texts of a list of text parts one after the other."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise RequestError("content must be a string or a list of text parts")
+    for part in value:
+        kind = part.get("type")
+        if kind != "text":
+            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
+            raise RequestError(
+                f"content has a part with {shown}; only parts of the type 'text' are supported",
+                code="unsupported_content_part",
+            )
+        if not isinstance(part.get("text"), str) or len(part) > 2:
+            raise RequestError("a text part of content must be {'type': 'text', 'text': string}")
+    return "".join(part["text"] for part in value)
+
+
+def _variables(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError("chat_template_kwargs must be an object: variable → value")
     for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message"):
@@ -177,26 +130,65 @@ def _template_variables(value: Any) -> dict[str, Any]:
     return value
 
 
+def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
+    """Definitions or calls of functions."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RequestError(f"{info.field_name} must be a list of objects")
+    if len(value) > MAX_TOOLS:
+        raise UnprocessableError(f"{info.field_name} must be a list of at most {MAX_TOOLS}")
+    for item in value:
+        function = item.get("function")
+        if item.get("type", "function") != "function":
+            raise RequestError(f"{info.field_name}: only the type 'function' is supported")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            words = "each needs a `function`, an object with a `name`"
+            raise RequestError(f"{info.field_name}: {words}")
+    return value
+
+
+def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the form templates expect: the arguments are an object, not the text of one."""
+    parsed = []
+    for call in calls:
+        arguments = call["function"].get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments.encode())
+            except RequestError:
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError("tool_calls: arguments must be a JSON object, as text or as it is")
+        parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return parsed
+
+
+# Templates know no developer: it is the newer name of system.
+Role = Annotated[
+    Literal["system", "developer", "user", "assistant", "tool"],
+    AfterValidator(lambda role: "system" if role == "developer" else role),
+]
+Stop = Annotated[tuple[str, ...], PlainValidator(_stop)]
+TokenIds = Annotated[list[int], FailFast()]  # not a finding for each of a million wrong ones
+Functions = Annotated[list[dict[str, Any]], PlainValidator(_functions)]
+
+
 class StreamOptions(Wire):
     inert_fields = inert.STREAM_FIELDS
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class Message(Wire):
-    inert_fields = inert.MESSAGE_FIELDS
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text, PlainValidator(read_content)]
-    name: str | None = None
-    tool_call_id: str | None = None
+class Body(Wire):
+    """Every body may name the model."""
+
+    model: str | None = None
 
 
-class Generation(Wire):
-    """What both endpoints take; the extension names are those that vLLM uses."""
+class Generation(Body):
+    """What both generating endpoints take."""
 
     inert_fields = inert.REQUEST_FIELDS
 
-    model: str | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -207,19 +199,17 @@ class Generation(Wire):
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field(
-        default_factory=dict
-    )
-    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field({})
+    stop: Stop = ()
     user: str | None = None
-    metadata: Annotated[dict[str, str], PlainValidator(_metadata)] = Field(default_factory=dict)
+    metadata: Annotated[dict[str, str], PlainValidator(_metadata)] = Field({})
 
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     ignore_eos: bool = False
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -228,61 +218,34 @@ class Generation(Wire):
     def _streaming(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
-        if self.stream_format == "events":
-            if not self.stream:
-                raise RequestError(
-                    "stream_format 'events' needs stream: true", param="stream_format"
-                )
-            if self.n > 1 or self.wants_logprobs or self.num_prompts > 1:
-                raise UnprocessableError(
-                    "stream_format 'events' carries one choice without logprobs;"
-                    " use stream_format 'openai' for more",
-                    param="stream_format",
-                )
+        if self.stream_format == "events" and not self.stream:
+            raise RequestError("stream_format 'events' needs stream: true", param="stream_format")
         return self
-
-    @property
-    def wants_logprobs(self) -> bool:
-        raise NotImplementedError
-
-    @property
-    def num_prompts(self) -> int:
-        return 1
 
 
 class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
-    other_names = {
-        "messages": "prompt",
-        "max_completion_tokens": "max_tokens",
-        "top_logprobs": "logprobs",
-    }
-
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
     max_tokens: int = 16
     logprobs: int | None = None
 
-    @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs is not None
 
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompt)
+class Message(Wire):
+    inert_fields = inert.MESSAGE_FIELDS
+    role: Role
+    content: Annotated[str, PlainValidator(_content)]
+    name: str | None = None
+    tool_call_id: str | None = None
 
 
-class Conversation(Wire):
-    """What a chat template is given; the extension names are those that vLLM uses."""
-
-    other_names = {"prompt": "messages"}
+class Conversation(Body):
+    """What a chat template is given."""
 
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_template_variables)] = Field(
-        default_factory=dict
-    )
+    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_variables)] = Field({})
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -297,13 +260,62 @@ class Conversation(Wire):
 
 
 class ChatBody(Conversation, Generation):
-    """`POST /v1/chat/completions`."""
+    """`POST /v1/chat/completions`. It takes no tools: nothing reads calls out of the answers."""
 
     max_completion_tokens: int | None = None
-    stop: Annotated[tuple[str, ...], PlainValidator(_chat_stop)] = ()
+    stop: Annotated[Stop, AfterValidator(_few)] = ()
     logprobs: bool = False
     top_logprobs: int | None = None
 
+
+class ToolMessage(Message):
+    """A message that may call tools, and then needs no content."""
+
+    content: Annotated[str | None, PlainValidator(_content)] = None  # type: ignore[assignment]
+    reasoning_content: str | None = None
+    tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> ToolMessage:
+        if self.content is None and not self.tool_calls:
+            code = "missing_required_parameter"
+            raise RequestError("content is required", param="content", code=code)
+        return self
+
+
+class ToolConversation(Conversation):
+    """A conversation with tools, to be rendered and not answered."""
+
+    messages: list[ToolMessage] = Field(max_length=MAX_MESSAGES)  # type: ignore[assignment]
+    tools: Functions = Field([])
+
     @property
-    def wants_logprobs(self) -> bool:
-        return self.logprobs
+    def template_arguments(self) -> dict[str, Any]:
+        tools = {"tools": self.tools} if self.tools else {}
+        return {**super().template_arguments, **tools}
+
+
+class RenderBody(ToolConversation, ChatBody):
+    """`POST /v1/chat/completions/render`: the body of a chat completion."""
+
+
+class TokenizeChatBody(ToolConversation):
+    """`POST /tokenize` of messages."""
+
+    inert_fields = inert.TOKENIZE_CHAT_FIELDS
+    return_token_strs: bool = False
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize` of a text."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    parse_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    tokens: TokenIds

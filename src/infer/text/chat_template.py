@@ -3,7 +3,7 @@
 Templates come with checkpoints, so they run in Jinja's immutable sandbox: no files, no time but
 `strftime_now`, limited ranges, repetitions and output. A template that does not compile is a
 `LoadError`; whatever goes wrong while rendering is the messages' fault, a `RequestError`. Messages
-are checked to be plain JSON, so that a template meets no object with methods. Used by `Tokenizer`,
+are copied as plain JSON, so that a template meets no object with methods. Used by `Tokenizer`,
 which also keeps control tokens out of messages; this module knows no tokens.
 """
 
@@ -14,14 +14,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.runtime
-import jinja2.sandbox
-import jinja2.utils
+from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 from infer.errors import LoadError, RequestError
 from infer.text.control_text import free_noncharacters
@@ -29,56 +29,45 @@ from infer.text.control_text import free_noncharacters
 MAX_RENDERED_CHARS = 16_000_000
 """of a whole prompt; longer than any context, short enough not to hurt"""
 MAX_RANGE = 10_000
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message",
+             "raise_exception", "range")  # fmt: skip
 
 
-class _TemplateRefusal(jinja2.TemplateError):
+class _TemplateRefusal(TemplateError):
     """The template called `raise_exception`; its message is meant for the caller."""
 
 
-class _GenerationTag(jinja2.ext.Extension):
+class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks training text; here it renders its body."""
 
     tags = frozenset({"generation"})  # type: ignore[assignment]  # read only
 
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+    def parse(self, parser: Parser) -> Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        call = self.call_method("_render_body")
-        return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(lineno)
-
-    def _render_body(self, caller: jinja2.runtime.Macro) -> str:
-        return str(caller())
+        return Scope(body).set_lineno(lineno)
 
 
-class _PlainNamespace(jinja2.utils.Namespace):
+class _PlainNamespace(Namespace):
     """A namespace without underscore names, through which sandboxes have been left before."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}")
+            raise SecurityError(f"a namespace cannot hold {name!r}")
         super().__setitem__(name, value)
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**"})
 
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Refuses products that would take memory or time out of proportion."""
-        if operator == "**":
-            if abs(left) > 10_000 or abs(right) > 100:
-                raise jinja2.exceptions.SecurityError("the template computes a number too large")
-        else:
-            for many, count in ((left, right), (right, left)):
-                if (
-                    isinstance(many, (str, list, tuple))
-                    and isinstance(count, int)
-                    and len(many) * count > MAX_RENDERED_CHARS
-                ):
-                    raise jinja2.exceptions.SecurityError("the template repeats a value too often")
+        if operator == "**" and (abs(left) > 10_000 or abs(right) > 100):
+            raise SecurityError("the template computes a number too large")
+        for many, count in ((left, right), (right, left)):
+            repeats = isinstance(many, (str, list, tuple)) and isinstance(count, int)
+            if repeats and len(many) * count > MAX_RENDERED_CHARS:
+                raise SecurityError("the template repeats a value too often")
         return super().call_binop(context, operator, left, right)
 
 
@@ -94,41 +83,34 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
+    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
+    return json.dumps(value, indent=indent, separators=separators, **options)
 
 
 def _limited_range(*bounds: int) -> range:
     numbers = range(*bounds)
     if len(numbers) > MAX_RANGE:
-        raise jinja2.exceptions.SecurityError(f"the template loops more than {MAX_RANGE} times")
+        raise SecurityError(f"the template loops more than {MAX_RANGE} times")
     return numbers
 
 
 def _environment() -> _Environment:
     environment = _Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
     del environment.globals["lipsum"]  # random text of any length
     environment.globals.update(
         raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
+        strftime_now=lambda pattern: datetime.datetime.now().strftime(pattern),
         range=_limited_range,
         namespace=_PlainNamespace,
     )
     return environment
+
+
+def _refusal(message: str) -> RequestError:
+    return RequestError(message, param="messages")
 
 
 class ChatTemplate:
@@ -139,14 +121,23 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise LoadError(
-                f"the chat template does not compile: line {error.lineno}: {error.message}"
-            ) from None
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise LoadError(f"the chat template does not compile: {error}") from None
-        self.accepts_parts = self._probe_parts()
+        except (TemplateError, RecursionError) as error:
+            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
+            problem = getattr(error, "message", None) or error
+            raise LoadError(f"the chat template does not compile: {line}{problem}") from None
+        self.accepts_parts = True
         """whether a message's content may be a list of parts; if not, text parts are joined"""
+        self.accepts_parts = self._reads_parts()
+
+    def _reads_parts(self) -> bool:
+        """Renders one message with a list as content, and looks whether the list was read."""
+        part = {"type": "text", "text": "probe-of-parts"}
+        try:
+            text = self.render([{"role": "user", "content": [part]}])
+        except RequestError:
+            return False
+        written_out = "'text'" in text or '"text"' in text  # the list itself, as Python or JSON
+        return part["text"] in text and not written_out
 
     def render(
         self,
@@ -171,53 +162,44 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         for name in extra:
-            if name in _RESERVED or name.startswith("_") or name in ("raise_exception", "range"):
-                raise RequestError(
-                    f"{name!r} cannot be set as a variable of the chat template",
-                    param="chat_template_kwargs",
-                )
-        turns = [self._prepared(index, message) for index, message in enumerate(messages)]
+            if name in _RESERVED or name.startswith("_"):
+                problem = f"{name!r} cannot be set as a variable of the chat template"
+                raise RequestError(problem, param="chat_template_kwargs")
+        turns = [self._prepared(f"messages[{i}]", message) for i, message in enumerate(messages)]
         if not turns:
-            raise RequestError("messages is empty: send at least one message", param="messages")
+            raise _refusal("messages is empty: send at least one message")
         mark = ""
         if continue_final_message:
             (mark,) = free_noncharacters([turns, tools, extra, self.source], 1)
             _tag_final(turns[-1], mark)
-        text = self._run(
-            {
-                "documents": None,
-                **self._special_tokens,
-                **{name: _plain(value, name) for name, value in extra.items()},
-                "messages": turns,
-                # An empty list means no tools in the API; templates test for `none`.
-                "tools": _plain(tools, "tools") if tools else None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+        variables: dict[str, Any] = {"documents": None, **self._special_tokens}
+        variables |= {name: _plain(value, name) for name, value in extra.items()}
+        variables |= {"messages": turns, "add_generation_prompt": add_generation_prompt}
+        # An empty list means no tools in the API; templates test for `none`.
+        variables["tools"] = _plain(tools, "tools") if tools else None
+        text = self._run(variables)
         return _cut_at(text, mark) if mark else text
 
-    def _prepared(self, index: int, message: Any) -> dict[str, Any]:
-        where = f"messages[{index}]"
+    def _prepared(self, where: str, message: Any) -> dict[str, Any]:
         if not isinstance(message, Mapping):
-            raise RequestError(
-                f"{where} must be an object with `role` and `content`,"
-                f" not {type(message).__name__}",
-                param="messages",
-            )
-        present = {key: value for key, value in message.items() if value is not None}
-        turn: dict[str, Any] = _plain(present, where)
+            kind = type(message).__name__
+            raise _refusal(f"{where} must be an object with `role` and `content`, not {kind}")
+        turn: dict[str, Any] = _plain(
+            {key: value for key, value in message.items() if value is not None}, where
+        )
         if not isinstance(turn.get("role"), str):
-            raise RequestError(f"{where} has no `role` (a string)", param="messages")
+            raise _refusal(f"{where} has no `role` (a string)")
         # Templates read the reasoning of earlier turns under either of two names.
-        for name in _REASONING_FIELDS:
+        for name in ("reasoning_content", "thinking", "reasoning"):
             if name in turn:
                 turn = {"thinking": turn[name], **turn, "reasoning_content": turn[name]}
                 break
         content = turn.get("content")
-        # What a tool gives back may be a list of anything; templates write it out as JSON.
-        is_data = turn["role"] in ("tool", "ipython") and not _are_text_parts(content)
-        if isinstance(content, list) and not self.accepts_parts and not is_data:
-            turn["content"] = _joined_parts(content, where)
+        if isinstance(content, list) and not self.accepts_parts:
+            only_text = all(_kind_of(part) == "text" for part in content)
+            # What a tool gives back may be a list of anything; templates write it out as JSON.
+            if only_text or turn["role"] not in ("tool", "ipython"):
+                turn["content"] = "\n".join(_text_of(part, where) for part in content)
         return turn
 
     def _run(self, variables: dict[str, Any]) -> str:
@@ -227,115 +209,72 @@ class ChatTemplate:
             for piece in self._template.generate(variables):
                 size += len(piece)
                 if size > MAX_RENDERED_CHARS:
-                    raise _TemplateRefusal(
-                        f"the prompt is longer than {MAX_RENDERED_CHARS} characters"
-                    )
+                    _raise_exception(f"the prompt is longer than {MAX_RENDERED_CHARS} characters")
                 pieces.append(piece)
         except _TemplateRefusal as error:
-            raise RequestError(str(error), param="messages") from None
-        except (jinja2.UndefinedError, jinja2.exceptions.SecurityError, TypeError) as error:
-            # These name a field or an operation of the template, nothing of the server.
-            raise RequestError(
-                f"the model's chat template cannot render these messages: {error}",
-                param="messages",
-            ) from None
+            raise _refusal(str(error)) from None
         except Exception as error:
-            raise RequestError(
-                "the model's chat template cannot render these messages"
-                f" ({type(error).__name__}); check their roles, order and fields",
-                param="messages",
+            reason = f" ({type(error).__name__}); check their roles, order and fields"
+            # These three name a field or an operation of the template, nothing of the server.
+            if isinstance(error, (UndefinedError, SecurityError, TypeError)):
+                reason = f": {error}"
+            raise _refusal(
+                f"the model's chat template cannot render these messages{reason}"
             ) from None
         return "".join(pieces)
-
-    def _probe_parts(self) -> bool:
-        """Renders one message with a list as content, and looks whether the list was read."""
-        part = {"type": "text", "text": "probe-of-parts"}
-        variables = {
-            **self._special_tokens,
-            "messages": [{"role": "user", "content": [part]}],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-        }
-        try:
-            text = self._run(variables)
-        except RequestError:
-            return False
-        written_out = "'text'" in text or '"text"' in text  # the list itself, as Python or JSON
-        return part["text"] in text and not written_out
 
 
 def _plain(value: Any, where: str) -> Any:
     """A copy made of JSON's types only, exactly these and no subclasses."""
-    try:
-        return _copied(value, where)
-    except RecursionError:
-        raise RequestError(f"{where} is nested too deeply", param="messages") from None
-
-
-def _copied(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
-    if type(value) in (str, int, float):
-        return value
-    if isinstance(value, str):  # enumerations and the like: the string they are
-        return str.__str__(value)
-    if isinstance(value, (int, float)):
-        return value.__int__() if isinstance(value, int) else value.__float__()
-    if isinstance(value, Mapping):
-        return {_copied(key, where): _copied(item, where) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_copied(item, where) for item in value]
-    raise RequestError(
-        f"{where} contains a {type(value).__name__}; only JSON values can be rendered",
-        param="messages",
-    )
+    try:
+        if isinstance(value, str):  # enumerations and the like: the string they are
+            return str.__str__(value)
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return float.__float__(value)
+        if isinstance(value, Mapping):
+            return {_plain(key, where): _plain(item, where) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [_plain(item, where) for item in value]
+    except RecursionError:
+        raise _refusal(f"{where} is nested too deeply") from None
+    raise _refusal(f"{where} contains a {type(value).__name__}; only JSON values can be rendered")
 
 
-def _are_text_parts(content: Any) -> bool:
-    return isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    )
+def _kind_of(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else type(part).__name__
 
 
-def _joined_parts(parts: list[Any], where: str) -> str:
-    texts = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RequestError(
-                f"{where}.content has a part of type {kind!r}; this model reads text parts only",
-                param="messages",
-            )
-        texts.append(text)
-    return "\n".join(texts)
+def _text_of(part: Any, where: str) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        kind = _kind_of(part)
+        raise _refusal(
+            f"{where}.content has a part of type {kind!r}; this model reads text parts only"
+        )
+    return text
 
 
 def _tag_final(turn: dict[str, Any], mark: str) -> None:
-    """Puts the mark and a space behind the content.
-
-    The space tells afterwards whether the template trims: then it is gone.
-    """
+    """Puts the mark and a space behind the content: a template that trims takes the space off."""
     content = turn.get("content")
     if isinstance(content, str):
         turn["content"] = content + mark + " "
         return
-    for part in reversed(content or []):
+    for part in reversed(content if isinstance(content, list) else []):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             part["text"] += mark + " "
             return
-    raise RequestError(
-        "continue_final_message needs a last message with text to continue", param="messages"
-    )
+    raise _refusal("continue_final_message needs a last message with text to continue")
 
 
 def _cut_at(text: str, mark: str) -> str:
-    end = text.rfind(mark)
-    if end < 0:
-        raise RequestError(
-            "the model's chat template leaves out the last message, so it cannot be continued",
-            param="messages",
+    kept, found, rest = text.rpartition(mark)
+    if not found:
+        raise _refusal(
+            "the model's chat template leaves out the last message, so it cannot be continued"
         )
-    kept = text[:end]
-    return kept if text[end + 1 : end + 2] == " " else kept.rstrip()
+    return kept if rest.startswith(" ") else kept.rstrip()

@@ -1,27 +1,65 @@
 """Keeps control tokens typed by a caller from becoming control tokens of the prompt.
 
-A chat template writes `<|im_end|>` and means it; a message that contains the same characters must
-not. Templates are programs (they trim, split, join), so where a character of the rendered text
-came from is not known afterwards. `ControlText.mark` therefore surrounds each control literal in
-the callers' strings with a pair of Unicode noncharacters *before* rendering, and puts one behind
-an end that could be completed to a literal by what follows. `seal` reads the rendered text: what
-is marked is text, a literal without marks is the template's own, and only that is replaced by its
-sealed name, the only thing the tokenizer for such prompts (`sealed.py`) knows control tokens by.
+The sealed tokenizer has the vocabulary, ids and rules of the checkpoint's, but control tokens go by
+sealed names, private-use characters with a random part: text encoded with it becomes ordinary
+tokens whatever it spells. In a chat, the literals that the template means get their sealed names.
+Templates trim, split and join, so `mark` surrounds the literals in callers' strings with a pair of
+Unicode noncharacters *before* rendering (and puts one behind an end that what follows could
+complete to a literal); `seal` takes what is marked for text and what is not for the template's own.
 Limits: a template that composes literals from pieces of messages cut elsewhere than at whitespace
 or at literals is not seen through, and role names are taken for part of the template.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import tokenizers
 
 from infer.errors import RequestError
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Code points that Unicode promises never to assign: nobody's text, but everybody's string."""
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)  # plane 15: characters that normalizers leave alone
+# Some checkpoints flag these special too; sealing them would keep text from using them.
+_NO_CONTROL = re.compile(r"\s*|<0x[0-9A-Fa-f]{2}>")
+
+
+def sealed_names(tokens: Iterable[str]) -> dict[str, str]:
+    """A name for each control token: 64 random bits, then a number. All of the same length."""
+    nonce = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(4))
+    literals = sorted(token for token in set(tokens) if not _NO_CONTROL.fullmatch(token))
+    names = {}
+    for index, literal in enumerate(literals):
+        high, low = divmod(index, len(_PRIVATE_USE))
+        names[literal] = nonce + chr(_PRIVATE_USE[low]) + chr(_PRIVATE_USE[high])
+    return names
+
+
+def sealed_tokenizer(description: dict[str, Any], names: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """The tokenizer of a parsed `tokenizer.json` with tokens renamed; changes it in place."""
+    for token in description["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = description["model"]
+    if isinstance(model["vocab"], list):  # Unigram: [piece, score] by id
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    else:
+        model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
+    if model.get("unk_token") is not None:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if "merges" in model:  # without those that yield or use one of the tokens
+        prefix = model.get("continuing_subword_prefix") or ""
+        model["merges"] = [
+            (left, right)
+            for left, right in model["merges"]
+            if names.keys().isdisjoint((left, right, left + right.removeprefix(prefix)))
+        ]
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -29,23 +67,16 @@ def strings_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from strings_in(key)
-            yield from strings_in(item)
-    elif isinstance(value, (list, tuple)):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
         for item in value:
             yield from strings_in(item)
 
 
-def free_noncharacters(values: Iterable[Any], count: int) -> tuple[str, ...]:
+def free_noncharacters(values: Any, count: int) -> tuple[str, ...]:
     """`count` noncharacters that occur in none of the strings, so they can serve as marks."""
-    used: set[str] = set()
-    for value in values:
-        for string in strings_in(value):
-            # Nearly no text has one; this is one pass at the speed of a scan.
-            if not string.isascii():
-                used.update(char for char in NONCHARACTERS if char in string)
-    free = [char for char in NONCHARACTERS if char not in used]
+    others = [string for string in strings_in(values) if not string.isascii()]
+    free = [char for char in NONCHARACTERS if not any(char in string for string in others)]
     if len(free) < count:
         raise RequestError(
             "the messages use nearly all of the noncharacters U+FDD0 to U+FDEF;"
@@ -61,24 +92,16 @@ def _one_of(literals: Iterable[str]) -> str:
     A tree by common beginnings: there can be thousands, and a text full of `<` must not cost a
     comparison with each of them at each character.
     """
-    tree: dict[str, Any] = {}
+    rests: dict[str, list[str]] = {}
     for literal in literals:
-        node = tree
-        for char in literal:
-            node = node.setdefault(char, {})
-        node[""] = {}  # a literal ends here
-    return _pattern_of(tree) if tree else "(?!)"
-
-
-def _pattern_of(node: Mapping[str, Any]) -> str:
-    branches = [
-        re.escape(char) + _pattern_of(child) for char, child in sorted(node.items()) if char
-    ]
+        rests.setdefault(literal[:1], []).append(literal[1:])
+    ends_here = rests.pop("", None) is not None
+    branches = [re.escape(char) + _one_of(rests[char]) for char in sorted(rests)]
     if not branches:
-        return ""
-    if len(branches) == 1 and "" not in node:
+        return "" if ends_here else "(?!)"
+    if len(branches) == 1 and not ends_here:
         return branches[0]
-    return f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+    return f"(?:{'|'.join(branches)})" + "?" * ends_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +126,7 @@ class ControlText:
         self._beginnings = frozenset(
             literal.lower()[:end] for literal in sealed_names for end in range(1, len(literal))
         )
-        self._longest_beginning = max(map(len, self._beginnings), default=0)
+        self._longest_beginning = max(map(len, self._beginnings), default=1)
 
     def occurs_in(self, text: str) -> bool:
         """Whether the text contains a control literal."""
@@ -112,7 +135,8 @@ class ControlText:
     def mark(self, *values: Any) -> Marked:
         """Copies of the values (JSON-like: strings, mappings, lists) with literals marked."""
         try:
-            if not any(map(self._needs_mark, strings_in(values))):
+            strings = strings_in(values)
+            if not any(self.occurs_in(one) or self._open_end(one) is not None for one in strings):
                 return Marked(values, "", "", found=False)
             opening, closing = free_noncharacters(values, 2)
             marked = tuple(self._mark(value, opening, closing) for value in values)
@@ -120,16 +144,12 @@ class ControlText:
             raise RequestError("messages are nested too deeply", param="messages") from None
         return Marked(marked, opening, closing, found=True)
 
-    def _needs_mark(self, string: str) -> bool:
-        return self.occurs_in(string) or self._open_end(string) is not None
-
     def _open_end(self, string: str) -> int | None:
         """Where an end that begins a literal stops, white space after it left aside."""
         kept = string.rstrip()
-        tail = kept[-self._longest_beginning :].lower() if self._longest_beginning else ""
-        if any(tail[start:] in self._beginnings for start in range(len(tail))):
-            return len(kept)
-        return None
+        tail = kept[-self._longest_beginning :].lower()
+        begun = any(tail[start:] in self._beginnings for start in range(len(tail)))
+        return len(kept) if begun else None
 
     def _mark(self, value: Any, opening: str, closing: str) -> Any:
         if isinstance(value, str):

@@ -9,9 +9,12 @@ piece instead of merges. Other kinds and names are refused: a wrong split gives 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from tokenizers.processors import TemplateProcessing
 
 from infer.errors import LoadError
 from infer.text.checkpoint_files import TextFiles
@@ -25,27 +28,23 @@ _NAMED_IDS = {
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
+_LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # where a "llama" file names none
 # Tokens that end a turn, by text: files name only one of theirs, models use several.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>",
          "<end_of_turn>")  # fmt: skip
 
 
-def _byte_level(*, regex: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False,
-            "use_regex": regex}  # fmt: skip
-
-
-def _split(max_digits: str) -> list[dict[str, Any]]:
+def _split(max_digits: str) -> Sequence:
     """What Llama 3 and Qwen2 cut text with; they differ in how many digits stay together."""
     pattern = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + max_digits +
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )  # fmt: skip
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    return [{**split, "invert": False}, _byte_level(regex=False)]
+    words = Split(Regex(pattern), "isolated")
+    return Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-_GPT2 = [_byte_level(regex=True)]
+_GPT2 = ByteLevel(add_prefix_space=False)
 _LLAMA3, _QWEN2 = _split("{1,3}"), _split("")
 _PRE_TOKENIZERS = {
     "llama-bpe": _LLAMA3,
@@ -53,7 +52,7 @@ _PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
-    "smollm": [{"type": "Digits", "individual_digits": True}, *_GPT2],
+    "smollm": Sequence([Digits(individual_digits=True), _GPT2]),
     "gpt-2": _GPT2,
     "default": _GPT2,
 }
@@ -72,17 +71,15 @@ class _Vocabulary:
         self.types: list[int] = self.aligned("token_type")
         if self.kind == "llama":  # a user-defined piece is looked for in the text as it was typed
             self.tokens = [
-                token.replace("▁", " ") if kind == _USER_DEFINED else token
-                for token, kind in zip(self.tokens, self.types, strict=True)
+                token.replace("▁", " ") if self.types[i] == _USER_DEFINED else token
+                for i, token in enumerate(self.tokens)
             ]
-        self.vocab = {
-            token: i
-            for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if token and kind != _UNUSED
+        self.ids = {  # without unused ones, which have no text
+            token: i for i, token in enumerate(self.tokens) if token and self.types[i] != _UNUSED
         }
-        defaults = (1, 2, 0) if self.kind == "llama" else (None, None, None)
-        self.ids = dict(zip(_NAMED_IDS, (*defaults, None, None, None), strict=True))
-        self.ids |= {name: self.token_id(key, self.ids[name]) for name, key in _NAMED_IDS.items()}
+        defaults = _LLAMA_IDS if self.kind == "llama" else {}
+        named = {name: self.id_at(key, defaults.get(name)) for name, key in _NAMED_IDS.items()}
+        self.named_ids = {name: i for name, i in named.items() if i is not None}
 
     def error(self, problem: str) -> LoadError:
         return LoadError(f"{self.where}: the tokenizer cannot be used: tokenizer.ggml.{problem}")
@@ -101,7 +98,7 @@ class _Vocabulary:
             raise self.error(f"{name} has {len(values)} entries for {len(self.tokens)} tokens")
         return values
 
-    def token_id(self, key: str, default: int | None = None) -> int | None:
+    def id_at(self, key: str, default: int | None = None) -> int | None:
         value = self.metadata.get(f"tokenizer.ggml.{key}", default)
         if value is not None and not (isinstance(value, int) and 0 <= value < len(self.tokens)):
             raise self.error(f"{key} is {value!r}, outside of {len(self.tokens)} tokens")
@@ -116,29 +113,25 @@ def text_files(metadata: Mapping[str, Any], where: str) -> TextFiles:
     """What the metadata says about text; `where` begins the message of a `LoadError`."""
     vocabulary = _Vocabulary(metadata, where)
     build = _byte_level_bpe if vocabulary.kind == "gpt2" else _sentencepiece_bpe
-    description = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": i, "content": token, "special": vocabulary.types[i] != _USER_DEFINED,
-             "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-            for token, i in vocabulary.vocab.items()
+    tokenizer = build(vocabulary)
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=vocabulary.types[i] != _USER_DEFINED, normalized=False)
+            for token, i in vocabulary.ids.items()
             if vocabulary.is_added(i)
-        ],
-        **build(vocabulary),
-    }  # fmt: skip
-    ends = [vocabulary.ids["eos_token"], vocabulary.token_id("eot_token_id")]
-    ends += [vocabulary.token_id("eom_token_id"), *map(vocabulary.vocab.get, _ENDS)]
+        ]
+    )
+    ends = [vocabulary.named_ids.get("eos_token"), vocabulary.id_at("eot_token_id")]
+    ends += [vocabulary.id_at("eom_token_id"), *map(vocabulary.ids.get, _ENDS)]
     prefix = "tokenizer.chat_template"
     return TextFiles(
-        tokenizer_json=json.dumps(description),
+        tokenizer_json=tokenizer.to_str(),
         named_tokens={
             name: vocabulary.tokens[i]
-            for name, i in vocabulary.ids.items()
+            for name, i in vocabulary.named_ids.items()
             # Some files name an ordinary token as padding; it must not turn into a special one.
-            if i is not None and (name in ("bos_token", "eos_token") or vocabulary.is_added(i))
+            if name in ("bos_token", "eos_token") or vocabulary.is_added(i)
         },
-        extra_special_tokens=(),
-        added_tokens=(),
         eos_token_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         templates={
             key.removeprefix(prefix).removeprefix(".") or "default": text
@@ -148,43 +141,33 @@ def text_files(metadata: Mapping[str, Any], where: str) -> TextFiles:
     )
 
 
-def _byte_level_bpe(vocabulary: _Vocabulary) -> dict[str, Any]:
+def _byte_level_bpe(vocabulary: _Vocabulary) -> Tokenizer:
     pre = vocabulary.need("pre", str)
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(map(repr, _PRE_TOKENIZERS))
         raise vocabulary.error(f"pre {pre!r} is not supported (supported: {known})")
-    steps = _PRE_TOKENIZERS[pre]
-    merges = [merge.split(" ") for merge in vocabulary.need("merges", list)]
-    return {
-        "normalizer": {"type": "NFC"} if steps is _QWEN2 else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": _post_processor(vocabulary, add_bos=steps is _LLAMA3),
-        "decoder": _byte_level(regex=True),
-        "model": {"type": "BPE", "vocab": vocabulary.vocab, "merges": merges,
-                  "ignore_merges": steps is _LLAMA3},
-    }  # fmt: skip
+    merges = [tuple(merge.split(" ")) for merge in vocabulary.need("merges", list)]
+    is_llama3 = _PRE_TOKENIZERS[pre] is _LLAMA3
+    tokenizer = _bpe(vocabulary, merges, add_bos=is_llama3, ignore_merges=is_llama3)
+    if _PRE_TOKENIZERS[pre] is _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-def _sentencepiece_bpe(vocabulary: _Vocabulary) -> dict[str, Any]:
-    prefix = vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", True)
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    prepend = {"type": "Prepend", "prepend": "▁"}
-    decoders = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-        {"type": "ByteFallback"},
-        {"type": "Fuse"},
-        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-    ]
-    unknown = vocabulary.ids["unk_token"]
-    assert unknown is not None
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [prepend, space]} if prefix else space,
-        "post_processor": _post_processor(vocabulary, add_bos=True),
-        "decoder": {"type": "Sequence", "decoders": decoders if prefix else decoders[:-1]},
-        "model": {"type": "BPE", "vocab": vocabulary.vocab, "merges": _merges(vocabulary),
-                  "unk_token": vocabulary.tokens[unknown], "fuse_unk": True,
-                  "byte_fallback": True},
-    }  # fmt: skip
+def _sentencepiece_bpe(vocabulary: _Vocabulary) -> Tokenizer:
+    unknown = vocabulary.tokens[vocabulary.named_ids["unk_token"]]
+    options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": True}
+    tokenizer = _bpe(vocabulary, _merges(vocabulary), add_bos=True, **options)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        prepend = normalizers.Prepend("▁")
+        tokenizer.normalizer = normalizers.Sequence([prepend, tokenizer.normalizer])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
@@ -194,7 +177,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     cut; so each cut is a merge, and a piece's score is the rank of all of its cuts.
     """
     scores = vocabulary.aligned("scores")
-    pieces = {t: i for t, i in vocabulary.vocab.items() if vocabulary.types[i] == _NORMAL}
+    pieces = {t: i for t, i in vocabulary.ids.items() if vocabulary.types[i] == _NORMAL}
     cuts = [
         (scores[i], token[:cut], token[cut:])
         for token, i in pieces.items()
@@ -205,32 +188,22 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for _, left, right in cuts]
 
 
-def _post_processor(vocabulary: _Vocabulary, *, add_bos: bool) -> dict[str, Any] | None:
-    """BOS and EOS around a text, where the file or else its kind of vocabulary says so."""
+def _bpe(vocabulary: _Vocabulary, merges: list[Any], *, add_bos: bool, **options: Any) -> Tokenizer:
+    """With BOS and EOS around a text, where the file or else its kind of vocabulary says so."""
+    try:
+        model = models.BPE(vocab=vocabulary.ids, merges=merges, **options)
+    except Exception as error:  # the library raises plain Exception
+        raise vocabulary.error(f"tokens and merges do not fit together: {error}") from None
+    tokenizer = Tokenizer(model)
     ids: dict[str, int] = {}
     for name, default in (("bos_token", add_bos), ("eos_token", False)):
         if vocabulary.metadata.get(f"tokenizer.ggml.add_{name}", default):
-            token_id = vocabulary.ids[name]
-            if token_id is None:
+            if name not in vocabulary.named_ids:
                 raise vocabulary.error(f"add_{name} is true, but {name}_id is missing")
-            ids[name] = token_id
-    if not ids:
-        return None
-    tokens = {name: vocabulary.tokens[token_id] for name, token_id in ids.items()}
-
-    def mark(name: str) -> list[dict[str, Any]]:
-        return [{"SpecialToken": {"id": tokens[name], "type_id": 0}}] if name in ids else []
-
-    def around(sequence: str) -> list[dict[str, Any]]:
-        text = {"Sequence": {"id": sequence, "type_id": 0}}
-        return [*mark("bos_token"), text, *mark("eos_token")]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": around("A"),
-        "pair": around("A") + around("B"),
-        "special_tokens": {
-            tokens[name]: {"id": tokens[name], "ids": [token_id], "tokens": [tokens[name]]}
-            for name, token_id in ids.items()
-        },
-    }
+            ids[name] = vocabulary.named_ids[name]
+    if ids:
+        tokenizer.post_processor = TemplateProcessing(
+            single=[name for name in ("bos_token", "$A", "eos_token") if name in {"$A", *ids}],
+            special_tokens=[{"id": name, "ids": [i], "tokens": [name]} for name, i in ids.items()],
+        )
+    return tokenizer

@@ -3,7 +3,7 @@
 Ids are those transformers' fast tokenizers give for the same folder; whether a BOS is added is the
 post-processor's decision in `tokenizer.json` (like transformers 5, `add_bos_token` in the
 configuration is not read where that file exists). One promise goes beyond: text from a caller never
-becomes a control token (`control_text.py`, `sealed.py`). Objects are immutable after loading and
+becomes a control token (`control_text.py`). Objects are immutable after loading and
 safe to share between threads. Used by the façades, the server and the command line.
 """
 
@@ -19,15 +19,15 @@ import tokenizers
 from infer.errors import LoadError, RequestError
 from infer.text.chat_template import ChatTemplate
 from infer.text.checkpoint_files import TextFiles, read_text_files
-from infer.text.control_text import ControlText
+from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
 from infer.text.detokenizer import (
     ByteLevelDetokenizer,
+    ByteLevelPieces,
     FallbackDetokenizer,
     IncrementalDetokenizer,
     WindowDetokenizer,
+    pieces_for,
 )
-from infer.text.pieces import ByteLevelPieces, pieces_for
-from infer.text.sealed import control_literals, sealed_names_for, sealed_tokenizer
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 _NO_TEMPLATE = (
@@ -47,43 +47,30 @@ class Tokenizer:
 
     def __init__(self, files: TextFiles) -> None:
         self._parser = _library_tokenizer(files)
-        vocab = self._parser.get_vocab(with_added_tokens=True)
+        vocab = self._parser.get_vocab()
         added = self._parser.get_added_tokens_decoder()
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
-        self.special_token_ids = frozenset(
-            token_id for token_id, token in added.items() if token.special
-        )
+        self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.named_tokens: Mapping[str, str] = (named := dict(files.named_tokens))
         self.tokenizer_class = files.tokenizer_class
         self.bos_token_id: int | None = vocab.get(named.get("bos_token", ""))
-        eos = vocab.get(named.get("eos_token", ""))
-        self.eos_token_ids: tuple[int, ...] = tuple(
-            dict.fromkeys((*files.eos_token_ids, *(() if eos is None else (eos,))))
-        )
+        ends = (*files.eos_token_ids, vocab.get(named.get("eos_token", "")))
+        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in ends if i is not None))
         templates = {name: ChatTemplate(text, named) for name, text in files.templates.items()}
         self.chat_template: ChatTemplate | None = templates.get("default")
         self._tool_template = templates.get("tool_use", self.chat_template)
 
         # An end-of-sequence token is a control token even where the files forgot to say so.
         control_ids = self.special_token_ids | added.keys() & set(self.eos_token_ids)
-        literals = control_literals(added[token_id].content for token_id in control_ids)
-        names = sealed_names_for(literals)
+        names = sealed_names(added[i].content for i in control_ids)
         self._control = ControlText(names)
         description = json.loads(self._parser.to_str())
         self._sealed = sealed_tokenizer(description, names)
-        self._pieces = pieces_for(
-            description["decoder"],
-            self._parser.id_to_token,
-            self.vocab_size,
-            self.special_token_ids,
-        )
+        self._pieces = pieces_for(description["decoder"], self._spelling)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Loads tokenizer.json and what belongs to it.
-
-        Raises `LoadError` that lists everything missing or malformed, and what would be right.
-        """
+        """Raises `LoadError` that lists everything missing or malformed."""
         return cls(read_text_files(Path(folder)))
 
     def encode(
@@ -109,26 +96,24 @@ class Tokenizer:
                 "token ids must be integers from 0 to 2**32 - 1", param="tokens"
             ) from None
 
+    def _spelling(self, token_id: int) -> str | None:
+        return self._parser.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
     def token_piece(self, token_id: int) -> str:
         """A token as the vocabulary spells it: `Ġworld`, `▁world`, `<0x0A>`; no such id: ""."""
-        known = 0 <= token_id < self.vocab_size
-        return (self._parser.id_to_token(token_id) or "") if known else ""
-
-    def token_text(self, token_id: int) -> str:
-        """Text of one token as it is inside a text, U+FFFD where its bytes are no character."""
-        if not 0 <= token_id < self.vocab_size:
-            return ""
-        if self._pieces is not None:
-            return self._pieces.text_of(token_id)
-        return self._parser.decode([token_id], skip_special_tokens=False)
+        return self._spelling(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Exact bytes of one token inside a text; None where the checkpoint does not tell."""
-        if self._pieces is None or not 0 <= token_id < self.vocab_size:
-            return None
-        if self._parser.id_to_token(token_id) is None:
+        if self._pieces is None or self._spelling(token_id) is None:
             return None
         return self._pieces.bytes_of(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it is inside a text, U+FFFD where its bytes are no character."""
+        if self._pieces is None and self._spelling(token_id) is not None:
+            return self._parser.decode([token_id], skip_special_tokens=False)
+        return (self.token_bytes(token_id) or b"").decode("utf-8", errors="replace")
 
     def apply_chat_template(
         self,
@@ -136,57 +121,46 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **extra: Any,
+        **options: Any,
     ) -> tuple[str, list[int]]:
-        """The prompt of a chat: its text and its token ids.
+        """The prompt of a chat: its text and its token ids. `options` as in `ChatTemplate.render`.
 
         The template writes BOS and control tokens itself, so none is added. Control literals in
-        messages, tools and `extra` stay text. Raises `RequestError` with `param="messages"`.
+        messages, tools and options stay text. Raises `RequestError` with `param="messages"`.
         """
         template = self._tool_template if tools else self.chat_template
         if template is None:
             raise RequestError(_NO_TEMPLATE, param="messages", code="no_chat_template")
-        marked = self._control.mark(list(messages), list(tools or ()), extra)
-        marked_messages, marked_tools, marked_extra = marked.values
-        text = template.render(
-            marked_messages,
-            tools=marked_tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **marked_extra,
-        )
-        tokenizer, prompt = self._parser, text
+        marked = self._control.mark(list(messages), list(tools or ()), options)
+        messages, tools, options = marked.values
+        prompt = text = template.render(messages, tools=tools, **options)
         if marked.found:
             text, prompt = self._control.seal(text, marked)
-            tokenizer = self._sealed
+        tokenizer = self._sealed if marked.found else self._parser
         return text, _encode(tokenizer, prompt, add_special_tokens=False, param="messages")
 
     def new_detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """For one generation; what it gives adds up to `decode` of all its ids."""
-        if self._pieces is None:
-            skipped = self.special_token_ids if skip_special_tokens else frozenset()
-            return WindowDetokenizer(self._parser, skipped)
+        skipped = self.special_token_ids if skip_special_tokens else frozenset()
         if isinstance(self._pieces, ByteLevelPieces):
-            return ByteLevelDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
-        return FallbackDetokenizer(self._pieces, skip_special_tokens=skip_special_tokens)
+            return ByteLevelDetokenizer(self._pieces, skipped)
+        if self._pieces is not None:
+            return FallbackDetokenizer(self._pieces, skipped)
+        return WindowDetokenizer(self._parser, skipped)
 
 
 def _encode(
     tokenizer: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, param: str | None
 ) -> list[int]:
     try:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    except TypeError:  # what the library makes of a string that cannot be written as UTF-8
-        where = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
-        if where is None:
-            raise
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
         raise RequestError(
-            f"the text is not valid Unicode: character {where} is the lone surrogate"
-            f" U+{ord(text[where]):04X}",
+            f"the text is not valid Unicode: character {error.start} is the lone surrogate"
+            f" U+{ord(text[error.start]):04X}",
             param=param,
         ) from None
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def _library_tokenizer(files: TextFiles) -> tokenizers.Tokenizer:

@@ -1,0 +1,81 @@
+// What the kernels share: compiling for one instruction set, torch's threads, the tile registers.
+//
+// Included by each .cpp of the native library; everything is inline or internal to its file.
+
+#pragma once
+
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define X86 1
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+#define INLINE inline __attribute__((always_inline))
+#define FENCE() __asm__ volatile("" ::: "memory")
+
+#if defined(__clang__)
+#define TARGET(names) _Pragma(TEXT(clang attribute push(__attribute__((target(names))), apply_to = function)))
+#define END_TARGET _Pragma("clang attribute pop")
+#else
+#define TARGET(names) _Pragma("GCC push_options") _Pragma(TEXT(GCC target(names)))
+#define END_TARGET _Pragma("GCC pop_options")
+#endif
+#define TEXT(...) TEXT_(__VA_ARGS__)
+#define TEXT_(...) #__VA_ARGS__
+
+namespace {
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgomp's GOMP_parallel
+
+[[maybe_unused]] void run_threads(Parallel parallel, void (*body)(void*), void* data, int threads) {
+  if (threads <= 1) return body(data);
+  if (parallel) return parallel(body, data, threads, 0);
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; ++i) others.emplace_back(body, data);
+  body(data);
+  for (std::thread& other : others) other.join();
+}
+
+struct TileConfig {  // all zero: the tiles are not in use
+  uint8_t palette = 0, start_row = 0, reserved[14] = {};
+  uint16_t colsb[16] = {};
+  uint8_t rows[16] = {};
+};
+
+#ifdef X86
+[[maybe_unused]] bool may_use_tiles() {  // Linux gives the tiles' memory to processes that ask
+#if defined(__linux__)
+  unsigned a = 7, b, c = 0, d;
+  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+  if ((d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE)) return false;
+  constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
+  return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+#else
+  return false;
+#endif
+}
+
+TARGET("amx-tile")
+[[maybe_unused]] void save_tiles(TileConfig* config) {
+  FENCE();
+  _tile_storeconfig(config);
+  FENCE();
+}
+[[maybe_unused]] void restore_tiles(const TileConfig* config) {
+  FENCE();
+  if (config->palette) _tile_loadconfig(config);
+  else _tile_release();
+  FENCE();
+}
+END_TARGET
+#endif
+
+}  // namespace

@@ -1,0 +1,125 @@
+"""`EventStream`: the response that carries a streamed answer; and how handlers wait.
+
+The engine's streams are entered before the status line is sent (so a full queue is still a 503)
+and left however it ends (so a client's leaving aborts). An error after the first byte becomes the
+last event, without `[DONE]`. Starlette does not cancel a handler whose client has left, and uvicorn
+only tells those who ask; so every handler that waits for the engine does it inside `unless_gone`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from infer.engine.async_llm import AsyncLLM
+from infer.errors import EngineError, InferError
+from infer.server.answer import CompletionAnswer, TypedEvents, wire_reason
+from infer.server.failures import ClientGone, describe, log
+from infer.types import Request, TextDelta
+
+T = TypeVar("T")
+Events = CompletionAnswer | TypedEvents
+
+WRITE_STALL_S = 30.0
+"""a reader that takes nothing for so long has lost its stream"""
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class EventStream(Response):
+    """A `Response` only in that Starlette calls it. Choices are written as they come."""
+
+    def __init__(self, engine: AsyncLLM, requests: Sequence[Request], events: Events) -> None:
+        super().__init__()
+        self._engine = engine
+        self._requests = requests
+        self._events = events
+        self._writing = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with AsyncExitStack() as stack:
+            streams = [
+                await stack.enter_async_context(
+                    self._engine.stream(request, merge=self._events.merges)
+                )
+                for request in self._requests
+            ]
+            await unless_gone(receive, self._deliver(streams, send))
+
+    async def _deliver(self, streams: Sequence[AsyncIterator[TextDelta]], send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            await self._write(send, self._events.opening())
+            await all_of(self._follow(i, stream, send) for i, stream in enumerate(streams))
+            await self._write(send, self._events.closing())
+        except ClientGone:
+            raise
+        except Exception as error:
+            if not isinstance(error, InferError):
+                log.exception("a stream failed")
+            line = bytes(describe(error).body).decode("ascii")
+            await self._write(send, [self._events.failure(line)])
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _follow(self, index: int, stream: AsyncIterator[TextDelta], send: Send) -> None:
+        async for delta in stream:
+            if delta.finish_reason is not None:
+                wire_reason(delta.finish_reason, delta.error)  # raises where it was broken off
+            async with self._writing:
+                await self._write(send, self._events.piece(index, delta))
+            if delta.finish_reason is not None:
+                return
+        raise EngineError("the engine's stream ended before the answer did")
+
+    async def _write(self, send: Send, events: Iterable[bytes]) -> None:
+        for event in events:
+            try:
+                async with asyncio.timeout(WRITE_STALL_S):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            except (TimeoutError, OSError):
+                raise ClientGone from None
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; if the client leaves first, `work` is cancelled: `ClientGone`.
+
+    The request's body must have been read, because this takes the messages behind it.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        await _end(working, watching)
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order; the first error cancels the others and is raised itself."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _end(*tasks)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels them and waits: whoever started them leaves no task behind."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

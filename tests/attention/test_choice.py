@@ -1,0 +1,60 @@
+"""Which attention an engine runs: what was asked for, or the fallback, said once."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from infer import LLM, SamplingParams
+from infer.attention.native import NativeBackend
+from infer.attention.sdpa import SDPABackend
+from infer.config import EngineConfig
+from infer.engine.assemble import assemble
+from infer.errors import ConfigError
+from infer.kernels import native
+
+needs_kernel = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+
+
+def backend_of(**settings: object) -> object:
+    config = EngineConfig(device="cpu", **settings)  # type: ignore[arg-type]
+    return assemble(config).core.runner.backend  # type: ignore[attr-defined]
+
+
+@needs_kernel
+def test_the_kernel_is_the_default_and_can_be_declined(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert isinstance(backend_of(), NativeBackend)
+        assert isinstance(backend_of(attention_backend="native"), NativeBackend)
+        assert isinstance(backend_of(attention_backend="sdpa"), SDPABackend)
+    said = [message for message in caplog.messages if message.startswith("attention:")]
+    assert said == [
+        *[f"attention: native, {native.chosen_instruction_set()}"] * 2,
+        "attention: torch's SDPA",
+    ]
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_without_the_kernel_auto_says_what_is_lost_and_native_refuses(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(native.ISA_VARIABLE, "avx1024")
+    if native.instruction_sets():
+        assert "avx1024" in str(native.available())
+    assert isinstance(backend_of(), SDPABackend)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "several times slower" in warning
+    assert str(native.available()) in warning
+    with pytest.raises(ConfigError, match=r"attention_backend: 'native' is not possible: .*auto"):
+        backend_of(attention_backend="native")
+
+
+@needs_kernel
+def test_both_say_the_same_in_float32() -> None:
+    params = SamplingParams(temperature=0, max_tokens=24)
+    texts = []
+    for wanted in ("native", "sdpa"):
+        with LLM(dtype="float32", device="cpu", attention_backend=wanted) as llm:
+            texts.append([o.token_ids for o in llm.generate(["Once", "The fox said"], params)])
+    assert texts[0] == texts[1]
