@@ -1,9 +1,10 @@
 """bfloat16 linear layers: linear.cpp beside oneDNN: `python benchmarks/linear.py [ROWS ...]`.
 
 For each shape and number of rows, alternating in one run and as medians: oneDNN's packed product,
-ours, and the time to read the bytes of W once, from a reading of the memory's bandwidth in the
-same half second. Weights rotate over more than 600 MB, so that no cache serves them. Two threads
-unless OMP_NUM_THREADS says otherwise. Nothing else may run beside it.
+ours, and how long `Tensor.sum` takes to read as many bytes: a mark to compare with other half
+minutes, not a floor (a plain loop that prefetches reads a third faster). Weights rotate over more
+than 600 MB, so that no cache serves them. Two threads if OMP_NUM_THREADS says nothing else and
+there are two cores. Nothing else may run beside it.
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ def main() -> None:
     wanted = [int(word) for word in sys.argv[1:]] or ROWS
     memory = torch.ones(80_000_000, dtype=torch.int64)
     print(f"{torch.get_num_threads()} threads; times in µs a layer")
-    print(
-        f"{'K':>5} {'N':>6} {'M':>5} {'floor':>7} {'oneDNN':>8} {'native':>8} {'ratio':>6} Gflop/s"
-    )
+    print(f"{'K':>5} {'N':>6} {'M':>5} {'sum':>7} {'oneDNN':>8} {'native':>8} {'ratio':>6} Gflop/s")
     for k, n in SHAPES:
         count = max(2, round(ROTATED_BYTES / (2 * k * n)))
         weights = [torch.randn(n, k).mul_(k**-0.5).bfloat16() for _ in range(count)]
@@ -55,10 +54,10 @@ def main() -> None:
             times = [[seconds(run) for run in runs] for _ in range(7)][1:]
             read, onednn, ours = (statistics.median(column) for column in zip(*times, strict=True))
             num_bytes = 2 * (k * n + num_rows * (k + n))
-            floor = num_bytes * read / memory.nbytes
+            mark = num_bytes * read / memory.nbytes
             onednn, ours = onednn / count, ours / count
             print(
-                f"{k:5} {n:6} {num_rows:5} {floor * 1e6:7.0f} {onednn * 1e6:8.0f} {ours * 1e6:8.0f}"
+                f"{k:5} {n:6} {num_rows:5} {mark * 1e6:7.0f} {onednn * 1e6:8.0f} {ours * 1e6:8.0f}"
                 f" {onednn / ours:6.2f} {2 * k * n * num_rows / ours / 1e9:7.0f}",
                 flush=True,
             )

@@ -26,6 +26,7 @@ class Run:
     seconds: float
     loss: float
     command: str
+    note: str
 
 
 CARD = """---
@@ -61,14 +62,15 @@ the times table (0 to 10) is trained on as a whole.
 
     {command}
 
-{steps:,} steps, {tokens:,} tokens (every document seen once), {minutes:.1f} minutes on
+{steps:,} steps, {tokens:,} tokens (each document once), {minutes:.1f} minutes on
 {threads} CPU threads ({machine}), {speed:,.0f} tokens per second. Muon for the matrices and
 AdamW for the rest, bfloat16 autocast, rows of 288,
-416 and 1280 tokens.
+416 and 1280 tokens.{note}
 
 ## Measurements
 
-All on held-out material, greedy decoding, exact match with the expected answer.
+Held-out material (but for products, which are all trained on), greedy decoding, exact match
+with the expected answer.
 
 | Measurement | Result |
 | --- | --- |
@@ -101,7 +103,8 @@ def write_card(run: Run, report: Report) -> str:
     by_sign = ", ".join(f"`{sign}` {hits} of {asked}"
                         for sign, (hits, asked) in report.sums_by_sign.items())  # fmt: skip
     return CARD.format(
-        parameters=run.parameters, command=run.command, steps=run.steps, tokens=run.tokens,
+        parameters=run.parameters, command=run.command, note=f"\n\n{run.note}" if run.note else "",
+        steps=run.steps, tokens=run.tokens,
         minutes=run.seconds / 60, threads=torch.get_num_threads(), machine=platform.machine(),
         speed=run.tokens / run.seconds, loss=run.loss, perplexity=math.exp(run.loss),
         sums=report.sums, by_sign=by_sign, json=report.json, questions=report.questions,

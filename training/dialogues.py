@@ -12,7 +12,7 @@ from random import Random
 from exercises import draw_problem, json_exercise, pose
 from stories import PLOTS, Story, Wish, invented_name, random_kind, random_name, tell
 from templates import choose
-from words import COLOURS, THINGS, with_article
+from words import ANIMAL_HOMES, BOY_NAMES, COLOURS, GIRL_NAMES, THINGS, with_article
 
 Message = tuple[str, str]
 """A role (system, user or assistant) and what it says."""
@@ -158,6 +158,28 @@ def json_chat(rng: Random) -> list[Message]:
     for _ in range(rng.randint(1, 3)):
         question, answer = json_exercise(rng)
         messages += [("user", question), ("assistant", answer)]
+    return messages
+
+
+def recall_chat(rng: Random) -> list[Message]:
+    """Return a chat about who has what: all answers are in the first message."""
+    count = rng.randint(2, 5)
+    owners = rng.sample(GIRL_NAMES + BOY_NAMES, count)
+    things = rng.sample(THINGS, count)
+    facts, turns = [], []
+    for owner, thing in zip(owners, things, strict=True):
+        kind, colour = rng.choice(list(ANIMAL_HOMES)), rng.choice(COLOURS)
+        owned = with_article(f"{colour} {thing}")
+        facts.append(f"{owner} the {kind} has {owned}.")
+        turns += [(f"Who has the {thing}?", f"{owner} has the {colour} {thing}."),
+                  (f"What does {owner} have?", f"{owner} has {owned}."),
+                  (f"What is {owner}?", f"{owner} is {with_article(kind)}."),
+                  (f"Who is the {kind}?", f"The {kind} is {owner}."),
+                  (f"What colour is the {thing}?", f"The {thing} is {colour}.")]  # fmt: skip
+    messages: list[Message] = []
+    for question, answer in rng.sample(turns, rng.randint(1, 8)):
+        lead = "" if messages else " ".join(facts) + "\n\n"
+        messages += [("user", lead + question), ("assistant", answer)]
     return messages
 
 

@@ -62,11 +62,16 @@ def _draw(rng: Random) -> Problem:
 
 
 def draw_problem(rng: Random, held_out: bool = False) -> Problem:
-    """Draw a sum from the training part, or from the part that is held out."""
-    while True:
+    """Draw a sum from the training part, or from the part that is held out.
+
+    No product is held out, so products are drawn from the whole times table either way.
+    """
+    problem = _draw(rng)
+    sign = problem.sign
+    while (held_out and problem.sign != sign) or (problem.held_out != held_out and sign != "*"):
         problem = _draw(rng)
-        if problem.held_out == held_out or (held_out and problem.sign == "*"):
-            return problem
+        sign = sign if held_out else problem.sign
+    return problem
 
 
 def _word_problem(rng: Random, problem: Problem) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from dialogues import Message, conversation, sums_chat
+from dialogues import Message, conversation, recall_chat, sums_chat
 from stories import Wish, tell
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
@@ -30,11 +30,12 @@ def chat_text(messages: list[Message], answer_next: bool = False) -> str:
 def document(split: str, number: int) -> str:
     """Return the numbered document of a split, with its markup.
 
-    The splits are "train" and "heldout"; "drill" has more sums for training and nothing else.
+    The splits are "train" and "heldout"; "drill" has short exercises for training: more
+    sums, and questions about who has what, from which the model learns to copy and look up.
     """
     rng = Random(f"infer demo model/{split}/{number}")
     if split == "drill":
-        return chat_text(sums_chat(rng)) + END
+        return chat_text(rng.choice((sums_chat, recall_chat))(rng)) + END
     if rng.random() < RAW_SHARE:
         return BEGIN + tell(rng, Wish(detail=rng.uniform(0.2, 0.9))).text + END
     return chat_text(conversation(rng)) + END

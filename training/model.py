@@ -146,15 +146,23 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.hidden, shape.norm_eps)
+        self._initialise()
+
+    def _initialise(self) -> None:
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 # Residual outputs start smaller, so that depth does not inflate the stream.
                 depth = (
-                    (2 * shape.layers) ** 0.5
+                    (2 * self.shape.layers) ** 0.5
                     if name.endswith(("o_proj.weight", "down_proj.weight"))
                     else 1.0
                 )
-                nn.init.normal_(weight, std=0.02 / depth if depth > 1 else 0.02)
+                nn.init.normal_(weight, std=0.02 / depth)
+        # Embeddings start large, so that later layers can still read which name a token is:
+        # from the usual 0.02 the model learns fluent sentences but not to copy names. The
+        # final norm starts small, as the same embeddings give the output.
+        nn.init.normal_(self.embed_tokens.weight, std=0.3)
+        nn.init.constant_(self.norm.weight, 0.1)
 
     def rotations(self, length: int) -> tuple[Tensor, Tensor]:
         """Return the cosines and sines of the rotary positions."""

@@ -24,7 +24,7 @@ ROWS = {288: 14, 416: 10, 1280: 3}
 FILLER = 200
 """Documents up to this length may fill the gaps in longer rows."""
 CHUNK = 6000
-DRILLS = 700
+DRILLS = 2000
 """Documents and extra drills generated at once; enough that rows have hardly any gaps."""
 
 Batch = tuple[Tensor, Tensor]

@@ -14,7 +14,8 @@ import math
 import shutil
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ TOKENIZER_DOCUMENTS = 20_000
 WARM_UP = 120
 FLAT = 0.3
 """The share of the run at the highest learning rate."""
-PUBLISH_EVERY = 250
+SAVE_EVERY = 250
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
          "model.safetensors", "README.md")  # fmt: skip
 
@@ -50,6 +51,7 @@ class Options:
     seed: int
     threads: int
     state: Path | None
+    note: str
 
 
 def learning_rate(step: int, done: float, options: Options) -> float:
@@ -126,45 +128,62 @@ def publish(model: Llama, tokenizer: Tokenizer, out: Path, card: str | None = No
                 shutil.move(folder / file, out / file)
 
 
-def train(trainer: Trainer, tokenizer: Tokenizer, options: Options) -> tuple[int, int, float]:
-    """Run until the steps or the minutes are used up; return steps, tokens and seconds."""
+@dataclass
+class Progress:
+    """How far a run is, over all its sittings."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def save_state(
+    file: Path, progress: Progress, model: Llama, optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Write all that a later sitting needs to go on."""
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    part = file.with_suffix(".part")
+    torch.save({"progress": asdict(progress), "model": model.state_dict(), "states": states}, part)
+    part.replace(file)
+
+
+def load_state(file: Path, model: Llama, optimizers: list[torch.optim.Optimizer]) -> Progress:
+    """Read what save_state wrote."""
+    saved = torch.load(file)
+    model.load_state_dict(saved["model"])
+    for optimizer, state in zip(optimizers, saved["states"], strict=True):
+        optimizer.load_state_dict(state)
+    return Progress(**saved["progress"])
+
+
+def train(trainer: Trainer, tokenizer: Tokenizer, options: Options) -> Progress:
+    """Run until the steps or the minutes are used up; return what was done."""
     optimizers = make_optimizers(trainer.model)
-    first, seen, before = 0, 0, 0.0
+    progress = Progress()
     if options.state is not None and options.state.exists():
-        state = torch.load(options.state)
-        first, seen, before = state["step"], state["seen"], state["seconds"]
-        trainer.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-    started, step = time.monotonic() - before, first
-    for step, (tokens, targets) in enumerate(endless_batches(tokenizer)):
-        if step < first:
-            continue
-        spent = (time.monotonic() - started) / 60
-        done = max(step / options.steps, spent / options.minutes)
+        progress = load_state(options.state, trainer.model, optimizers)
+    started = time.monotonic() - progress.seconds
+    for tokens, targets in islice(endless_batches(tokenizer), progress.step, None):
+        progress.seconds = time.monotonic() - started
+        done = max(progress.step / options.steps, progress.seconds / 60 / options.minutes)
         if done >= 1:
             break
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(step, done, options)
+            group["lr"] = learning_rate(progress.step, done, options)
         loss = trainer.loss(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        seen += int((targets >= 0).sum())
-        if step % 40 == 0:
-            speed = seen / (time.monotonic() - started)
-            print(f"step {step} ({done:.1%}) loss {loss.item():.4f} tokens {seen} ({speed:.0f}/s)",
-                  flush=True)  # fmt: skip
-        if step > first and step % PUBLISH_EVERY == 0:
-            publish(trainer.model, tokenizer, options.out)
-            if options.state is not None:
-                torch.save({"step": step + 1, "seen": seen, "seconds": time.monotonic() - started,
-                            "model": trainer.model.state_dict(),
-                            "optimizers": [each.state_dict() for each in optimizers]},
-                           options.state)  # fmt: skip
-    return step, seen, time.monotonic() - started
+        progress.step += 1
+        progress.tokens += int((targets >= 0).sum())
+        if progress.step % 40 == 0:
+            print(f"step {progress.step} ({done:.1%}) loss {loss.item():.4f} "
+                  f"tokens {progress.tokens}", flush=True)  # fmt: skip
+        if options.state is not None and progress.step % SAVE_EVERY == 0:
+            save_state(options.state, progress, trainer.model, optimizers)
+    return progress
 
 
 def parse_options() -> Options:
@@ -173,13 +192,14 @@ def parse_options() -> Options:
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--minutes", type=float, default=60, help="stop after this time")
-    parser.add_argument("--rate", type=float, default=2.5e-3, help="the highest learning rate")
+    parser.add_argument("--rate", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--state", type=Path, help="file to save the state to and go on from")
+    parser.add_argument("--note", default="", help="what the model card should say as well")
     found = parser.parse_args()
     return Options(found.out, found.steps, found.minutes, found.rate, found.seed, found.threads,
-                   found.state)  # fmt: skip
+                   found.state, found.note)  # fmt: skip
 
 
 def main() -> None:
@@ -190,13 +210,14 @@ def main() -> None:
     shape = Shape()
     tokenizer = build_tokenizer(documents("train", 0, TOKENIZER_DOCUMENTS), shape.vocab)
     trainer = Trainer(shape)
-    steps, seen, seconds = train(trainer, tokenizer, options)
+    progress = train(trainer, tokenizer, options)
     loss = held_out_loss(trainer, tokenizer)
     print(f"held-out loss {loss:.4f} nats per token", flush=True)
     publish(trainer.model, tokenizer, options.out)
     run = Run(
         parameters=sum(weight.numel() for weight in trainer.model.parameters()),
-        steps=steps, tokens=seen, seconds=seconds, loss=loss,
+        steps=progress.step, tokens=progress.tokens,
+        seconds=progress.seconds, loss=loss, note=options.note,
         command=f"python training/train.py --out {options.out} --steps {options.steps} "
         f"--minutes {options.minutes} --rate {options.rate} --seed {options.seed} "
         f"--threads {options.threads}",
