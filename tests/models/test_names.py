@@ -1,0 +1,71 @@
+"""Checkpoints whose tensors go by other names than transformers writes today."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parity import Bench, deviation, reference, tokens_of
+from safetensors.torch import load_file, save_file
+
+from checkpoints import write_checkpoint
+
+TOKENS = tokens_of(60)
+
+
+def rename(folder: Path, new_name: Callable[[str], str], **extra: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    tensors = {new_name(name): tensor for name, tensor in load_file(path).items()}
+    save_file({**tensors, **extra}, path)
+
+
+def assert_same(folder: Path, theirs: Any) -> None:
+    bench = Bench(folder)
+    (ours,) = bench.step((bench.sequence(TOKENS), len(TOKENS)))
+    assert deviation(ours, reference(theirs, TOKENS)) <= 2e-4
+
+
+@pytest.mark.parametrize(
+    ("prefix", "vision"),
+    [
+        ("language_model.model.", "vision_tower.x.weight"),
+        ("model.language_model.", "model.vision_tower.x.weight"),
+    ],
+)
+def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path, prefix: str, vision: str) -> None:
+    theirs = write_checkpoint(tmp_path, "gemma3")
+    rename(
+        tmp_path, lambda name: prefix + name.removeprefix("model."), **{vision: torch.ones(2, 2)}
+    )
+    text = json.loads((tmp_path / "config.json").read_text())
+    raw = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "dtype": text.pop("dtype"),
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert_same(tmp_path, theirs)
+
+
+def test_gpt2_as_it_is_on_the_hub(tmp_path: Path) -> None:
+    """Without a prefix, and with the causal masks that old writers stored."""
+    theirs = write_checkpoint(tmp_path, "gpt2")
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 8, 8) for i in range(3)}
+    rename(tmp_path, lambda name: name.removeprefix("transformer."), **masks)
+    assert_same(tmp_path, theirs)
+
+
+def test_a_llama_with_stored_rope_frequencies_and_a_stored_tied_head(tmp_path: Path) -> None:
+    theirs = write_checkpoint(tmp_path, tie_word_embeddings=True)
+    head = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"].clone()
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
+        "lm_head.weight": head,
+    }
+    rename(tmp_path, lambda name: name, **extra)
+    assert_same(tmp_path, theirs)
