@@ -11,7 +11,7 @@ from setuptools.command.build_ext import build_ext
 
 KERNELS = Extension(
     "infer.kernels._kernels",
-    sources=["src/infer/kernels/attention.cpp", "src/infer/kernels/linear.cpp"],
+    sources=[f"src/infer/kernels/{name}.cpp" for name in ("attention", "linear", "rotary", "bandwidth")],
     depends=["src/infer/kernels/attention_isa.h", "src/infer/kernels/cpu.h"],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No
     # -march=native either: the paths are chosen when the library runs.

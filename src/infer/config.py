@@ -16,7 +16,8 @@ from typing import Any
 
 from infer.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
+QUANTIZATIONS = ("int8",)
 DEVICES = ("auto", "cpu", "cuda")
 BATCHING_MODES = ("continuous", "static", "sequential")
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
@@ -42,7 +43,16 @@ class EngineConfig:
     served_model_name: str | None = _option(
         None, "Name of the model in the API; default: the folder's name or the hub id."
     )
-    dtype: str = _option("auto", "Weights and computation; auto = the checkpoint's.", one_of=DTYPES)
+    dtype: str = _option(
+        "auto",
+        "Weights and computation; auto = the checkpoint's; int8 = the same as --quantization int8.",
+        one_of=DTYPES,
+    )
+    quantization: str | None = _option(
+        None,
+        "int8 = linear layers hold int8 and compute with it (CPU); the rest is bfloat16.",
+        one_of=QUANTIZATIONS,
+    )
     device: str = _option("auto", "auto = cuda where there is one, else cpu.", one_of=DEVICES)
     max_seq_len: int | None = _option(
         None, "Longest prompt + output in tokens; default: the model's own limit.", low=1
@@ -93,6 +103,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             self._check(spec)
+        if self.quantization and self.dtype not in ("auto", "bfloat16", "int8"):
+            raise ConfigError(
+                "dtype",
+                f"{self.dtype!r} does not go with quantization={self.quantization!r}: around the"
+                " int8 layers everything is computed in bfloat16; leave dtype out",
+            )
         if self.kv_cache_backend != "paged":
             if self.page_size is not None:
                 raise ConfigError(
@@ -154,6 +170,11 @@ class EngineConfig:
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise ConfigError(name, f"there is no such setting; {hint}")
         return cls(**kwargs)
+
+    @property
+    def int8(self) -> bool:
+        """Whether linear layers hold their weights in int8."""
+        return "int8" in (self.dtype, self.quantization)
 
     @property
     def prefix_caching(self) -> bool:

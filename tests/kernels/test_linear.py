@@ -12,13 +12,8 @@ from torch import Tensor
 from infer.config import EngineConfig
 from infer.engine import assemble
 from infer.kernels import linear, native
-from infer.kernels.linear import (
-    NativeLinear,
-    PackedLinear,
-    batch_invariance_problem,
-    linears,
-    make_linear,
-)
+from infer.kernels.invariance import batch_invariance_problem, linears
+from infer.kernels.linear import NativeLinear, PackedLinear, make_linear
 from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import dummy_source
@@ -186,8 +181,8 @@ class Breaking(PackedLinear):
         super().__init__(weight, None)
         self.num_rows = num_rows
 
-    def __call__(self, x: Tensor) -> Tensor:
-        y = super().__call__(x).clone()
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = super().__call__(x, residual).clone()
         if len(x) >= self.num_rows:
             y[len(x) // 2, -1] += 1
         return y

@@ -26,7 +26,7 @@ from infer.engine.machine import choose_device, choose_dtype, default_threads, r
 from infer.engine.plan import MemoryPlan, gib, make_plan
 from infer.engine.worker import EngineThread
 from infer.errors import ConfigError
-from infer.kernels.linear import batch_invariance_problem
+from infer.kernels.invariance import batch_invariance_problem
 from infer.models.config import ModelConfig
 from infer.models.model import Model, build_model
 from infer.runner.model_runner import ModelRunner
@@ -62,7 +62,9 @@ def assemble(config: EngineConfig) -> EngineParts:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     tokenizer = checkpoint.tokenizer()
     before = resident_bytes()
-    model = build_model(model_config, checkpoint.source(dtype, device), plan.max_seq_len)
+    source = checkpoint.source(dtype, device)
+    source.int8 = config.int8
+    model = build_model(model_config, source, plan.max_seq_len)
     after = resident_bytes()
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)

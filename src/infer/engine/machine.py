@@ -26,7 +26,14 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that `config.dtype` means for this model."""
+    """The dtype that `config.dtype` means for this model: of activations and cache, and of weights
+    that are not held in int8."""
+    if config.int8:
+        if device.type != "cpu":
+            raise ConfigError(
+                "quantization", f"'int8' runs on CPUs, not on {device.type}; use device='cpu'"
+            )
+        return torch.bfloat16
     name = model.dtype if config.dtype == "auto" else config.dtype
     if config.dtype == "auto" and name == "float16" and device.type == "cpu":
         name = "bfloat16"  # CPUs have no float16 arithmetic worth the name

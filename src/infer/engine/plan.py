@@ -16,6 +16,7 @@ from torch import Tensor
 from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
 from infer.engine.machine import choose_device, choose_dtype, free_bytes
 from infer.errors import ConfigError
+from infer.kernels.invariance import linears
 from infer.kernels.linear import can_pack
 from infer.models.config import ModelConfig
 from infer.models.model import build_model
@@ -112,7 +113,7 @@ def make_plan(
     free = free_bytes(device) if free is None else free
     batched = config.max_num_batched_tokens or (4096 if device.type == "cuda" else 512)
     seats = 1 if config.batching_mode == "sequential" else config.max_batch_size
-    parameters, weights = count_weights(model, dtype, device)
+    parameters, weights = count_weights(model, dtype, device, int8=config.int8)
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     cache = _Cache(
@@ -127,7 +128,7 @@ def make_plan(
     return MemoryPlan(
         model=name,
         device=device.type,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype="int8" if config.int8 else str(dtype).removeprefix("torch."),
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
@@ -200,7 +201,9 @@ def _advice(left: int, cache: _Cache, dtype: torch.dtype) -> str:
     )
 
 
-def count_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+def count_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False
+) -> tuple[int, int]:
     """(parameters, bytes in memory), by building the model without memory.
 
     A tied embedding counts twice in bytes where linear layers are packed: once to look tokens up,
@@ -215,11 +218,12 @@ def count_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device)
         return tensor
 
     source = WeightSource((), read, dtype=dtype, device=torch.device("meta"), complete=False)
-    build_model(config, source, max_seq_len=1)
+    model = build_model(config, source, max_seq_len=1)
     numbers = count
     if config.tie_embeddings and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         numbers += config.vocab_size * config.hidden_size
-    return count, numbers * dtype.itemsize
+    narrow = sum(layer.num_weights for layer in linears(model)) if int8 else 0
+    return count, (numbers - narrow) * dtype.itemsize + narrow
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:

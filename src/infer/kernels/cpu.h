@@ -54,8 +54,8 @@ struct TileConfig {  // all zero: the tiles are not in use
 #if defined(__linux__)
   unsigned a = 7, b, c = 0, d;
   __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
-  if ((d & (AMX_BF16 | AMX_TILE)) != (AMX_BF16 | AMX_TILE)) return false;
+  constexpr unsigned NEEDED = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tile, int8
+  if ((d & NEEDED) != NEEDED) return false;
   constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18;
   return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 #else

@@ -1,20 +1,27 @@
-// y = x Wᵀ + b in bfloat16 on the tile registers (AMX): plain C functions, loaded by native.py.
+// y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16 or int8, on the tile registers (AMX):
+// plain C functions, loaded by native.py. n: RMSNorm or nothing; g: two columns become one, as the
+// gate of an MLP wants it, or nothing; r: a residual or nothing.
 //
-// Shape letters: M rows, N output columns, K inputs; x [M, K], W [N, K], b [N], y [M, N].
+// Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
 //
-// A row's result is the same bit for bit in any company: every output element is one float32 sum
-// over all of K in ascending order, in whichever tile, thread and cache block it is computed. A
-// block of K that does not fit the cache stores its sums and goes on from them, which is exact,
-// and no sum is split between threads. Rows do not meet in a tile product (TDPBF16PS), so rows of
+// A row's result is the same bit for bit in any company: every sum runs over all of K in ascending
+// order in float32 (exactly, in int32, if W is int8), in whichever tile, thread and cache block it
+// is computed. A block of K that does not fit the cache stores its sums and goes on from them, which
+// is exact, and no sum is split between threads. Rows do not meet in a tile product, so rows of
 // zeros that fill the last tile change nothing, and zeros that fill up K add zeros at its end.
 //
-// W is packed once. A panel is 32 columns; in it, for every 32 inputs (a step), two tiles of 16
-// columns, in each 16 lines of 16 columns × 2 inputs, as the product wants them: a panel is read
-// in one sweep. x is packed at every call into tiles of 16 rows × 32 inputs, rows in groups of 32,
+// int8: each row of W has one scale, each row of n(x) one that is found when it is packed; largest
+// magnitude = 127.
+//
+// W is packed once. A panel is 32 columns; in it, for every 64 bytes of inputs (a step), two tiles
+// of 16 columns, in each 16 lines of 16 columns × 4 bytes, as the product wants them: a panel is
+// read in one sweep. With a gate, one tile holds columns of the first half of W, the other theirs of
+// the second. x is packed at every call into tiles of 16 rows × 64 bytes, rows in groups of 32,
 // because tiles read at x's own stride would fall into few sets of the cache.
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 
@@ -28,24 +35,37 @@
 
 namespace {
 
-constexpr int STEP = 32;             // inputs of a tile
 constexpr int SIDE = 32;             // rows of a group, columns of a panel: two tiles each
-constexpr long TILE = 1024;          // bytes
-constexpr long SUMS = SIDE * SIDE;   // float32 sums of a group × a panel
+constexpr long TILE = 1024;          // bytes: 16 lines of 64
+constexpr long SUMS = SIDE * SIDE;   // sums of a group × a panel, 4 bytes each
 constexpr long K_STEPS = 16;         // steps of a block of K: 32 KB of a panel, in the L1 cache
 constexpr long BLOCK_GROUPS = 8;     // groups of an item: with K_STEPS 256 KB of x, in the L2
 constexpr long BLOCK_PANELS = 16;    // panels of an item of several groups, at most
 constexpr long MOST_ROWS = 1024;     // rows that are packed at a time: bounds the memory
+constexpr long PACK_ROWS = 4;        // rows that a thread packs at a time; divides 16
 constexpr long AHEAD = 32 * TILE;    // how far a sweep over panels prefetches
+
+enum Gate { NONE, SILU, GELU };
 
 inline long ceil_div(long n, long by) { return (n + by - 1) / by; }
 
+struct Layer {  // what does not change between calls
+  char* weight;
+  long N, K, steps, panels, width;  // width: columns of y
+  bool int8, float_out;
+  Gate gate;
+  float eps;
+  float *norm, *bias, *scales;  // [K], [N], [N padded]; null: absent
+  Parallel parallel;
+};
+
 struct Call {  // some rows of one product
-  const uint16_t *x, *bias;
-  const char* weight;
-  uint16_t* y;
-  long M, N, K, x_stride, steps, panels;
-  char* packed;                                    // x
+  const Layer& layer;
+  const uint16_t *x, *residual;
+  char* y;
+  long M, x_stride;
+  char* packed;       // x
+  float* row_scales;  // int8
   long groups, row_blocks, item_panels, num_items, num_packs;
   std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
 
@@ -53,9 +73,10 @@ struct Call {  // some rows of one product
 };
 
 struct Packing {  // rows of W that become columns from `column` on
+  const Layer& layer;
   const uint16_t* source;
-  char* weight;
-  long rows, K, stride, column, steps;
+  long rows, stride, column;
+  long first, end;  // panels
   std::atomic<long> next{0};
 };
 
@@ -90,64 +111,164 @@ class Memory {
   size_t size_ = 0;
 };
 
-TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8")
+
+INLINE __mmask32 first_of_32(long n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
+INLINE __mmask16 first_of_16(long n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
+
+INLINE __m512 widen(__mmask16 lanes, const uint16_t* from) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+// ---- int8 --------------------------------------------------------------------------------------
+
+constexpr uint32_t INFINITE = 0x7f800000;
+
+INLINE __m512i magnitude(__m512 x) {  // as integers: NaN is larger than everything
+  return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+}
+
+struct Scale {
+  float scale, inverse;
+  explicit Scale(__m512i magnitudes) {
+    const uint32_t bits = _mm512_reduce_max_epu32(magnitudes);
+    float largest;
+    std::memcpy(&largest, &bits, 4);
+    // A row that is not finite stays so: its numbers are lost, its scale makes NaN of them.
+    scale = bits < INFINITE ? largest / 127.f : std::nanf("");
+    inverse = bits && bits < INFINITE ? 127.f / largest : 0.f;
+  }
+};
+
+INLINE __m128i quantized(__m512 x, float inverse) {
+  return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse))));
+}
 
 // ---- Packing -----------------------------------------------------------------------------------
 
-INLINE __mmask32 first_of_32(long n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
+// Numbers [first, …) of a row of W as one line of a tile.
+INLINE __m512i line_of(const Layer& layer, const uint16_t* row, long step, float inverse) {
+  if (!layer.int8) return _mm512_maskz_loadu_epi16(first_of_32(layer.K - step * 32), row + step * 32);
+  alignas(64) char line[64];
+  for (int i = 0; i < 4; ++i) {
+    const long first = step * 64 + i * 16;
+    const __m512 x = widen(first_of_16(layer.K - first), row + first);
+    _mm_store_si128((__m128i*)(line + i * 16), quantized(x, inverse));
+  }
+  return _mm512_load_si512(line);
+}
 
 // One panel's tiles, as far as they come from this source: the others' columns stay untouched.
 void pack_panel(const Packing& p, long panel) {
+  const Layer& layer = p.layer;
   const __m512i lines = _mm512_mullo_epi32(
       _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(16));
   for (int half = 0; half < 2; ++half) {
-    const long first = panel * SIDE + half * 16 - p.column;  // the source's row of lane 0
+    // The column of lane 0, and the source's row that it is.
+    const long column = layer.gate ? half * layer.width + panel * 16 : panel * SIDE + half * 16;
+    const long column_end = layer.gate ? (half + 1) * layer.width : layer.N;
+    const long first = column - p.column;
     __mmask16 lanes = 0;
-    for (int i = 0; i < 16; ++i) lanes |= (first + i >= 0 && first + i < p.rows) << i;
+    float inverses[16] = {};
+    for (int i = 0; i < 16; ++i) {
+      if (first + i < 0 || first + i >= p.rows || column + i >= column_end) continue;
+      lanes |= 1 << i;
+      if (!layer.int8) continue;
+      __m512i most = _mm512_setzero_si512();
+      for (long k = 0; k < layer.K; k += 16)
+        most = _mm512_max_epu32(most, magnitude(widen(
+            first_of_16(layer.K - k), p.source + (first + i) * p.stride + k)));
+      const Scale scale(most);
+      layer.scales[panel * SIDE + half * 16 + i] = scale.scale;
+      inverses[i] = scale.inverse;
+    }
     if (!lanes) continue;
-    for (long step = 0; step < p.steps; ++step) {
+    for (long step = 0; step < layer.steps; ++step) {
       // Whole lines first: gathering straight from rows that lie 4 KB apart would thrash the L1.
       alignas(64) uint32_t square[16][16];
-      const __mmask32 inputs = first_of_32(p.K - step * STEP);
       for (int i = 0; i < 16; ++i)
         if (lanes >> i & 1)
-          _mm512_store_si512(square[i], _mm512_maskz_loadu_epi16(
-              inputs, p.source + (first + i) * p.stride + step * STEP));
-      char* to = p.weight + ((panel * p.steps + step) * 2 + half) * TILE;
-      for (int pair = 0; pair < 16; ++pair)
+          _mm512_store_si512(square[i], line_of(layer, p.source + (first + i) * p.stride, step,
+                                                inverses[i]));
+      char* to = layer.weight + ((panel * layer.steps + step) * 2 + half) * TILE;
+      for (int part = 0; part < 16; ++part)
         _mm512_mask_storeu_epi32(
-            to + pair * 64, lanes,
-            _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, lines, &square[0][pair], 4));
+            to + part * 64, lanes,
+            _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, lines, &square[0][part], 4));
     }
   }
 }
 
 void pack_weight(void* data) {
   Packing& p = *(Packing*)data;
-  const long first = p.column / SIDE, end = ceil_div(p.column + p.rows, SIDE);
-  for (long panel; (panel = first + p.next.fetch_add(1)) < end;) pack_panel(p, panel);
+  for (long panel; (panel = p.first + p.next.fetch_add(1)) < p.end;) pack_panel(p, panel);
 }
 
-constexpr long PACK_STEPS = 32;  // of one tile row of x: what a thread packs at a time
+// n(x) of a row in float32, zeros up to a whole step; returns the largest magnitude in each lane.
+INLINE __m512i read_row(const Layer& layer, const uint16_t* x, float* to) {
+  const long K = layer.K;
+  __m512 factor = _mm512_set1_ps(1.f);
+  if (layer.norm) {
+    __m512 squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    for (long k = 0; k < K; k += 32)
+      for (int i = 0; i < 2; ++i) {
+        const __m512 part = widen(first_of_16(K - k - i * 16), x + k + i * 16);
+        squares[i] = _mm512_fmadd_ps(part, part, squares[i]);
+      }
+    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1]));
+    factor = _mm512_set1_ps(1.f / std::sqrt(sum / K + layer.eps));
+  }
+  __m512i most = _mm512_setzero_si512();
+  for (long k = 0; k < layer.steps * (layer.int8 ? 64 : 32); k += 16) {
+    const __mmask16 lanes = first_of_16(K - k);
+    __m512 part = widen(lanes, x + k);
+    if (layer.norm)
+      part = _mm512_mul_ps(_mm512_mul_ps(part, factor), _mm512_maskz_loadu_ps(lanes, layer.norm + k));
+    most = _mm512_max_epu32(most, magnitude(part));
+    _mm512_store_ps(to + k, part);
+  }
+  return most;
+}
 
-void pack_rows(const Call& c, long item) {
-  const long parts = ceil_div(c.steps, PACK_STEPS), tile_row = item / parts;
-  const long group = tile_row / 2, tiles = c.tiles_in(group), row = tile_row * 16;
-  const long begin = item % parts * PACK_STEPS, end = std::min(begin + PACK_STEPS, c.steps);
-  char* to = c.packed + (group * c.steps * 2 + begin * tiles + tile_row % 2) * TILE;
-  for (long step = begin; step < end; ++step, to += tiles * TILE) {
-    const __mmask32 inputs = first_of_32(c.K - step * STEP);
-    const uint16_t* from = c.x + row * c.x_stride + step * STEP;
-    for (long i = 0; i < 16; ++i, from += c.x_stride)  // rows behind the end are zeros
-      _mm512_store_si512(to + i * 64, _mm512_maskz_loadu_epi16(row + i < c.M ? inputs : 0, from));
+// Rows of x → lines of tiles; rows behind the end are zeros.
+void pack_rows(const Call& c, long item, float* scratch) {
+  const Layer& layer = c.layer;
+  const long first = item * PACK_ROWS, group = first / SIDE, tiles = c.tiles_in(group);
+  char* tile = c.packed + (group * layer.steps * 2 + first / 16 % 2) * TILE;
+  for (long row = first; row < first + PACK_ROWS; ++row) {
+    char* to = tile + row % 16 * 64;
+    const uint16_t* x = c.x + row * c.x_stride;
+    if (row >= c.M) {
+      for (long step = 0; step < layer.steps; ++step, to += tiles * TILE)
+        _mm512_store_si512(to, _mm512_setzero_si512());
+    } else if (layer.int8) {
+      const Scale scale(read_row(layer, x, scratch));
+      c.row_scales[row] = scale.scale;
+      for (const float* from = scratch; from < scratch + layer.steps * 64; to += tiles * TILE)
+        for (int i = 0; i < 64; i += 16, from += 16)
+          _mm_store_si128((__m128i*)(to + i), quantized(_mm512_load_ps(from), scale.inverse));
+    } else if (layer.norm) {
+      read_row(layer, x, scratch);
+      for (long step = 0; step < layer.steps; ++step, to += tiles * TILE)
+        _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(
+            _mm512_load_ps(scratch + step * 32 + 16), _mm512_load_ps(scratch + step * 32)));
+    } else {
+      for (long step = 0; step < layer.steps; ++step, to += tiles * TILE)
+        _mm512_store_si512(
+            to, _mm512_maskz_loadu_epi16(first_of_32(layer.K - step * 32), x + step * 32));
+    }
   }
 }
 
 // ---- Product -----------------------------------------------------------------------------------
 
 // sums (= or +=) a group × a panel over some steps; meanwhile prefetches lines from `next` on.
-template <int ROWS, bool FIRST>
+template <bool INT8, int ROWS, bool FIRST>
 void multiply(const char* a, const char* b, long steps, float* sums, const char* next, long lines) {
+#define PRODUCT(to, from, by) \
+  if (INT8) _tile_dpbssd(to, from, by); \
+  else _tile_dpbf16ps(to, from, by)
   FENCE();
   if (FIRST) {
     _tile_zero(0);
@@ -169,13 +290,13 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
     next += lines * 64;
     _tile_loadd(6, b, 64);
     _tile_stream_loadd(4, a, 64);
-    _tile_dpbf16ps(0, 4, 6);
+    PRODUCT(0, 4, 6);
     _tile_loadd(7, b + TILE, 64);
-    _tile_dpbf16ps(1, 4, 7);
+    PRODUCT(1, 4, 7);
     if (ROWS == 2) {
       _tile_stream_loadd(5, a + TILE, 64);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      PRODUCT(2, 5, 6);
+      PRODUCT(3, 5, 7);
     }
     a += ROWS * TILE;
     b += 2 * TILE;
@@ -187,64 +308,114 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
     _tile_stored(3, sums + 768, 64);
   }
   FENCE();
+#undef PRODUCT
 }
 
+template <bool INT8>
 void multiply(int tiles, bool first, const char* a, const char* b, long steps, float* sums,
               const char* next, long lines) {
-  if (tiles == 2) (first ? multiply<2, true> : multiply<2, false>)(a, b, steps, sums, next, lines);
-  else (first ? multiply<1, true> : multiply<1, false>)(a, b, steps, sums, next, lines);
+  if (tiles == 2)
+    (first ? multiply<INT8, 2, true> : multiply<INT8, 2, false>)(a, b, steps, sums, next, lines);
+  else
+    (first ? multiply<INT8, 1, true> : multiply<INT8, 1, false>)(a, b, steps, sums, next, lines);
 }
 
-INLINE __m512 widen(__mmask16 lanes, const uint16_t* from) {
-  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+void multiply(const Layer& layer, int tiles, bool first, const char* a, const char* b, long steps,
+              float* sums, const char* next, long lines) {
+  (layer.int8 ? multiply<true> : multiply<false>)(tiles, first, a, b, steps, sums, next, lines);
 }
 
-// The bias, the rounding to bfloat16, and out.
-void finish(const Call& c, const float* sums, long group, long panel) {
-  const long column = panel * SIDE, row = group * SIDE, rows = std::min<long>(SIDE, c.M - row);
-  const __mmask32 columns = first_of_32(c.N - column);
-  __m512 low = _mm512_setzero_ps(), high = low;
-  if (c.bias) {
-    low = widen((__mmask16)columns, c.bias + column);
-    high = widen((__mmask16)(columns >> 16), c.bias + column + 16);
+INLINE __m512 exponential(__m512 x) {
+  const __m512 scaled = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+  const __m512 whole = _mm512_roundscale_ps(scaled, 8);  // to the nearest integer
+  const __m512 r = _mm512_sub_ps(scaled, whole);         // in [-½, ½]: 2^r by its series
+  __m512 p = _mm512_set1_ps(1.5403530e-4f);
+  for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(p, whole);
+}
+
+// silu(x) = x / (1 + exp(-x)); gelu by tanh is the same function of another argument.
+INLINE __m512 activated(Gate gate, __m512 x) {
+  __m512 z = x;
+  if (gate == GELU) {
+    const __m512 cubed = _mm512_mul_ps(_mm512_mul_ps(x, x), x);
+    z = _mm512_mul_ps(_mm512_set1_ps(1.59576912f),
+                      _mm512_fmadd_ps(cubed, _mm512_set1_ps(0.044715f), x));
   }
-  uint16_t* to = c.y + row * c.N + column;
-  for (long r = 0; r < rows; ++r, to += c.N) {
-    const float* from = sums + r / 16 * 512 + r % 16 * 16;
-    const __m512 left = _mm512_add_ps(_mm512_load_ps(from), low);
-    const __m512 right = _mm512_add_ps(_mm512_load_ps(from + 256), high);
-    _mm512_mask_storeu_epi16(to, columns, (__m512i)_mm512_cvtne2ps_pbh(right, left));
+  const __m512 one = _mm512_set1_ps(1.f);
+  return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+}
+
+// 16 columns: the residual, the rounding, and out.
+INLINE void put(const Call& c, long row, long column, __m512 value) {
+  const __mmask16 lanes = first_of_16(c.layer.width - column);
+  const long at = row * c.layer.width + column;
+  if (c.residual) value = _mm512_add_ps(value, widen(lanes, c.residual + at));
+  if (c.layer.float_out) _mm512_mask_storeu_ps((float*)c.y + at, lanes, value);
+  else _mm256_mask_storeu_epi16((uint16_t*)c.y + at, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+}
+
+// Sums → y: the scales, the bias, the gate.
+void finish(const Call& c, const float* sums, long group, long panel) {
+  const Layer& layer = c.layer;
+  const long first = group * SIDE, rows = std::min<long>(SIDE, c.M - first);
+  const long column = panel * (layer.gate ? 16 : SIDE), other = column + (layer.gate ? layer.width : 16);
+  __m512 scales[2], bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+  if (layer.int8)
+    for (int i = 0; i < 2; ++i) scales[i] = _mm512_loadu_ps(layer.scales + panel * SIDE + i * 16);
+  if (layer.bias) {
+    bias[0] = _mm512_maskz_loadu_ps(first_of_16(layer.width - column), layer.bias + column);
+    bias[1] = _mm512_maskz_loadu_ps(first_of_16(layer.N - other), layer.bias + other);
+  }
+  for (long r = 0; r < rows; ++r) {
+    __m512 parts[2];
+    for (int i = 0; i < 2; ++i) {
+      const float* from = sums + r / 16 * 512 + i * 256 + r % 16 * 16;
+      parts[i] = _mm512_load_ps(from);
+      if (layer.int8) {
+        const __m512 by = _mm512_mul_ps(scales[i], _mm512_set1_ps(c.row_scales[first + r]));
+        parts[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(parts[i])), by);
+      }
+      parts[i] = _mm512_add_ps(parts[i], bias[i]);
+    }
+    if (layer.gate) {
+      put(c, first + r, column, _mm512_mul_ps(activated(layer.gate, parts[0]), parts[1]));
+    } else {
+      put(c, first + r, column, parts[0]);
+      put(c, first + r, column + 16, parts[1]);
+    }
   }
 }
 
 // One group: W is read once from end to end, each panel's sums stay in the tiles.
 void sweep(const Call& c, long group, long begin, long end, float* sums) {
-  const long panel_bytes = c.steps * 2 * TILE;
+  const long panel_bytes = c.layer.steps * 2 * TILE;
   for (long panel = begin; panel < end; ++panel) {
-    const char* b = c.weight + panel * panel_bytes;
-    multiply(c.tiles_in(group), true, c.packed + group * panel_bytes, b, c.steps, sums, b + AHEAD,
-             2 * TILE / 64);
+    const char* b = c.layer.weight + panel * panel_bytes;
+    multiply(c.layer, c.tiles_in(group), true, c.packed + group * panel_bytes, b, c.layer.steps, sums,
+             b + AHEAD, 2 * TILE / 64);
     finish(c, sums, group, panel);
   }
 }
 
 // Several groups: a slice of a panel stays in the L1 cache while the groups' tiles pass by.
 void block(const Call& c, long group, long group_end, long begin, long end, float* sums) {
-  const long panel_bytes = c.steps * 2 * TILE, groups = group_end - group;
-  for (long k = 0; k < c.steps; k += K_STEPS) {
-    const long steps = std::min(K_STEPS, c.steps - k);
+  const Layer& layer = c.layer;
+  const long panel_bytes = layer.steps * 2 * TILE, groups = group_end - group;
+  for (long k = 0; k < layer.steps; k += K_STEPS) {
+    const long steps = std::min(K_STEPS, layer.steps - k);
     for (long panel = begin; panel < end; ++panel) {
-      const char* b = c.weight + panel * panel_bytes + k * 2 * TILE;
+      const char* b = layer.weight + panel * panel_bytes + k * 2 * TILE;
       const char* next = panel + 1 < end ? b + panel_bytes
-                                         : c.weight + begin * panel_bytes + (k + K_STEPS) * 2 * TILE;
+                                         : layer.weight + begin * panel_bytes + (k + K_STEPS) * 2 * TILE;
       const long lines = ceil_div(2 * TILE / 64, groups);
       for (long g = 0; g < groups; ++g) {
         const int tiles = c.tiles_in(group + g);
         float* own = sums + ((panel - begin) * groups + g) * SUMS;
-        multiply(tiles, k == 0, c.packed + (group + g) * panel_bytes + k * tiles * TILE, b, steps,
-                 own, next + g * steps * lines * 64, lines);
-        if (k + steps == c.steps) finish(c, own, group + g, panel);
+        multiply(layer, tiles, k == 0, c.packed + (group + g) * panel_bytes + k * tiles * TILE, b,
+                 steps, own, next + g * steps * lines * 64, lines);
+        if (k + steps == layer.steps) finish(c, own, group + g, panel);
       }
     }
   }
@@ -253,8 +424,11 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
 void compute(void* data) {
   static thread_local Memory memory;
   Call& c = *(Call*)data;
+  const long row_floats = ceil_div(c.layer.K, 64) * 64;
+  char* own = memory.reserve(
+      std::max(BLOCK_GROUPS * BLOCK_PANELS * SUMS, row_floats) * sizeof(float));
   for (long item; (item = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1))
-    pack_rows(c, item);
+    pack_rows(c, item, (float*)own);
   for (int tries = 0; c.done_packs.load() < c.num_packs; ++tries)
     if (tries < 4000) _mm_pause();
     else std::this_thread::yield();
@@ -264,10 +438,10 @@ void compute(void* data) {
   for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.colsb[i] = 64;
   FENCE();
   _tile_loadconfig(&config);
-  float* sums = (float*)memory.reserve(BLOCK_GROUPS * BLOCK_PANELS * SUMS * sizeof(float));
+  float* sums = (float*)own;
   for (long item; (item = c.next_item.fetch_add(1)) < c.num_items;) {
     const long panel = item / c.row_blocks * c.item_panels, part = item % c.row_blocks;
-    const long panel_end = std::min(panel + c.item_panels, c.panels);
+    const long panel_end = std::min(panel + c.item_panels, c.layer.panels);
     const long group = c.groups * part / c.row_blocks;
     const long group_end = c.groups * (part + 1) / c.row_blocks;
     if (group_end - group == 1) sweep(c, group, panel, panel_end, sums);
@@ -276,6 +450,16 @@ void compute(void* data) {
   restore_tiles(&before);  // others on this thread (oneDNN) may count on the tiles' shape
 }
 END_TARGET
+
+float* copy_of(const float* from, long count) {
+  if (!from) return nullptr;
+  float* to = new float[count];
+  std::memcpy(to, from, count * sizeof(float));
+  return to;
+}
+
+long panels_of(long N, int gate) { return gate ? ceil_div(N / 2, 16) : ceil_div(N, SIDE); }
+long steps_of(long K, int int8) { return ceil_div(K, int8 ? 64 : 32); }
 
 }  // namespace
 
@@ -287,46 +471,63 @@ int infer_linear_runs_here() {
          __builtin_cpu_supports("avx512bf16") && may_use_tiles();
 }
 
-long infer_linear_packed_bytes(long N, long K) {
-  return ceil_div(N, SIDE) * ceil_div(K, STEP) * 2 * TILE;
+long infer_linear_packed_bytes(long N, long K, int int8, int gate) {
+  return panels_of(N, gate) * steps_of(K, int8) * 2 * TILE;
 }
 
-// Rows of a weight (bfloat16, `stride` elements apart) → columns from `column` on of `packed`, which
-// holds N columns; the sources of a fused layer come one by one. Columns that fill up the last panel
-// stay as they are: columns do not meet in a product either.
-void infer_linear_pack(const uint16_t* source, long rows, long K, long stride, char* packed,
-                       long column, long N, void* parallel, int threads) {
-  if (column == 0) ask_for_huge_pages(packed, infer_linear_packed_bytes(N, K));
-  Packing packing{source, packed, rows, K, stride, column, ceil_div(K, STEP)};
-  run_threads((Parallel)parallel, pack_weight, &packing, threads);
+// A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are
+// copied and may be null. gate: 0, or SILU or GELU, then y has N / 2 columns.
+void* infer_linear_new(char* packed, long N, long K, int int8, int gate, int float_out,
+                       const float* bias, const float* norm, float eps, void* parallel) {
+  ask_for_huge_pages(packed, infer_linear_packed_bytes(N, K, int8, gate));
+  const long panels = panels_of(N, gate);
+  Layer* layer = new Layer{packed, N, K, steps_of(K, int8), panels, gate ? N / 2 : N, int8 != 0,
+                           float_out != 0, (Gate)gate, eps, copy_of(norm, K), copy_of(bias, N),
+                           int8 ? new float[panels * SIDE]() : nullptr, (Parallel)parallel};
+  return layer;
 }
 
-// Strides in elements; `bias` may be null; y is dense.
-void infer_linear(const uint16_t* x, const char* packed, const uint16_t* bias, uint16_t* y, long M,
-                  long N, long K, long x_stride, void* parallel, int threads) {
+void infer_linear_free(void* handle) {
+  Layer* layer = (Layer*)handle;
+  for (float* numbers : {layer->norm, layer->bias, layer->scales}) delete[] numbers;
+  delete layer;
+}
+
+// Rows of a weight (bfloat16, `stride` elements apart) → columns from `column` on; the sources of a
+// fused layer come one by one. Columns that fill up the last panel stay as they are: columns do not
+// meet in a product either.
+void infer_linear_pack(void* handle, const uint16_t* source, long rows, long stride, long column,
+                       int threads) {
+  const Layer& layer = *(Layer*)handle;
+  const long first = column / SIDE, end = ceil_div(column + rows, SIDE);
+  Packing packing{layer, source, rows, stride, column, layer.gate ? 0 : first,
+                  layer.gate ? layer.panels : end};
+  run_threads(layer.parallel, pack_weight, &packing, threads);
+}
+
+// Strides in elements; `residual` [M, width of y] may be null; y is dense.
+void infer_linear(void* handle, const uint16_t* x, long x_stride, const uint16_t* residual, char* y,
+                  long M, int threads) {
   static thread_local Memory memory;
+  const Layer& layer = *(Layer*)handle;
   for (long row = 0; row < M; row += MOST_ROWS) {
-    Call c{};
+    Call c{layer};
     c.x = x + row * x_stride;
-    c.bias = bias;
-    c.weight = packed;
-    c.y = y + row * N;
+    c.residual = residual ? residual + row * layer.width : nullptr;
+    c.y = y + row * layer.width * (layer.float_out ? 4 : 2);
     c.M = std::min(MOST_ROWS, M - row);
-    c.N = N;
-    c.K = K;
     c.x_stride = x_stride;
-    c.steps = ceil_div(K, STEP);
-    c.panels = ceil_div(N, SIDE);
     c.groups = ceil_div(c.M, SIDE);
-    c.packed = memory.reserve(c.groups * c.steps * 2 * TILE);
-    c.num_packs = ceil_div(c.M, 16) * ceil_div(c.steps, PACK_STEPS);
+    c.row_scales = (float*)memory.reserve(MOST_ROWS * sizeof(float) + c.groups * layer.steps * 2 * TILE);
+    c.packed = (char*)(c.row_scales + MOST_ROWS);
+    c.num_packs = ceil_div(c.M, 16) * (16 / PACK_ROWS);
     c.row_blocks = ceil_div(c.groups, BLOCK_GROUPS);
     // Enough items that no thread waits long for another, up to as many panels as the cache holds.
-    const long share = c.panels * c.row_blocks / (8 * threads);
+    const long share = layer.panels * c.row_blocks / (8 * threads);
     c.item_panels = std::clamp(share, 1L, BLOCK_PANELS);
-    c.num_items = ceil_div(c.panels, c.item_panels) * c.row_blocks;
-    const bool tiny = c.panels * c.steps * c.groups < 256;  // less work than waking a thread
-    run_threads((Parallel)parallel, compute, &c, tiny ? 1 : threads);
+    c.num_items = ceil_div(layer.panels, c.item_panels) * c.row_blocks;
+    const bool tiny = layer.panels * layer.steps * c.groups < 256;  // less than waking a thread
+    run_threads(layer.parallel, compute, &c, tiny ? 1 : threads);
   }
 }
 
@@ -336,7 +537,9 @@ void infer_linear(const uint16_t* x, const char* packed, const uint16_t* bias, u
 
 extern "C" {  // nobody calls the others where this says no
 int infer_linear_runs_here() { return 0; }
-long infer_linear_packed_bytes(long, long) { return 0; }
+long infer_linear_packed_bytes(long, long, int, int) { return 0; }
+void infer_linear_new() {}
+void infer_linear_free() {}
 void infer_linear_pack() {}
 void infer_linear() {}
 }

@@ -1,16 +1,22 @@
-"""`Linear`: y = x Wᵀ + b with the weight in the layout that the machine reads fastest.
+"""`Linear`: y = gate(W norm(x) + b) + residual, the weight in the layout the machine reads fastest.
 
-Made by `make_linear`, used by the models; the original weight may be freed after. A row's result is
-the same bit for bit in any number of rows from one up: by construction in `NativeLinear` (bfloat16
-on CPUs with AMX: linear.cpp), by observation in `PackedLinear` (oneDNN; not in bfloat16 with AMX,
-where it cuts a sum differently for different numbers of rows), not at all in `PlainLinear`
-(`F.linear`). `batch_invariance_problem` looks whether it holds for a model on this machine.
+Made by `make_linear`, used by the models; the original weight may be freed after. The weight is
+held in the dtype of the activations or in int8: one scale for each output, one for each row of
+activations, found when the row is computed, and an exact integer sum between them.
+
+A row's result is the same bit for bit in any number of rows from one up: by construction in
+`NativeLinear` (bfloat16 and int8 on CPUs with AMX: linear.cpp) and in `Int8Linear`, by observation
+in `PackedLinear` (oneDNN; not in bfloat16 with AMX, where it cuts a sum differently for different
+numbers of rows), not at all in `PlainLinear` (`F.linear`). `kernels.invariance` looks whether it
+holds for a model on this machine.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,32 +29,92 @@ VARIABLE = "INFER_LINEAR"
 """`native` or `onednn`, to compare them; unset: the best that runs here."""
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm with a weight [in]; one in float32 is also applied in float32."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Over the last dimension."""
+        if self.weight.dtype == x.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fusion:
+    """What a layer computes around its product."""
+
+    norm: Norm | None = None
+    gate: str | None = None
+    """`silu` or `gelu_tanh`: of two halves of columns, act(first) · second"""
+    float_out: bool = False
+    """the result in float32"""
+
+
+PRODUCT_ONLY = Fusion()
+
+
 class Linear(Protocol):
     """A linear layer: [T, in] → [T, out]."""
 
     in_features: int
     out_features: int
+    num_weights: int
     dtype: torch.dtype
+    """of the activations"""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Apply it."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Apply it; `residual` [T, out] is added to the result."""
 
 
-class PlainLinear:
+class _Composed:
+    """A layer of torch's own operations around `product`."""
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
+    ) -> None:
+        rows, self.in_features = weight.shape
+        self.out_features = rows // 2 if fusion.gate else rows
+        self.num_weights = weight.numel()
+        self.dtype = weight.dtype
+        self.bias = bias
+        self.fusion = fusion
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in] → [T, out]."""
+        fusion = self.fusion
+        y = self.product(x if fusion.norm is None else fusion.norm(x))
+        if fusion.gate:
+            first, second = y.chunk(2, dim=-1)
+            silu = fusion.gate == "silu"
+            y = (F.silu(first) if silu else F.gelu(first, approximate="tanh")) * second
+        if fusion.float_out:
+            y = y.float()
+        return y if residual is None else residual + y
+
+
+class PlainLinear(_Composed):
     """`F.linear`, for devices and dtypes without a packed form."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
+    ) -> None:
+        super().__init__(weight, bias, fusion)
         self.weight = weight
-        self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] → [T, out]."""
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b."""
         return F.linear(x, self.weight, self.bias)
 
 
-class PackedLinear:
+class PackedLinear(_Composed):
     """A weight in oneDNN's blocked layout: one packed copy serves every number of rows.
 
     The product of a row is the same for any number of rows from two up; one row is therefore
@@ -56,17 +122,16 @@ class PackedLinear:
     that does not hold.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.bias = bias
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
+    ) -> None:
+        super().__init__(weight, bias, fusion)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] → [T, out]."""
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b."""
         if x.shape[0] == 1:
-            twice = x.expand(2, -1).contiguous()
-            return self._apply(twice)[:1]
+            return self._apply(x.expand(2, -1).contiguous())[:1]
         return self._apply(x)
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -74,47 +139,102 @@ class PackedLinear:
         return out
 
 
-class NativeLinear:
-    """The product of linear.cpp; the weight is packed from its parts without being joined first."""
+class Int8Linear(_Composed):
+    """A weight in int8 in oneDNN's layout, where `NativeLinear` cannot be used.
 
-    def __init__(self, weights: Sequence[Tensor], bias: Tensor | None) -> None:
+    Activations are shifted to unsigned numbers: with signed ones oneDNN takes a path that is
+    thousands of times slower.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
+    ) -> None:
+        super().__init__(weight, bias, fusion)
+        whole, scales = _quantized(weight)
+        self._scales = scales.squeeze(1)
+        self._weight = torch.ops.onednn.qlinear_prepack(whole.to(torch.int8), None)
+        self._zeros = torch.zeros(len(weight), dtype=torch.int64)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b."""
+        whole, scales = _quantized(x)
+        unsigned = whole.add_(128).to(torch.uint8)
+        arguments = (self._weight, self._scales, self._zeros, None, 1.0, 0, torch.float32)
+        y: Tensor = torch.ops.onednn.qlinear_pointwise(
+            unsigned, 1.0, 128, *arguments, "none", [], ""
+        )
+        y *= scales
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+
+def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """([R, n] whole numbers, [R, 1] scales) of rows: the largest magnitude becomes 127."""
+    wide = rows.float()
+    most = wide.abs().amax(dim=1, keepdim=True)
+    usable = most.isfinite() & (most > 0)
+    # A row that is not finite stays so: its numbers are lost, its scale makes NaN of them.
+    scales = torch.where(most.isfinite(), most / 127, torch.nan)
+    inverse = torch.where(usable, torch.full_like(most, 127.0) / most, 0.0)
+    return (wide * inverse).nan_to_num_(0.0).round_(), scales
+
+
+class NativeLinear:
+    """The layer of linear.cpp; the weight is packed from its parts without being joined first."""
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        bias: Tensor | None = None,
+        fusion: Fusion = PRODUCT_ONLY,
+        *,
+        int8: bool = False,
+    ) -> None:
         """`weights` [out_i, in], bfloat16, one below the other; `RuntimeError` if it cannot run."""
         library = native.library()
         if reason := native_obstacle():
             raise RuntimeError(reason)
         assert not isinstance(library, str)
-        self.out_features = sum(weight.shape[0] for weight in weights)
-        self.in_features = weights[0].shape[1]
+        rows, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        gate = 0 if fusion.gate is None else 1 + ("silu", "gelu_tanh").index(fusion.gate)
+        self.in_features, self.out_features = width, rows // 2 if gate else rows
+        self.num_weights = rows * width
         self.dtype = torch.bfloat16
-        num_bytes = library.infer_linear_packed_bytes(self.out_features, self.in_features)
+        self.out_dtype = torch.float32 if fusion.float_out else torch.bfloat16
+        num_bytes = library.infer_linear_packed_bytes(rows, width, int8, gate)
         self._weight = torch.empty(num_bytes, dtype=torch.uint8)
-        self._bias = None if bias is None else bias.contiguous()
+        bias = None if bias is None else bias.float().contiguous()
+        norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
+        assert norm is None or norm.shape == (width,)
+        self._layer = library.infer_linear_new(
+            *(self._weight.data_ptr(), rows, width, int8, gate, fusion.float_out),
+            *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
+            *(0.0 if fusion.norm is None else fusion.norm.eps, native.parallel()),
+        )
+        weakref.finalize(self, library.infer_linear_free, self._layer)
         column = 0
         for part in weights:
-            assert (part.dtype, part.shape[1]) == (torch.bfloat16, self.in_features)
-            rows = part if part.stride(1) == 1 else part.contiguous()
+            assert (part.dtype, part.shape[1]) == (torch.bfloat16, width)
+            source = part if part.stride(1) == 1 else part.contiguous()
             library.infer_linear_pack(
-                *(rows.data_ptr(), *rows.shape, rows.stride(0), self._weight.data_ptr(), column),
-                *(self.out_features, native.parallel(), torch.get_num_threads()),
+                *(self._layer, source.data_ptr(), len(source), source.stride(0), column),
+                torch.get_num_threads(),
             )
-            column += len(rows)
-        self._product = library.infer_linear
-        self._parallel = native.parallel()
+            column += len(source)
+        self._apply = library.infer_linear
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, in] → [T, out]."""
         assert (x.dtype, x.shape[1]) == (torch.bfloat16, self.in_features)
         if x.stride(1) != 1:
             x = x.contiguous()
-        num_rows = x.shape[0]
-        out = torch.empty((num_rows, self.out_features), dtype=torch.bfloat16)
-        self._product(
-            x.data_ptr(),
-            self._weight.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            *(num_rows, self.out_features, self.in_features, x.stride(0)),
-            self._parallel,
+        out = torch.empty((x.shape[0], self.out_features), dtype=self.out_dtype)
+        added = None
+        if residual is not None:
+            assert (residual.dtype, residual.shape) == (torch.bfloat16, out.shape)
+            residual = residual.contiguous()
+            added = residual.data_ptr()
+        self._apply(
+            *(self._layer, x.data_ptr(), x.stride(0), added, out.data_ptr(), x.shape[0]),
             torch.get_num_threads(),
         )
         return out
@@ -139,7 +259,13 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def make_linear(weight: Tensor | Sequence[Tensor], bias: Tensor | None = None) -> Linear:
+def make_linear(
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | None = None,
+    fusion: Fusion = PRODUCT_ONLY,
+    *,
+    int8: bool = False,
+) -> Linear:
     """The fastest `Linear` for a weight [out, in], or for several, one below the other."""
     parts = [weight] if isinstance(weight, Tensor) else list(weight)
     wanted = os.environ.get(VARIABLE, "")
@@ -148,53 +274,11 @@ def make_linear(weight: Tensor | Sequence[Tensor], bias: Tensor | None = None) -
     if wanted != "onednn" and parts[0].device.type == "cpu" and parts[0].dtype == torch.bfloat16:
         reason = native_obstacle()
         if reason is None:
-            return NativeLinear(parts, bias)
+            return NativeLinear(parts, bias, fusion, int8=int8)
         if wanted == "native":
             raise ValueError(f"{VARIABLE}=native is not possible: {reason}")
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return PackedLinear(whole, bias) if can_pack(whole) else PlainLinear(whole, bias)
-
-
-_ROWS = (2, 3, 17, 40, 130)
-"""Numbers of rows that are compared with one; a library's choices change around powers of two."""
-
-_ELEMENTS = 16384
-"""Results to compare per layer and number of rows: rounding hides most differences. oneDNN's other
-order of a sum over 2048 shows in about one of 4,000 results in bfloat16."""
-
-
-def batch_invariance_problem(model: object) -> str | None:
-    """Whether a row's product depends on the rows beside it, in one layer of each of its shapes.
-
-    None: no difference was seen. `model`: anything that holds `Linear`s in attributes or lists.
-    Takes about as long as a few tokens.
-    """
-    kinds = {(f.in_features, f.out_features, f.dtype): f for f in linears(model)}
-    for (width, height, dtype), layer in kinds.items():
-        probes = max(1, min(_ELEMENTS // height, 64))
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn((probes + _ROWS[-1], width), generator=generator).to(dtype)
-        alone = torch.cat([layer(x[i : i + 1]) for i in range(probes)])
-        for num_rows in _ROWS:
-            places = num_rows // 3  # move on, so that few probes do not all lie in front
-            batches = [x[i : i + num_rows].roll(places, 0) for i in range(0, probes, num_rows)]
-            among = torch.cat([layer(batch).roll(-places, 0) for batch in batches])
-            if not torch.equal(among[:probes], alone):
-                return (
-                    f"on this machine a row of the {width} → {height} product in"
-                    f" {str(dtype).removeprefix('torch.')} is not the same alone and among"
-                    f" {num_rows}: an answer may depend on the requests beside it"
-                )
-    return None
-
-
-def linears(part: object) -> Iterator[Linear]:
-    """The linear layers in an object's attributes and lists, at any depth."""
-    if isinstance(part, (PlainLinear, PackedLinear, NativeLinear)):
-        yield part
-    elif isinstance(part, (list, tuple)):
-        for member in part:
-            yield from linears(member)
-    elif not isinstance(part, (Tensor, type)):
-        for member in getattr(part, "__dict__", {}).values():
-            yield from linears(member)
+    if int8 and whole.device.type == "cpu":
+        return Int8Linear(whole, bias, fusion)
+    kind = PackedLinear if can_pack(whole) else PlainLinear
+    return kind(whole, bias, fusion)

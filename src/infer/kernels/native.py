@@ -1,4 +1,4 @@
-"""The compiled kernels (attention.cpp, linear.cpp): found, loaded through ctypes and typed.
+"""The compiled kernels (attention, linear, rotary): found, loaded through ctypes and typed.
 
 The package installs without a compiler; then `available()` says so and the caller uses
 `SDPABackend`, and `make_linear` torch's products. Threads are those of the OpenMP runtime that
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 2
+VERSION = 3
 """Of the C interface: a library that was left over from other sources is not used."""
 
 _INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
@@ -59,16 +59,25 @@ def library() -> ctypes.CDLL | str:
         *(_LONG, _LONG, _LONG),
     ]
     library.infer_attention_attend.restype = None
-    library.infer_linear_packed_bytes.argtypes = [_LONG, _LONG]
+    library.infer_linear_packed_bytes.argtypes = [_LONG, _LONG, _INT, _INT]
     library.infer_linear_packed_bytes.restype = _LONG
-    library.infer_linear_pack.argtypes = [
-        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _INT)
+    library.infer_linear_new.argtypes = [
+        *(_POINTER, _LONG, _LONG, _INT, _INT, _INT, _POINTER, _POINTER, ctypes.c_float, _POINTER)
     ]
+    library.infer_linear_new.restype = _POINTER
+    library.infer_linear_free.argtypes = [_POINTER]
+    library.infer_linear_free.restype = None
+    library.infer_linear_pack.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT]
     library.infer_linear_pack.restype = None
-    library.infer_linear.argtypes = [
-        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _POINTER, _INT)
-    ]
+    library.infer_linear.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT]
     library.infer_linear.restype = None
+    library.infer_rotate.argtypes = [
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER),
+        *(ctypes.c_float, _POINTER, _INT),
+    ]
+    library.infer_rotate.restype = None
+    library.infer_read.argtypes = [_POINTER, _LONG, _POINTER, _INT]
+    library.infer_read.restype = ctypes.c_uint64
     return library
 
 

@@ -9,75 +9,84 @@ each. Built from a `WeightSource`, which accounts for every tensor.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from infer.kernels.linear import Linear, make_linear
+from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear
+from infer.kernels.rotary import HeadRotation
 from infer.models.config import ModelConfig
 from infer.models.model import Attend
-from infer.models.rope import RopeTable, rotate
+from infer.models.rope import RopeTable
 from infer.models.weights import WeightSource
 
 
 class Attention:
-    """Projections, head norms and rotation around `attend`: [T, E] → [T, E].
+    """Norm, projections, head norms and rotation around `attend`: [T, E] → [T, E].
 
-    Gemma 3 shares it; its norms are `1 + w`, which the weights it hands over already are.
+    Gemma 3 shares it; its norms are `1 + w` in float32 (`offset`).
     """
 
-    def __init__(self, index: int, config: ModelConfig, source: WeightSource, prefix: str) -> None:
+    def __init__(
+        self,
+        index: int,
+        config: ModelConfig,
+        source: WeightSource,
+        prefix: str,
+        norm: Norm,
+        *,
+        offset: bool = False,
+    ) -> None:
         self.index = index
         self.config = config
         hidden, size = config.hidden_size, config.head_dim
         self.q_size, kv_size = config.num_heads * size, config.num_kv_heads * size
-        self.sizes = [self.q_size, kv_size, kv_size]
         names = [f"{prefix}{name}_proj" for name in "qkv"]
-        parts = dict(zip(names, self.sizes, strict=True))
-        self.qkv = fused(source, hidden, parts, bias=config.qkv_bias)
+        parts = dict(zip(names, [self.q_size, kv_size, kv_size], strict=True))
+        self.qkv = fused(source, hidden, parts, bias=config.qkv_bias, fusion=Fusion(norm=norm))
         self.o = fused(source, self.q_size, {f"{prefix}o_proj": hidden}, bias=config.o_bias)
-        self.head_norms: tuple[Tensor, Tensor] | None = None
+        norms: tuple[Norm, Norm] | None = None
         if config.qk_norm:
             q, k = (source.keep(f"{prefix}{name}_norm.weight", (size,)) for name in "qk")
-            self.head_norms = (q, k)
+            if offset:
+                q, k = 1.0 + q.float(), 1.0 + k.float()
+            norms = (Norm(q, config.norm_eps), Norm(k, config.norm_eps))
+        self.rotate = HeadRotation(config.num_heads, size, norms)
 
-    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """[T, E] → [T, E]."""
-        config, size = self.config, self.config.head_dim
-        q, k, v = torch.split(self.qkv(h), self.sizes, dim=-1)
-        q = q.reshape(-1, config.num_heads, size)
-        k = k.reshape(-1, config.num_kv_heads, size)
-        if self.head_norms is not None:
-            q = self.norm(q, self.head_norms[0])
-            k = self.norm(k, self.head_norms[1])
-        v = v.reshape(-1, config.num_kv_heads, size)
-        out = attend(self.index, rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.o(out.reshape(-1, self.q_size))
-
-    def norm(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of each head [T, heads, D]."""
-        return F.rms_norm(heads, (self.config.head_dim,), weight, self.config.norm_eps)
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
+    ) -> Tensor:
+        """[T, E] → [T, E], plus the residual."""
+        config = self.config
+        num_turned = config.num_heads + config.num_kv_heads
+        heads = self.qkv(x).view(-1, num_turned + config.num_kv_heads, config.head_dim)
+        q, k = self.rotate(heads[:, :num_turned], cos, sin)
+        out = attend(self.index, q, k, heads[:, num_turned:])
+        return self.o(out.reshape(-1, self.q_size), residual)
 
 
 class _Layer:
     """One decoder layer: [T, E] → [T, E]."""
 
     def __init__(self, index: int, config: ModelConfig, source: WeightSource) -> None:
-        self.config = config
         prefix = f"model.layers.{index}."
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.input_norm = source.keep(f"{prefix}input_layernorm.weight", (hidden,))
-        self.mlp_norm = source.keep(f"{prefix}post_attention_layernorm.weight", (hidden,))
-        self.attention = Attention(index, config, source, f"{prefix}self_attn.")
+        before_attention, before_mlp = (
+            Norm(source.keep(f"{prefix}{name}_layernorm.weight", (hidden,)), config.norm_eps)
+            for name in ("input", "post_attention")
+        )
+        self.attention = Attention(index, config, source, f"{prefix}self_attn.", before_attention)
         mlp, bias = f"{prefix}mlp.", config.mlp_bias
-        gate_up = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
-        self.gate_up = fused(source, hidden, gate_up, bias=bias)
+        self.gate_up = fused(
+            source,
+            hidden,
+            {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner},
+            bias=bias,
+            fusion=Fusion(norm=before_mlp, gate="silu"),
+        )
         self.down = fused(source, inner, {f"{mlp}down_proj": hidden}, bias=bias)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        shape, eps = (self.config.hidden_size,), self.config.norm_eps
-        x = x + self.attention(F.rms_norm(x, shape, self.input_norm, eps), cos, sin, attend)
-        gate, up = self.gate_up(F.rms_norm(x, shape, self.mlp_norm, eps)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        x = self.attention(x, cos, sin, attend, residual=x)
+        return self.down(self.gate_up(x), residual=x)
 
 
 class Decoder:
@@ -89,8 +98,8 @@ class Decoder:
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embedding = source.keep("model.embed_tokens.weight", (vocab, hidden))
         self.layers = [_Layer(i, config, source) for i in range(config.num_layers)]
-        self.norm = source.keep("model.norm.weight", (hidden,))
-        self.lm_head = output_head(config, source, self.embedding)
+        norm = Norm(source.keep("model.norm.weight", (hidden,)), config.norm_eps)
+        self.lm_head = output_head(config, source, self.embedding, norm)
         self.rope = RopeTable(config.rope, config.head_dim, max_seq_len, source.device)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -99,28 +108,40 @@ class Decoder:
         cos, sin = self.rope.at(positions)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
-        return F.rms_norm(x, (self.config.hidden_size,), self.norm, self.config.norm_eps)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] in float32 of the rows [R, E] that will be sampled."""
-        return self.lm_head(hidden).float()
+        return self.lm_head(hidden)
 
 
 def output_head(
-    config: ModelConfig, source: WeightSource, embedding: Tensor, name: str = "lm_head.weight"
+    config: ModelConfig,
+    source: WeightSource,
+    embedding: Tensor,
+    norm: Norm | None,
+    name: str = "lm_head.weight",
 ) -> Linear:
-    """The layer that makes logits: the embedding where they are tied, else its own tensor."""
+    """Norm and product that make logits, from the embedding where they are tied."""
     if config.tie_embeddings:
         source.drop(name)  # some writers store the tied copy too
-        return make_linear(embedding)
-    return make_linear(source.take(name, (config.vocab_size, config.hidden_size)))
+    else:
+        embedding = source.take(name, (config.vocab_size, config.hidden_size))
+    return make_linear(embedding, fusion=Fusion(norm=norm, float_out=True), int8=source.int8)
 
 
-def fused(source: WeightSource, width: int, parts: dict[str, int], *, bias: bool) -> Linear:
+def fused(
+    source: WeightSource,
+    width: int,
+    parts: dict[str, int],
+    *,
+    bias: bool,
+    fusion: Fusion = PRODUCT_ONLY,
+) -> Linear:
     """One product for several layers that read the same input: {name: rows of its output}."""
     weights = [source.take(f"{name}.weight", (rows, width)) for name, rows in parts.items()]
     biases = [source.take(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
-    return make_linear(weights, torch.cat(biases) if biases else None)
+    return make_linear(weights, torch.cat(biases) if biases else None, fusion, int8=source.int8)
 
 
 def build(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Decoder:

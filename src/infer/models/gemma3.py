@@ -9,9 +9,9 @@ text part is read.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from infer.kernels.linear import Fusion, Norm
 from infer.models.config import ModelConfig
 from infer.models.decoder import Attention, fused, output_head
 from infer.models.model import Attend
@@ -22,49 +22,36 @@ from infer.models.weights import WeightSource
 _PREFIXES = ("language_model.", "model.language_model.")
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension with a weight in float32 that is already 1 + w."""
-    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
-
-
-class _Attention(Attention):
-    """The family's head norms: 1 + w, in float32."""
-
-    def __init__(self, index: int, config: ModelConfig, source: WeightSource, prefix: str) -> None:
-        super().__init__(index, config, source, prefix)
-        assert self.head_norms is not None
-        q, k = self.head_norms
-        self.head_norms = (1.0 + q.float(), 1.0 + k.float())
-
-    def norm(self, heads: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of each head [T, heads, D]."""
-        return _norm(heads, weight, self.config.norm_eps)
+def _norm(source: WeightSource, name: str, config: ModelConfig) -> Norm:
+    return Norm(1.0 + source.take(name, (config.hidden_size,)).float(), config.norm_eps)
 
 
 class _Layer:
     """One decoder layer: [T, E] → [T, E]."""
 
     def __init__(self, index: int, config: ModelConfig, source: WeightSource, root: str) -> None:
-        self.eps = config.norm_eps
         prefix = f"{root}layers.{index}."
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
-            1.0 + source.take(f"{prefix}{name}_layernorm.weight", (hidden,)).float()
+        before_attention, self.after_attention, before_mlp, self.after_mlp = (
+            _norm(source, f"{prefix}{name}_layernorm.weight", config)
             for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         )
-        self.attention = _Attention(index, config, source, f"{prefix}self_attn.")
+        self.attention = Attention(
+            index, config, source, f"{prefix}self_attn.", before_attention, offset=True
+        )
         mlp = f"{prefix}mlp."
-        gate_up = {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}
-        self.gate_up = fused(source, hidden, gate_up, bias=False)
+        self.gate_up = fused(
+            source,
+            hidden,
+            {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner},
+            bias=False,
+            fusion=Fusion(norm=before_mlp, gate="gelu_tanh"),
+        )
         self.down = fused(source, inner, {f"{mlp}down_proj": hidden}, bias=False)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        eps = self.eps
-        h = self.attention(_norm(x, self.before_attention, eps), cos, sin, attend)
-        x = x + _norm(h, self.after_attention, eps)
-        gate, up = self.gate_up(_norm(x, self.before_mlp, eps)).chunk(2, dim=-1)
-        h = self.down(F.gelu(gate, approximate="tanh") * up)
-        return x + _norm(h, self.after_mlp, eps)
+        x = x + self.after_attention(self.attention(x, cos, sin, attend))
+        return x + self.after_mlp(self.down(self.gate_up(x)))
 
 
 class Gemma3:
@@ -78,9 +65,9 @@ class Gemma3:
         # The constant is rounded to the embedding's precision, as in training.
         self.scale = torch.tensor(hidden**0.5).to(self.embedding.dtype).item()
         self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]
-        self.norm = 1.0 + source.take(f"{root}norm.weight", (hidden,)).float()
+        norm = _norm(source, f"{root}norm.weight", config)
         head = root.removesuffix("model.") + "lm_head.weight"
-        self.lm_head = output_head(config, source, self.embedding, head)
+        self.lm_head = output_head(config, source, self.embedding, norm, head)
         source.drop("lm_head.weight")
         local = config.local_rope or config.rope
         self.rope = RopeTable(config.rope, config.head_dim, max_seq_len, source.device)
@@ -92,11 +79,11 @@ class Gemma3:
         wide, local = self.rope.at(positions), self.local_rope.at(positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, *(wide if self.config.window(i) is None else local), attend)
-        return _norm(x, self.norm, self.config.norm_eps)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] in float32 of the rows [R, E] that will be sampled."""
-        logits = self.lm_head(hidden).float()
+        logits = self.lm_head(hidden)
         cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 

@@ -62,7 +62,7 @@ class GPT2:
         self.positions = source.keep(f"{root}wpe.weight", (config.max_seq_len, hidden))
         self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]
         self.norm = _Norm(config, source, f"{root}ln_f")
-        self.lm_head = output_head(config, source, self.embedding)
+        self.lm_head = output_head(config, source, self.embedding, None)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of T tokens of any number of sequences, in any mixture."""
@@ -73,13 +73,14 @@ class GPT2:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V] in float32 of the rows [R, E] that will be sampled."""
-        return self.lm_head(hidden).float()
+        return self.lm_head(hidden)
 
 
 def _turned(source: WeightSource, name: str, width: int, rows: int) -> Linear:
     """A linear layer whose weight is stored [in, out]."""
     weight = source.take(f"{name}.weight", (width, rows))
-    return make_linear(weight.T.contiguous(), source.take(f"{name}.bias", (rows,)))
+    bias = source.take(f"{name}.bias", (rows,))
+    return make_linear(weight.T.contiguous(), bias, int8=source.int8)
 
 
 def build(config: ModelConfig, source: WeightSource, max_seq_len: int) -> GPT2:

@@ -27,7 +27,7 @@ class Model(Protocol):
     config: ModelConfig
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, E] for T tokens [T] at positions [T] of any number of sequences."""
+        """T tokens [T] at positions [T] of any sequences → [T, E], from which `logits` goes on."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V], float32, for the rows [R, E] that will be sampled."""

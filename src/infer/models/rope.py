@@ -1,7 +1,7 @@
-"""Rotary position embedding: the frequencies of a config, their table, and the rotation.
+"""Rotary position embedding: the frequencies of a config and their table.
 
 `RopeTable` is made once per model; a step takes the rows of its positions from it once and every
-layer uses them. Llama's convention: the first half of a head is rotated against the second half.
+layer uses them. `kernels.rotary` turns the heads.
 """
 
 from __future__ import annotations
@@ -66,12 +66,5 @@ class RopeTable:
         self._sin = (angles.sin() * config.attention_factor).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, 1, D/2], float32, for the positions [T] of a step."""
-        cos = self._cos.index_select(0, positions).unsqueeze(1)
-        return cos, self._sin.index_select(0, positions).unsqueeze(1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, D] by the angles of their positions; computed in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        """Cosines and sines [T, D/2], float32, for the positions [T] of a step."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)

@@ -1,0 +1,165 @@
+"""int8 weights, and what is computed around a product: right, and the same in any company."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.kernels import linear, native, rotary
+from infer.kernels.invariance import batch_invariance_problem
+from infer.kernels.linear import Fusion, Int8Linear, NativeLinear, Norm, PackedLinear, make_linear
+from infer.kernels.rotary import HeadRotation
+
+OBSTACLE = linear.native_obstacle()
+needs_amx = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
+SHAPES = [(16, 2), (33, 34), (64, 64), (100, 258), (513, 96), (2048, 160), (8192, 32)]  # K, N
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition: one scale a row, the largest magnitude becomes 127."""
+    most = rows.float().abs().amax(dim=1, keepdim=True)
+    return (rows.float() * (torch.tensor(127.0) / most)).round().double(), most.double() / 127
+
+
+Make = Callable[..., linear.Linear]
+
+
+def native_int8(weight: Tensor, *rest: object) -> linear.Linear:
+    return NativeLinear([weight], *rest, int8=True)  # type: ignore[arg-type]
+
+
+MAKERS = [pytest.param(native_int8, marks=needs_amx, id="native"), pytest.param(Int8Linear)]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 16, 33, 300])
+def test_int8_is_an_exact_sum_between_two_scales(make: Make, k: int, n: int, num_rows: int) -> None:
+    weight, x, bias = random(n, k), random(num_rows, k, seed=1), random(n, seed=2)
+    (w, w_scales), (a, a_scales) = quantized(weight), quantized(x)
+    exact = (a @ w.T) * a_scales * w_scales.T + bias.double()
+    # A number on the edge between two steps may be rounded either way: one step of each row.
+    edges = (w.abs().sum(1, keepdim=True).T + a.abs().sum(1, keepdim=True)) * a_scales * w_scales.T
+    error = (make(weight, bias)(x).double() - exact).abs()
+    assert (error <= 2**-8 * exact.abs() + edges / k + 1e-6).all()
+    assert (error <= 2**-8 * exact.abs() + 1e-5).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_int8_rows_keep_to_themselves(make: Make) -> None:
+    layer, x = make(random(258, 200)), random(400, 200, seed=1)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for num_rows in (2, 15, 17, 33, 65, 300):
+            first = num_rows * 7 % (400 - num_rows)
+            assert torch.equal(layer(x[first : first + num_rows]), alone[first : first + num_rows])
+    bad = x.clone()
+    bad[3], bad[7], bad[9] = torch.nan, torch.inf, 0
+    some = layer(bad)
+    assert not some[[3, 7]].isfinite().any()
+    assert (some[9] == 0).all()
+    good = [i for i in range(400) if i not in (3, 7, 9)]
+    assert torch.equal(some[good], alone[good])
+
+
+def composed(weight: Tensor, bias: Tensor | None, fusion: Fusion) -> linear.Linear:
+    """The definition, in float64 within."""
+
+    class Exact(PackedLinear):
+        def product(self, x: Tensor) -> Tensor:
+            y = x.double() @ weight.double().T
+            return y if bias is None else y + bias.double()
+
+    return Exact(weight, bias, fusion)
+
+
+FUSIONS = {
+    "norm": lambda k: Fusion(norm=Norm(1 + random(k, seed=3) / 4, 1e-5)),
+    "norm in float32": lambda k: Fusion(norm=Norm(1 + random(k, seed=3).float() / 4, 1e-6)),
+    "silu": lambda _: Fusion(gate="silu"),
+    "gelu": lambda _: Fusion(gate="gelu_tanh"),
+    "float": lambda _: Fusion(float_out=True),
+    "all": lambda k: Fusion(norm=Norm(random(k, seed=3), 1e-5), gate="silu", float_out=True),
+}
+
+
+@needs_amx
+@pytest.mark.parametrize("kind", FUSIONS)
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_fused_layer_is_the_composed_one(kind: str, k: int, n: int, with_bias: bool) -> None:
+    fusion = FUSIONS[kind](k)
+    weight, x = random(n, k) * k**-0.5, random(45, k, seed=1) * 3
+    bias = random(n, seed=2) if with_bias else None
+    residual = random(45, n // 2 if fusion.gate else n, seed=4)
+    parts = [weight[: n // 2], weight[n // 2 :]]
+    fused, exact = NativeLinear(parts, bias, fusion), composed(weight, bias, fusion)
+    assert fused(x).dtype == (torch.float32 if fusion.float_out else torch.bfloat16)
+    torch.testing.assert_close(fused(x).double(), exact(x).double(), rtol=2**-7, atol=2**-7)
+    if not fusion.float_out:
+        total = exact(x) + residual
+        torch.testing.assert_close(fused(x, residual).double(), total, rtol=2**-7, atol=2**-7)
+    assert torch.equal(fused(x), torch.cat([fused(row[None]) for row in x]))
+
+
+@needs_amx
+def test_a_gate_far_from_zero() -> None:
+    """exp must neither overflow nor cut off: silu(-100) is nothing, silu(100) is 100."""
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
+    x = torch.tensor([[-1e30, 1], [-100, 1], [-20, 1], [0, 1], [20, 1], [1e30, 1]]).bfloat16()
+    for gate, act in (("silu", torch.nn.functional.silu), ("gelu_tanh", torch.nn.functional.gelu)):
+        y = NativeLinear([weight], None, Fusion(gate=gate, float_out=True))(x)
+        torch.testing.assert_close(y[:, 0], act(x[:, 0].float()), rtol=1e-4, atol=1e-7)
+
+
+def test_int8_is_made_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(linear.VARIABLE, raising=False)
+    weight, x = random(20, 48), random(3, 48, seed=1)
+    best = make_linear(weight.split([8, 12]), int8=True)
+    assert isinstance(best, Int8Linear if OBSTACLE else NativeLinear)
+    monkeypatch.setenv(linear.VARIABLE, "onednn")
+    other = make_linear(weight.split([8, 12]), int8=True)
+    assert isinstance(other, Int8Linear)
+    torch.testing.assert_close(best(x), other(x), rtol=0.02, atol=0.1)
+    assert batch_invariance_problem([best, other]) is None
+    assert best.num_weights == other.num_weights == 20 * 48
+
+
+@pytest.mark.skipif(isinstance(native.library(), str), reason="the kernels are not compiled")
+@pytest.mark.parametrize("dim", [8, 20, 64, 128, 256])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_turn(dim: int, normed: bool) -> None:
+    norms = (Norm(random(dim), 1e-6), Norm(1 + random(dim).float(), 1e-6)) if normed else None
+    around = random(300, 9, dim, seed=1)  # q: 5 heads, k: 2, v: 2, which must stay as they are
+    angles = torch.rand((300, dim // 2), generator=torch.Generator().manual_seed(2)) * 100
+    cos, sin = angles.cos(), angles.sin()
+    turn = HeadRotation(5, dim, norms)
+    q, k = around[:, :5], around[:, 5:7]
+    if norms:
+        q, k = norms[0](q), norms[1](k)
+    expected = rotary.rotate(torch.cat([q, k], 1), cos, sin)
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        mine = around.clone()
+        got = torch.cat(turn(mine[:, :7], cos, sin), 1)
+        torch.testing.assert_close(got.float(), expected.float(), rtol=2**-7, atol=2**-7)
+        assert torch.equal(mine[:, 7:], around[:, 7:])
+        row = around[211:212].clone()
+        alone = torch.cat(turn(row[:, :7], cos[211:212], sin[211:212]), 1)
+        assert torch.equal(alone[0], got[211])
+    assert (got != expected).float().mean() < 0.02
