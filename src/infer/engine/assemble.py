@@ -22,7 +22,13 @@ from infer.engine.async_llm import AsyncLLM
 from infer.engine.checkpoint import find_checkpoint
 from infer.engine.core import EngineCore
 from infer.engine.intake import Intake, Limits
-from infer.engine.machine import choose_device, choose_dtype, default_threads, resident_bytes
+from infer.engine.machine import (
+    choose_device,
+    choose_dtype,
+    default_threads,
+    keep_freed_memory,
+    resident_bytes,
+)
 from infer.engine.plan import MemoryPlan, gib, make_plan
 from infer.engine.worker import EngineThread
 from infer.errors import ConfigError
@@ -51,6 +57,7 @@ def assemble(config: EngineConfig) -> EngineParts:
     """Load the model and put an engine together; `LoadError` / `ConfigError` if that cannot be."""
     started_s = time.perf_counter()
     torch.set_num_threads(config.num_threads or default_threads())
+    keep_freed_memory()
     checkpoint = find_checkpoint(
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
     )

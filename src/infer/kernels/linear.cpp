@@ -70,6 +70,10 @@ struct Call {  // some rows of one product
   std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
 
   int tiles_in(long group) const { return M - group * SIDE > 16 ? 2 : 1; }
+  const char* start_of(long item) const {  // its weights; behind the end: anything that is cached
+    const long panel = item < num_items ? item / row_blocks * item_panels : 0;
+    return layer.weight + panel * layer.steps * 2 * TILE;
+  }
 };
 
 struct Packing {  // rows of W that become columns from `column` on
@@ -263,9 +267,11 @@ void pack_rows(const Call& c, long item, float* scratch) {
 
 // ---- Product -----------------------------------------------------------------------------------
 
-// sums (= or +=) a group × a panel over some steps; meanwhile prefetches lines from `next` on.
-template <bool INT8, int ROWS, bool FIRST>
-void multiply(const char* a, const char* b, long steps, float* sums, const char* next, long lines) {
+// sums (= or +=) a group × a panel over some steps; meanwhile prefetches lines from `next` on, with
+// TURN from step `turn` on from `elsewhere` on.
+template <bool INT8, int ROWS, bool FIRST, bool TURN>
+void multiply(const char* a, const char* b, long steps, float* sums, const char* next, long lines,
+              long turn = 0, const char* elsewhere = nullptr) {
 #define PRODUCT(to, from, by) \
   if (INT8) _tile_dpbssd(to, from, by); \
   else _tile_dpbf16ps(to, from, by)
@@ -286,6 +292,7 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
     }
   }
   for (long step = 0; step < steps; ++step) {
+    if (TURN && step == turn) next = elsewhere;
     for (long i = 0; i < lines; ++i) _mm_prefetch(next + i * 64, _MM_HINT_T1);
     next += lines * 64;
     _tile_loadd(6, b, 64);
@@ -309,20 +316,6 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
   }
   FENCE();
 #undef PRODUCT
-}
-
-template <bool INT8>
-void multiply(int tiles, bool first, const char* a, const char* b, long steps, float* sums,
-              const char* next, long lines) {
-  if (tiles == 2)
-    (first ? multiply<INT8, 2, true> : multiply<INT8, 2, false>)(a, b, steps, sums, next, lines);
-  else
-    (first ? multiply<INT8, 1, true> : multiply<INT8, 1, false>)(a, b, steps, sums, next, lines);
-}
-
-void multiply(const Layer& layer, int tiles, bool first, const char* a, const char* b, long steps,
-              float* sums, const char* next, long lines) {
-  (layer.int8 ? multiply<true> : multiply<false>)(tiles, first, a, b, steps, sums, next, lines);
 }
 
 INLINE __m512 exponential(__m512 x) {
@@ -388,19 +381,31 @@ void finish(const Call& c, const float* sums, long group, long panel) {
   }
 }
 
-// One group: W is read once from end to end, each panel's sums stay in the tiles.
-void sweep(const Call& c, long group, long begin, long end, float* sums) {
+// One group: W is read once from end to end, each panel's sums stay in the tiles. The prefetch goes
+// on to the panels that this thread takes next; those behind `end` may be another's.
+void sweep(const Call& c, long begin, long end, const char* following, float* sums) {
+  constexpr decltype(&multiply<false, 1, true, true>) KINDS[2][2] = {
+      {multiply<false, 1, true, true>, multiply<false, 2, true, true>},
+      {multiply<true, 1, true, true>, multiply<true, 2, true, true>}};
+  const auto product = KINDS[c.layer.int8][c.tiles_in(0) - 1];
   const long panel_bytes = c.layer.steps * 2 * TILE;
+  const char* last = c.layer.weight + end * panel_bytes;
   for (long panel = begin; panel < end; ++panel) {
     const char* b = c.layer.weight + panel * panel_bytes;
-    multiply(c.layer, c.tiles_in(group), true, c.packed + group * panel_bytes, b, c.layer.steps, sums,
-             b + AHEAD, 2 * TILE / 64);
-    finish(c, sums, group, panel);
+    const bool behind = b + AHEAD > last;
+    product(c.packed, b, c.layer.steps, sums, behind ? following + (b + AHEAD - last) : b + AHEAD,
+            2 * TILE / 64, behind ? -1 : (last - b - AHEAD) / (2 * TILE), following);
+    finish(c, sums, 0, panel);
   }
 }
 
 // Several groups: a slice of a panel stays in the L1 cache while the groups' tiles pass by.
 void block(const Call& c, long group, long group_end, long begin, long end, float* sums) {
+  constexpr decltype(&multiply<false, 1, true, false>) KINDS[2][2][2] = {
+      {{multiply<false, 1, false, false>, multiply<false, 1, true, false>},
+       {multiply<false, 2, false, false>, multiply<false, 2, true, false>}},
+      {{multiply<true, 1, false, false>, multiply<true, 1, true, false>},
+       {multiply<true, 2, false, false>, multiply<true, 2, true, false>}}};
   const Layer& layer = c.layer;
   const long panel_bytes = layer.steps * 2 * TILE, groups = group_end - group;
   for (long k = 0; k < layer.steps; k += K_STEPS) {
@@ -413,8 +418,9 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
       for (long g = 0; g < groups; ++g) {
         const int tiles = c.tiles_in(group + g);
         float* own = sums + ((panel - begin) * groups + g) * SUMS;
-        multiply(layer, tiles, k == 0, c.packed + (group + g) * panel_bytes + k * tiles * TILE, b,
-                 steps, own, next + g * steps * lines * 64, lines);
+        KINDS[layer.int8][tiles - 1][k == 0](
+            c.packed + (group + g) * panel_bytes + k * tiles * TILE, b, steps, own,
+            next + g * steps * lines * 64, lines, 0, nullptr);
         if (k + steps == layer.steps) finish(c, own, group + g, panel);
       }
     }
@@ -427,8 +433,11 @@ void compute(void* data) {
   const long row_floats = ceil_div(c.layer.K, 64) * 64;
   char* own = memory.reserve(
       std::max(BLOCK_GROUPS * BLOCK_PANELS * SUMS, row_floats) * sizeof(float));
-  for (long item; (item = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1))
-    pack_rows(c, item, (float*)own);
+  long item = c.next_item.fetch_add(1);
+  if (c.groups == 1)
+    for (long i = 0; i < AHEAD; i += 64) _mm_prefetch(c.start_of(item) + i, _MM_HINT_T1);
+  for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1))
+    pack_rows(c, pack, (float*)own);
   for (int tries = 0; c.done_packs.load() < c.num_packs; ++tries)
     if (tries < 4000) _mm_pause();
     else std::this_thread::yield();
@@ -439,12 +448,13 @@ void compute(void* data) {
   FENCE();
   _tile_loadconfig(&config);
   float* sums = (float*)own;
-  for (long item; (item = c.next_item.fetch_add(1)) < c.num_items;) {
+  for (long following; item < c.num_items; item = following) {
+    following = c.next_item.fetch_add(1);
     const long panel = item / c.row_blocks * c.item_panels, part = item % c.row_blocks;
     const long panel_end = std::min(panel + c.item_panels, c.layer.panels);
     const long group = c.groups * part / c.row_blocks;
     const long group_end = c.groups * (part + 1) / c.row_blocks;
-    if (group_end - group == 1) sweep(c, group, panel, panel_end, sums);
+    if (c.groups == 1) sweep(c, panel, panel_end, c.start_of(following), sums);
     else block(c, group, group_end, panel, panel_end, sums);
   }
   restore_tiles(&before);  // others on this thread (oneDNN) may count on the tiles' shape
