@@ -1,13 +1,11 @@
 """`Pace`: how many prompt tokens may ride along with running streams, learned from step times.
 
-Nothing is assumed about the machine but this: beside the same streams and at the same context, n
-prompt tokens take a time(n) that does not shrink with n, and time(n) / n does not grow with it,
-because a step has a part that does not depend on n (the weights are read, the streams decoded).
-So if n tokens took t, n · T / t tokens take at most T: a limit that is scaled by T / t after each
-step rises to the right one without ever passing it, and falls at once when a step took too long.
-A token costs more the more context it attends to, at most in proportion; so there is a limit for
-each power of two of context, and a first guess for one that was never met comes from the next.
-
+Assumed of the machine: beside the same streams n prompt tokens take a time(n) that never shrinks
+with n, while time(n) / n never grows (a step reads the weights and decodes the streams anyway). So
+if n tokens took t, n · T / t tokens take at most T: a limit that is scaled by T / t after each step
+rises to the right one without passing it, and falls at once when a step took too long. A token
+costs more the more context it attends to, at most in proportion: there is a limit for each power
+of two of context, and the first guess for one that was never met is half of the one before it.
 Used by the scheduler if `max_step_ms` is set. Knows no clock: it is told how long a step took.
 """
 
