@@ -82,6 +82,11 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _option(
         None, "Tokens computed in one step, at most; longer prompts are cut in chunks.", low=1
     )
+    max_step_ms: float | None = _option(
+        None,
+        "While streams run, prompts are cut so that a step takes about so long, as measured.",
+        low=1.0,
+    )
     kv_cache_memory_bytes: int | None = _option(
         None, "Size of the KV cache; default: chosen from free memory.", low=1
     )
@@ -195,5 +200,6 @@ class SchedulerConfig:
     batching_mode: str = "continuous"
     scheduler_policy: str = "fcfs"
     batch_wait_timeout_s: float = 0.05
+    max_step_ms: float | None = None
     hold_pages_until_batch_ends: bool = False
     """`kv_cache_backend='contiguous'`: pages of finished members go back with the whole batch"""

@@ -237,7 +237,8 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     """tokens that end the sequence; empty with `ignore_eos`"""
     priority: int = 0
-    """lower goes first; equal ones in order of arrival"""
+    """lower goes first; equal ones in order of arrival. A level is worth 256 arrivals: later
+    requests overtake an earlier one at most so often, so that nobody waits for ever"""
     cache_scope: str = ""
     """prefix-cache entries are shared within a scope only"""
 
@@ -300,7 +301,7 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     num_cached: int = 0
-    """prompt tokens found in the prefix cache when the sequence was first admitted"""
+    """prompt tokens that were taken from the prefix cache and not computed for this request"""
     error: ErrorRecord | None = None
     """set with `FinishReason.ERROR`"""
 

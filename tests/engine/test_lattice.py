@@ -109,6 +109,16 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
         {"max_seq_len": 128, "page_size": 4, "kv_cache_memory_bytes": 0, "max_batch_size": 8},
         lambda s: s["num_preemptions"] > 0,
     ),
+    "a bound on the step": (
+        # Nothing takes less than a millisecond, so prompts ride along in the smallest chunks.
+        {
+            "max_step_ms": 1.0,
+            "max_batch_size": 8,
+            "max_num_batched_tokens": 64,
+            "enable_prefix_caching": False,
+        },
+        lambda s: s["num_steps"] > NUM_TOKENS + 6,
+    ),
     "prefill first": (
         {"scheduler_policy": "prefill_first", "max_num_batched_tokens": 9},
         lambda s: s["num_steps"] > NUM_TOKENS,

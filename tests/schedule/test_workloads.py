@@ -96,17 +96,32 @@ def finish_too_late(sequence: Sequence, token_id: int) -> FinishReason | None:
 
 
 def finish_keeps_pages(self: Scheduler, sequence: Sequence, reason: FinishReason) -> None:
-    pages = list(sequence.table.pages)
+    sequence.table = PageTable()
     original_finish(self, sequence, reason)
-    sequence.table.pages = pages
-    for page in pages:
-        self.allocator._acquire(page)
+
+
+def enter_keeps_own_page(self: PageAllocator, table: PageTable, page: int) -> None:
+    """A page that is replaced by an equal one is lost."""
+    own = table.pages[table.num_indexed :]
+    self._refs[own[0] if own else 0] += 1
+    original_enter(self, table, page)
+
+
+def skip_one_page_more(self: Scheduler, sequence: Sequence) -> None:
+    sequence.table.num_indexed += bool(sequence.table.num_indexed)
+    original_skip(self, sequence)
+
+
+def compute_again_what_was_adopted(self: Scheduler, sequence: Sequence) -> None:
+    """The index knows more than the sequence does."""
 
 
 original_match = PageAllocator.match
 original_commit = PageAllocator.commit
 original_release = PageAllocator.release
 original_grow = PageAllocator.grow
+original_enter = PageAllocator._enter
+original_skip = Scheduler._skip_cached
 original_preempt = Scheduler.preempt
 original_finish = Scheduler._finish
 original_finish_reason = Scheduler._finish_reason
@@ -120,6 +135,9 @@ MUTANTS: list[tuple[type, str, Callable[..., object]]] = [
     (PageAllocator, "_forget", forget_keeps_index),
     (Scheduler, "preempt", preempt_keeps_progress),
     (Scheduler, "_finish", finish_keeps_pages),
+    (PageAllocator, "_enter", enter_keeps_own_page),
+    (Scheduler, "_skip_cached", skip_one_page_more),
+    (Scheduler, "_skip_cached", compute_again_what_was_adopted),
     (Scheduler, "_finish_reason", staticmethod(finish_too_late)),  # type: ignore[list-item]
 ]
 

@@ -70,10 +70,11 @@ class Workload:
             batching_mode=mode,
             scheduler_policy=r.choice(SCHEDULER_POLICIES) if mode == "continuous" else "fcfs",
             hold_pages_until_batch_ends=backend == "contiguous",
+            max_step_ms=r.choice([None, None, 1.0]),
         )
         caching = backend == "paged" and r.random() < 0.8
         self.allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(config, self.allocator, lambda: self.now_s)
+        self.scheduler = Scheduler(config, self.allocator, self._clock)
         self.runner = HashRunner(num_pages, page_size, VOCAB_SIZE)
         self.core = EngineCore(self.scheduler, self.runner)
         self.beginnings = [
@@ -83,6 +84,10 @@ class Workload:
         self.outputs: dict[str, list[StepOutput]] = {}
         self.aborted: set[str] = set()
         self.num_refused = 0
+
+    def _clock(self) -> float:
+        self.now_s += self.random.random() * 0.001
+        return self.now_s
 
     def new_request(self, name: str) -> Request:
         r = self.random

@@ -12,7 +12,8 @@ numbers belong to `runner.storage`. Called by the scheduler only. Its rules, che
    reused, so an entry cannot be reached through a parent that was evicted and replaced.
 4. A page that fills up with a key which is already indexed is dropped for the indexed one. Tables
    are released tail first, so a parent page is never taken from the free list before its child.
-5. A match leaves at least one token to compute: its result is what gets sampled.
+5. A match leaves at least one token to compute: its result is what gets sampled. So does `adopt`,
+   by which a sequence that has begun takes over what others have computed since.
 
 A free page keeps its index entry until it is taken again. The prefix cache is therefore what the
 free list remembers: it has no size and no eviction policy of its own.
@@ -26,6 +27,8 @@ from dataclasses import dataclass, field
 
 Node = int | str
 """A page's number in the prefix tree; at the root the cache scope's name."""
+Key = tuple[Node, tuple[int, ...]]
+"""What a page is found by: its parent's node and its tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,8 +59,8 @@ class PageAllocator:
         self._refs = [0] * num_pages
         # Ordered: the front is taken first. Pages worth keeping (indexed) join at the back.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
-        self._index: dict[tuple[Node, tuple[int, ...]], int] = {}
-        self._key_of_page: dict[int, tuple[Node, tuple[int, ...]]] = {}
+        self._index: dict[Key, int] = {}
+        self._key_of_page: dict[int, Key] = {}
         self._node_of_page: dict[int, int] = {}
         self._next_node = 1
         self.num_evictions = 0
@@ -87,18 +90,25 @@ class PageAllocator:
         The pages in it are the caller's until `release`. Costs one dict look-up per page.
         """
         table = PageTable(node=scope)
-        if not self.enable_prefix_caching:
-            return table
-        size = self.page_size
-        for start in range(0, (len(tokens) - 1) // size * size, size):
-            page = self._index.get((table.node, tuple(tokens[start : start + size])))
-            if page is None:
-                break
-            self._acquire(page)
-            table.pages.append(page)
-            table.node = self._node_of_page[page]
-        table.num_indexed = len(table.pages)
+        self.adopt(table, tokens)
         return table
+
+    def adopt(self, table: PageTable, tokens: Sequence[int]) -> Key | None:
+        """Put indexed pages in the place of those the table has yet to fill, while there are any.
+
+        Returns the key that the next page will be found by once somebody has computed it; None if
+        nobody's could be used, because the cache is off or no whole page is left to share.
+        """
+        if not self.enable_prefix_caching:
+            return None
+        size, index = self.page_size, self._index
+        for start in range(table.num_indexed * size, (len(tokens) - 1) // size * size, size):
+            key = (table.node, tuple(tokens[start : start + size]))
+            page = index.get(key)
+            if page is None:
+                return key
+            self._enter(table, page)
+        return None
 
     def grow(self, table: PageTable, num_tokens: int) -> bool:
         """Extend the table to hold `num_tokens`; False, and no change, if pages are short."""
@@ -128,17 +138,11 @@ class PageAllocator:
             key = (table.node, tuple(tokens[i * size : (i + 1) * size]))
             canonical = self._index.get(key)
             if canonical is None:
-                self._index[key] = page
+                self._index[key] = canonical = page
                 self._key_of_page[page] = key
                 self._node_of_page[page] = self._next_node
                 self._next_node += 1
-            else:
-                self._acquire(canonical)
-                table.pages[i] = canonical
-                self._release_page(page)
-                page = canonical
-            table.num_indexed = i + 1
-            table.node = self._node_of_page[page]
+            self._enter(table, canonical)
 
     def release(self, table: PageTable) -> None:
         """Give all pages of the table back, tail first; the table is empty afterwards."""
@@ -147,10 +151,21 @@ class PageAllocator:
         table.pages.clear()
         table.num_indexed = 0
 
-    def _acquire(self, page: int) -> None:
-        if self._refs[page] == 0:
-            del self._free[page]
-        self._refs[page] += 1
+    def _enter(self, table: PageTable, page: int) -> None:
+        """Make an indexed page the table's next one; what the table had in that place goes back."""
+        i, pages = table.num_indexed, table.pages
+        own = pages[i] if i < len(pages) else 0
+        if page != own:
+            if self._refs[page] == 0:
+                del self._free[page]
+            self._refs[page] += 1
+            if own:
+                pages[i] = page
+                self._release_page(own)
+            else:
+                pages.append(page)
+        table.num_indexed = i + 1
+        table.node = self._node_of_page[page]
 
     def _release_page(self, page: int) -> None:
         self._refs[page] -= 1

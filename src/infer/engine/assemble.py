@@ -83,6 +83,7 @@ def assemble(config: EngineConfig) -> EngineParts:
         batching_mode=config.batching_mode,
         scheduler_policy=config.scheduler_policy,
         batch_wait_timeout_s=config.batch_wait_timeout_s,
+        max_step_ms=config.max_step_ms,
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
     )
     allocator = PageAllocator(

@@ -1,7 +1,7 @@
 """The scheduler policies: in which order seated sequences are offered the step's tokens.
 
-A policy only orders. Whatever it does, the scheduler first gives the oldest sequence one token,
-so that no policy can starve it (and then, one after the other, anybody). Used by the scheduler.
+A policy only orders. Whatever it does, the scheduler first gives a token to each sequence that
+has had none for `MAX_IDLE_STEPS` steps, so no policy can starve anybody. Used by the scheduler.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from operator import attrgetter
 from types import MappingProxyType
 
 from infer.schedule.sequence import Sequence
+
+MAX_IDLE_STEPS = 4
+"""steps that a policy may pass a seated sequence over for"""
 
 Policy = Callable[[Seq[Sequence]], list[Sequence]]
 """Seated sequences in order of rank → the order in which they are offered tokens."""

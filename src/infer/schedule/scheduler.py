@@ -6,9 +6,11 @@ sit down if the pages for their whole prompt are there), tokens (the step budget
 policy's order). `commit` is the only place where `num_computed` grows, tokens are appended, pages
 become shareable, finish reasons are decided and pages go back.
 
-Liveness. Sequences are totally ordered by rank. `add` refuses a request whose longest possible
-form does not fit the whole pool. The first in rank can preempt all others, so it always gets its
-pages; it is offered the first token of every step; so it finishes, and another becomes the first.
+Liveness. Sequences are totally ordered by rank, and only finitely many ever go before a given one
+(`Sequence.rank`). `add` refuses a request whose longest possible form does not fit the whole pool.
+The first in rank of those seated can preempt all others, so it always gets its pages; no seated
+sequence is passed over for long (`_hand_out_tokens`); so it finishes, and its seat and pages go to
+the first in rank of those who wait, whom nobody passes at the door. So everybody's turn comes.
 
 Called by `engine.core` only. Knows no tensors, no text, no threads; its clock is injected.
 """
@@ -20,16 +22,18 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
-from infer.cache.allocator import PageAllocator, PageTable
+from infer.cache.allocator import Key, PageAllocator, PageTable
 from infer.config import SchedulerConfig
 from infer.errors import OverloadedError, RequestError, UnprocessableError
 from infer.schedule.door import make_door
-from infer.schedule.policy import POLICIES
+from infer.schedule.pace import Pace
+from infer.schedule.policy import MAX_IDLE_STEPS, POLICIES
 from infer.schedule.sequence import Chunk, Plan, Sampled, Sequence, Status
 from infer.schedule.stats import SchedulerStats
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 _rank = attrgetter("rank")
+_last_turn = attrgetter("last_turn")
 
 
 class Scheduler:
@@ -50,6 +54,8 @@ class Scheduler:
         self._by_id: dict[str, Sequence] = {}
         self._num_arrived = 0
         self._num_turns = 0
+        self._pace = Pace(config.max_step_ms) if config.max_step_ms else None
+        self._planned_s = 0.0
         self._held: list[PageTable] = []
         self._batch_lengths: list[int] = []
 
@@ -124,6 +130,8 @@ class Scheduler:
 
     def schedule(self, *, flush: bool = False) -> Plan:
         """Decide the next step. `flush`: nobody else will come, so do not wait for company."""
+        if self._pace:
+            self._planned_s = self._clock()
         self._grow_running()
         self._admit(flush)
         return self._hand_out_tokens()
@@ -187,36 +195,72 @@ class Scheduler:
         grown = allocator.grow(table, len(sequence.tokens))
         assert grown
         sequence.table = table
-        sequence.num_computed = table.num_indexed * allocator.page_size
+        self._skip_cached(sequence)
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock()
-            sequence.num_cached = sequence.num_computed
             self.stats.num_prompt_tokens += sequence.num_prompt
-            self.stats.num_cached_tokens += sequence.num_cached
         sequence.status = Status.RUNNING
+        sequence.last_turn = self._num_turns
         insort(self.running, sequence, key=_rank)
         return True
+
+    def _skip_cached(self, sequence: Sequence) -> None:
+        """Go on behind the pages that were found in the index."""
+        num_cached = sequence.table.num_indexed * self.allocator.page_size
+        if num_cached > sequence.num_computed:
+            if not sequence.num_preemptions:  # what was its own before counts for nothing
+                sequence.num_cached += num_cached - sequence.num_computed
+                self.stats.num_cached_tokens += num_cached - sequence.num_computed
+            sequence.num_computed = num_cached
 
     def _wants_pages(self, sequence: Sequence) -> bool:
         final = sequence.num_prompt + sequence.request.max_tokens - 1
         return self.allocator.pages_for(final) > len(sequence.table.pages)
 
-    # Tokens: one for the oldest, then as the policy says.
+    # Tokens: one for each that was passed over for too long, then as the policy says.
+    #
+    # Of several sequences whose next page is the same, one computes it, and the others sit by until
+    # they find it in the index: only a sequence that computes in this very step is waited for, so
+    # if it leaves, another takes its place at once. That counts as a turn: the page comes nearer.
+    # Whoever has had no turn for MAX_IDLE_STEPS is owed a token. The debts are paid in order of
+    # the last turn, at least one a step, before anything else. So with S seats everybody's turn
+    # comes within MAX_IDLE_STEPS + S steps, whatever the policy and the budget.
 
     def _hand_out_tokens(self) -> Plan:
-        running = self.running
-        if not running:
-            return ()
-        budget = self.config.max_num_batched_tokens - 1
+        running, allocator = self.running, self.allocator
+        self._num_turns = turn = self._num_turns + 1
+        budget = self.config.max_num_batched_tokens
+        idle = [s for s in running if s.last_turn < turn - MAX_IDLE_STEPS]
+        owed = sorted(idle, key=_last_turn)[:budget]
+        budget -= len(owed)
+        pace = self._pace
+        if pace and not any(s.num_remaining == 1 for s in running):
+            pace = None  # nobody streams, so nobody waits for the end of the step
+        prompt_limit, num_prompt = budget, 0
+        computing: set[Key] = set()
         chunks = []
         for sequence in self._policy(running):
-            own = 1 if sequence is running[0] else 0
-            extra = min(sequence.num_remaining - own, budget)
-            budget -= extra
-            if own + extra:
-                self._num_turns += 1
-                sequence.last_turn = self._num_turns
-                chunks.append(Chunk(sequence, sequence.num_computed, own + extra))
+            own = 1 if owed and sequence in owed else 0
+            room = budget
+            if is_prompt := sequence.num_remaining > 1:
+                key = allocator.adopt(sequence.table, sequence.tokens)
+                self._skip_cached(sequence)
+                if key in computing:
+                    sequence.last_turn = turn
+                    continue
+                if pace:
+                    prompt_limit = min(prompt_limit, pace.limit(sequence.num_computed))
+                    room = max(0, min(room, prompt_limit - num_prompt))
+            num_tokens = own + min(sequence.num_remaining - own, room)
+            if not num_tokens:
+                continue
+            if is_prompt:
+                num_prompt += num_tokens
+                if key:
+                    computing.add(key)
+            budget -= num_tokens - own
+            sequence.last_turn = turn
+            chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
         return tuple(chunks)
 
     def commit(self, plan: Plan, sampled: Seq[Sampled]) -> list[StepOutput]:
@@ -224,6 +268,8 @@ class Scheduler:
         outputs: list[StepOutput] = []
         results: Iterator[Sampled] = iter(sampled)
         stats, allocator = self.stats, self.allocator
+        if self._pace:
+            self._pace.record(plan, 1000 * (self._clock() - self._planned_s))
         for chunk in plan:
             sequence = chunk.sequence
             samples = chunk.samples
@@ -306,8 +352,10 @@ class Scheduler:
         assert {s.request_id: s for s in everyone} == self._by_id
         assert len(everyone) == len(self._by_id)
         for sequence in self.running:
-            assert 0 <= sequence.num_computed < len(sequence.tokens)
-            assert len(sequence.tokens) - 1 <= len(sequence.table.pages) * self.allocator.page_size
+            table, page_size = sequence.table, self.allocator.page_size
+            assert table.num_indexed * page_size <= sequence.num_computed < len(sequence.tokens)
+            assert len(sequence.tokens) - 1 <= len(table.pages) * page_size
+            assert self._num_turns - sequence.last_turn <= MAX_IDLE_STEPS + self.num_seats
         for sequence in (*self.waiting, *self.preempted):
             assert sequence.num_computed == 0
             assert not sequence.table.pages

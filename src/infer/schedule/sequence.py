@@ -13,6 +13,9 @@ from enum import Enum
 from infer.cache.allocator import PageTable
 from infer.types import FinishReason, Request, TokenLogprobs
 
+ARRIVALS_PER_PRIORITY = 256
+"""how many later requests may overtake one, for each level of priority that they are above it"""
+
 
 class Status(Enum):
     """Where a sequence is. WAITING → RUNNING ⇄ PREEMPTED, and from anywhere to FINISHED."""
@@ -29,7 +32,7 @@ class Sequence:
 
     request: Request
     arrival: int
-    """order of arrival; with the priority it makes the total order of all sequences"""
+    """order of arrival"""
     arrival_s: float
     tokens: list[int]
     """prompt and output"""
@@ -40,10 +43,10 @@ class Sequence:
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
     num_cached: int = 0
-    """prompt tokens found in the prefix cache at the first admission"""
+    """prompt tokens that it found computed by others, up to its first preemption"""
     num_preemptions: int = 0
     last_turn: int = 0
-    """when it last moved forward, counted in chunks over all sequences"""
+    """the step in which it last moved forward"""
     admitted_s: float | None = None
     end_token_ids: frozenset[int] = frozenset()
     """end-of-sequence and stop tokens of the request, for one quick look-up per token"""
@@ -68,8 +71,13 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Position in the total order: smaller goes first, and preempts larger."""
-        return (self.request.priority, self.arrival)
+        """Position in the total order: smaller goes first, and preempts larger.
+
+        A level of priority is worth so many places in the order of arrival, and no more. That is
+        the ageing: nothing has to be updated, and only a finite number of requests, those that
+        arrive before `arrival + ARRIVALS_PER_PRIORITY * levels`, ever go before a given one.
+        """
+        return (self.arrival + ARRIVALS_PER_PRIORITY * self.request.priority, self.arrival)
 
     @property
     def num_output(self) -> int:

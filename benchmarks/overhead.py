@@ -1,0 +1,106 @@
+"""What the integer side of a step costs: `python benchmarks/overhead.py`.
+
+Decode-only steps over a runner that computes nothing: microseconds a sequence and step for
+`schedule`, for `commit`, and for a whole `EngineCore.step`, at several numbers of sequences and
+two lengths of context (the cost must not grow with it); and of `match` for a long cached prompt.
+Medians over the steps of one run; page faults and the collector are in them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from infer.cache.allocator import PageAllocator
+from infer.config import SchedulerConfig
+from infer.engine.core import EngineCore
+from infer.schedule.scheduler import Scheduler
+from infer.schedule.sequence import Plan, Sampled
+from infer.types import Request, SamplingParams
+
+PAGE_SIZE = 16
+STEPS = 200
+
+
+class NullRunner:
+    """Samples the same token for everybody."""
+
+    def execute(self, plan: Plan) -> list[Sampled]:
+        """One result per chunk that samples."""
+        return [Sampled(7) for chunk in plan if chunk.samples]
+
+
+def decoding_core(num_sequences: int, num_context: int) -> EngineCore:
+    """A core whose sequences are all past their prompts of about `num_context` tokens."""
+    num_pages = num_sequences * (num_context + 4 * STEPS) // PAGE_SIZE + num_sequences + 1
+    config = SchedulerConfig(
+        max_batch_size=num_sequences, max_num_batched_tokens=1_000_000, max_seq_len=100_000
+    )
+    scheduler = Scheduler(config, PageAllocator(num_pages, PAGE_SIZE), time.monotonic)
+    core = EngineCore(scheduler, NullRunner())
+    for i in range(num_sequences):
+        prompt = tuple((i + 1) * p % 1009 for p in range(num_context))
+        core.add(Request(f"r{i}", prompt, SamplingParams(), seed=0, max_tokens=3 * STEPS))
+    while any(s.num_output < 2 for s in scheduler.running) or scheduler.waiting:
+        core.step()
+    return core
+
+
+def microseconds(num_sequences: int, num_context: int) -> tuple[float, float, float]:
+    """Medians of schedule, commit and step, a sequence."""
+    core = decoding_core(num_sequences, num_context)
+    scheduler, runner = core.scheduler, core.runner
+    parts: tuple[list[int], list[int], list[int]] = ([], [], [])
+    for _ in range(STEPS):
+        before = time.perf_counter_ns()
+        plan = scheduler.schedule()
+        planned = time.perf_counter_ns()
+        sampled = runner.execute(plan)
+        executed = time.perf_counter_ns()
+        scheduler.commit(plan, sampled)
+        committed = time.perf_counter_ns()
+        core.step()
+        stepped = time.perf_counter_ns()
+        for part, spent in zip(
+            parts, (planned - before, committed - executed, stepped - committed), strict=True
+        ):
+            part.append(spent)
+        assert len(plan) == num_sequences
+    schedule, commit, step = (statistics.median(part) / 1000 / num_sequences for part in parts)
+    return schedule, commit, step
+
+
+def match_microseconds(num_tokens: int) -> float:
+    """Median of a look-up of a prompt that is wholly in the cache, and of giving it back."""
+    allocator = PageAllocator(2 * num_tokens // PAGE_SIZE, PAGE_SIZE)
+    tokens = [p * 31 % 50_021 for p in range(num_tokens + 1)]
+    table = allocator.match(tokens)
+    allocator.grow(table, len(tokens))
+    allocator.commit(table, tokens, num_tokens)
+    allocator.release(table)
+    times = []
+    for _ in range(STEPS):
+        before = time.perf_counter_ns()
+        table = allocator.match(tokens)
+        times.append(time.perf_counter_ns() - before)
+        assert len(table.pages) * PAGE_SIZE == num_tokens
+        allocator.release(table)
+    return statistics.median(times) / 1000
+
+
+def main() -> None:
+    """Run and print the tables."""
+    print("| sequences | context | schedule µs | commit µs | both | core.step µs |")
+    print("|---|---|---|---|---|---|")
+    for num_sequences in (1, 8, 32, 128):
+        for num_context in (200, 2000):
+            schedule, commit, step = microseconds(num_sequences, num_context)
+            print(
+                f"| {num_sequences} | {num_context} | {schedule:.2f} | {commit:.2f}"
+                f" | {schedule + commit:.2f} | {step:.2f} |"
+            )
+    print(f"\nmatch of 1,024 cached tokens: {match_microseconds(1024):.1f} µs")
+
+
+if __name__ == "__main__":
+    main()
