@@ -33,7 +33,7 @@ MAX_CHAT_STOP_STRINGS = 4
 MAX_METADATA_ENTRIES = 16
 MAX_TOOLS = 128
 """OpenAI's limit too"""
-MAX_PRIORITY = 2**31 - 1
+MAX_PRIORITY = 1000
 
 Prompt = str | tuple[int, ...]
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")

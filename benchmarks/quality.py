@@ -1,0 +1,75 @@
+"""What narrower numbers cost: `python benchmarks/quality.py [DOCUMENTS]`.
+
+The shipped model on held-out documents of its grammar, teacher-forced, in float32, bfloat16 and
+with int8 layers: loss and perplexity, the divergence from bfloat16's distributions (KL) and how
+often the likeliest token is the same.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from infer.engine.checkpoint import find_checkpoint
+from infer.models.model import Model, build_model
+
+sys.path.append(str(Path(__file__).parent.parent / "training"))
+from grammar import documents
+
+
+def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention over one whole sequence."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def load(dtype: torch.dtype, *, int8: bool) -> Model:
+    """The shipped model."""
+    checkpoint = find_checkpoint(None)
+    source = checkpoint.source(dtype, torch.device("cpu"))
+    source.int8 = int8
+    return build_model(checkpoint.config, source, 4096)
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure and print."""
+    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    encode = find_checkpoint(None).tokenizer().encode
+    texts = [
+        encode(text, add_special_tokens=False, parse_special_tokens=True)
+        for text in documents("heldout", 0, count)
+    ]
+    models = {
+        "bfloat16": load(torch.bfloat16, int8=False),
+        "float32": load(torch.float32, int8=False),
+        "int8": load(torch.bfloat16, int8=True),
+    }
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
+    num_tokens = 0
+    for ids in texts:
+        tokens, positions = torch.tensor(ids), torch.arange(len(ids))
+        reference: Tensor | None = None
+        for name, model in models.items():
+            logits = model.logits(model.forward(tokens, positions, dense))[:-1]
+            rows = logits.double().log_softmax(-1)
+            reference = rows if reference is None else reference
+            loss = -rows.gather(1, tokens[1:, None]).sum()
+            divergence = (reference.exp() * (reference - rows)).sum()
+            same = (rows.argmax(-1) == reference.argmax(-1)).sum()
+            sums[name] += torch.stack([loss, divergence, same.double()])
+        num_tokens += len(ids) - 1
+    print(f"{count} documents, {num_tokens:,} tokens")
+    print(f"{'':10}{'nats/token':>11}{'perplexity':>11}{'KL to bf16':>12}{'same token':>11}")
+    for name, total in sums.items():
+        loss, divergence, same = (total / num_tokens).tolist()
+        print(f"{name:10}{loss:11.4f}{math.exp(loss):11.4f}{divergence:12.6f}{same:11.2%}")
+
+
+if __name__ == "__main__":
+    main()
