@@ -11,7 +11,9 @@ from setuptools.command.build_ext import build_ext
 
 KERNELS = Extension(
     "infer.kernels._kernels",
-    sources=[f"src/infer/kernels/{name}.cpp" for name in ("attention", "linear", "rotary", "bandwidth")],
+    sources=[
+        f"src/infer/kernels/{name}.cpp" for name in ("attention", "bandwidth", "linear", "rotary")
+    ],
     depends=["src/infer/kernels/attention_isa.h", "src/infer/kernels/cpu.h"],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No
     # -march=native either: the paths are chosen when the library runs.
