@@ -109,6 +109,7 @@ def test_every_setting_is_an_option() -> None:
         "model": "m",
         "served_model_name": "n",
         "dtype": "float32",
+        "quantization": "int8",
         "device": "cpu",
         "batching_mode": "static",
         "kv_cache_backend": "slotted",
