@@ -22,7 +22,7 @@ from infer.attention.native import NativeBackend
 from infer.engine.async_llm import AsyncLLM, Mailbox
 from infer.engine.output import OutputProcessor
 from infer.models.hub import SHIPPED_FOLDER
-from infer.runner.pack import pack
+from infer.runner.pack import Packer
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Chunk, Plan, Sequence
 from infer.text.tokenizer import Tokenizer
@@ -31,7 +31,6 @@ from infer.types import Request, SamplingParams, StepOutput
 PAGE = 16
 COUNTS = (1, 8, 32, 128)
 CONTEXTS = (200, 2000)
-CPU = torch.device("cpu")
 
 
 def make_plan(count: int, context: int) -> Plan:
@@ -65,9 +64,10 @@ def step_parts(count: int, context: int, rounds: int) -> dict[str, float]:
     cache = torch.zeros(1 + count * (context // PAGE + 1), PAGE, 1, 8)
     backend = NativeBackend([cache], [cache.clone()], num_heads=1, scale=1.0)
     logits = torch.randn(count, 512)
-    step = pack(plan, PAGE, CPU)
+    packer = Packer(PAGE, torch.device("cpu"))
+    step = packer.pack(plan)
     return {
-        "pack": microseconds(lambda: pack(plan, PAGE, CPU), rounds),
+        "pack": microseconds(lambda: packer.pack(plan), rounds),
         "plan": microseconds(lambda: backend.plan(step.layout), rounds),
         "sample": microseconds(lambda: sample(logits, step.sampled), rounds),
     }

@@ -158,6 +158,10 @@ def test_penalties_change_what_is_chosen_but_not_the_logprobs() -> None:
     assert result.logprobs.logprob == pytest.approx(raw[1].item(), abs=1e-5)
     assert [token for token, _ in result.logprobs.top] == [2, 1]
     assert result.logprobs.top[0][1] == pytest.approx(raw[2].item(), abs=1e-5)
+    (result,) = sample(logits.clone(), [sequence(temperature=0, logit_bias={0: 50}, logprobs=1)])
+    assert result.token_id == 0
+    assert result.logprobs is not None
+    assert result.logprobs.logprob == pytest.approx(raw[0].item(), abs=1e-5)
 
 
 def test_logprobs_of_the_token_alone_and_none() -> None:
@@ -207,7 +211,7 @@ def test_a_row_does_not_see_its_neighbours(vocab: int, threads: int) -> None:
 
 def test_the_best_logprobs_are_ranked_by_value_then_id() -> None:
     logits = torch.zeros(1, 200)
-    logits[0, [150, 70, 3]] = torch.tensor([1.0, 1.0, 2.0])
+    logits[0, [150, 70, 3, 1]] = torch.tensor([1.0, 1.0, 2.0, -0.0])
     (result,) = sample(logits, [sequence(temperature=0, logprobs=6)])
     assert result.logprobs is not None
     assert [token for token, _ in result.logprobs.top] == [3, 70, 150, 0, 1, 2]

@@ -36,9 +36,9 @@ def maxima(rows: Tensor) -> Tensor:
 
 def argmax(rows: Tensor, tops: Tensor) -> Tensor:
     """The id of the largest in each row, [R]; `tops`: the rows' maxima."""
-    block = tops.argmax(dim=-1)
-    inside = _cut(rows)[torch.arange(len(rows), device=rows.device), block]
-    return block * BLOCK + inside.argmax(dim=-1)
+    block = tops.argmax(dim=-1, keepdim=True)
+    inside = _cut(rows).gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).argmax(dim=-1)
+    return torch.add(inside, block, alpha=BLOCK).squeeze(1)
 
 
 def largest(rows: Tensor, tops: Tensor, members: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -106,7 +106,7 @@ def _logprobs(
 def _is_adjusted(sequence: Sequence) -> bool:
     params = sequence.request.sampling
     return bool(
-        params.bias_pairs
+        params.logit_bias
         or params.repetition_penalty != 1.0
         or params.presence_penalty
         or params.frequency_penalty
