@@ -27,6 +27,8 @@ from infer.schedule.sequence import Sampled, Sequence
 from infer.types import SamplingParams, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
+_ROWS = 8
+"""whole rows that are worked on together: few, so that what is made of them stays in a cache"""
 
 
 def uniform(seed: int, position: int, attempt: int = 0) -> float:
@@ -184,7 +186,10 @@ def _draw(
             values, ids = blocks.largest(rows, tops, members, k)
             found = _draw_from_candidates(values, ids, company)
         else:
-            found = _draw_from_all(_rows_of(rows, members), tops[members], company)
+            found = []
+            for few in torch.split(members, _ROWS):
+                part = company[len(found) : len(found) + len(few)]
+                found += _draw_from_all(_rows_of(rows, few), tops[few], part)
         tokens.update(zip(group, found, strict=True))
     return tokens
 
