@@ -1,7 +1,7 @@
 """The frozen records that cross a boundary: what a caller asks and what comes back.
 
 `SamplingParams` and `Request` travel inward, `StepOutput` travels outward, and nothing else
-crosses between the engine and its callers. All are plain frozen dataclasses of numbers, strings
+crosses between the engine and its callers. All are plain frozen records of numbers, strings
 and tuples, so that a message boundary (thread, process, machine) can be put between the two sides
 without changing either. `TextDelta` and `RequestOutput` are what callers of the façades see.
 This module checks values (a `Request` that exists is valid); it knows no model and no tokenizer.
@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from infer.errors import (
     EngineDeadError,
@@ -306,8 +307,7 @@ class StepOutput:
     """set with `FinishReason.ERROR`"""
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(NamedTuple):
     """A piece of a stream: what is new since the last piece. Pieces may be merged.
 
     `token_ids` and `logprobs` may run ahead of `text`, which is held back while it could still be

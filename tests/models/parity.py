@@ -21,7 +21,7 @@ from infer.cache.allocator import PageAllocator
 from infer.models.model import build_model
 from infer.models.registry import read_model_config
 from infer.models.weights import open_checkpoint
-from infer.runner.pack import pack
+from infer.runner.pack import Packer
 from infer.runner.storage import KVStorage
 from infer.schedule.sequence import Chunk, Sequence
 from infer.types import Request, SamplingParams
@@ -59,7 +59,7 @@ class Bench:
     def step(self, *chunks: tuple[Sequence, int]) -> list[Tensor]:
         """Logits [n, V] of every token of each chunk."""
         plan = tuple(Chunk(s, s.num_computed, n) for s, n in chunks)
-        step = pack(plan, self.allocator.page_size, torch.device("cpu"))
+        step = Packer(self.allocator.page_size, torch.device("cpu")).pack(plan)
         self.backend.plan(step.layout)
         hidden = self.model.forward(step.tokens, step.positions, self.backend.attend)
         for sequence, n in chunks:

@@ -85,22 +85,57 @@ def test_min_p_is_relative_to_the_most_probable() -> None:
     assert set(draws(logits, min_p=0.6)) == {0}
 
 
-def test_a_flat_top_p_row_looks_beyond_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 8)
-    logits = [0.0] * 64
-    counts = draws(logits, top_p=0.9)
-    assert 56 <= len(counts) <= 59
-    monkeypatch.setattr(sampler, "NUM_CANDIDATES", 1024)
-    assert draws(logits, top_p=0.9) == counts
+def test_a_flat_top_p_row_keeps_the_lowest_ids() -> None:
+    """All are equal, so they rank by id: 0 to 57 are the first whose probabilities reach 0.9."""
+    assert set(draws([0.0] * 64, top_p=0.9)) == set(range(58))
+
+
+def kept_by_definition(logits: torch.Tensor, **params: Any) -> list[int]:
+    """What top-k, top-p and min-p leave of a row, by a stable sort in float64."""
+    sampling = SamplingParams(**params)
+    ranks = logits.double().div(sampling.temperature).argsort(descending=True, stable=True)
+    if sampling.top_k > 0:
+        ranks = ranks[: sampling.top_k]
+    probs = logits.double().div(sampling.temperature)[ranks].softmax(0)
+    keep = probs.cumsum(0) - probs < sampling.top_p
+    keep &= probs >= sampling.min_p * probs[0]
+    return sorted(ranks[keep].tolist())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 5},
+        {"top_k": 70, "top_p": 0.55},
+        {"top_k": 40, "min_p": 0.4},
+        {"top_p": 0.1},
+        {"top_p": 0.15, "temperature": 0.6},
+        {"min_p": 0.3},
+        {"top_p": 0.3, "min_p": 0.3},
+    ],
+)
+@pytest.mark.parametrize("vocab", [640, 999])
+def test_what_is_drawn_is_what_the_definition_keeps(params: dict[str, Any], vocab: int) -> None:
+    """Steps of a quarter: many are equal, within a block of the row and across blocks."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(vocab, generator=generator).mul(4).round().div(4)
+    kept = kept_by_definition(logits, **params)
+    assert 3 <= len(kept) <= 90
+    counts = draws(logits.tolist(), **params)
+    assert sorted(counts) == kept
+    weights = logits[kept].div(params.get("temperature", 1.0)).softmax(0).mul(4000).tolist()
+    chi2 = sum((counts[i] - n) ** 2 / n for i, n in zip(kept, weights, strict=True))
+    free = len(kept) - 1
+    assert chi2 < free + 3.1 * math.sqrt(2 * free) + 3  # about one in a thousand
 
 
 def test_bias_and_penalties() -> None:
     base = torch.tensor([[1.0, 2.0, 0.5, -1.0, 3.0, 0.0]])
 
     def adjusted(**fields: Any) -> list[float]:
-        row = base.clone()[0]
-        sampler.adjust(row, sequence(**fields))
-        return [round(v, 5) for v in row.tolist()]
+        rows = base.clone()
+        sampler.adjust(rows, [sequence(**fields)])
+        return [round(v, 5) for v in rows[0].tolist()]
 
     assert adjusted(logit_bias={0: 100, 5: -2.5}) == [101.0, 2.0, 0.5, -1.0, 3.0, -2.5]
     # The prompt is 3, 1, 4: the repetition penalty sees it, the others do not.
@@ -123,6 +158,10 @@ def test_penalties_change_what_is_chosen_but_not_the_logprobs() -> None:
     assert result.logprobs.logprob == pytest.approx(raw[1].item(), abs=1e-5)
     assert [token for token, _ in result.logprobs.top] == [2, 1]
     assert result.logprobs.top[0][1] == pytest.approx(raw[2].item(), abs=1e-5)
+    (result,) = sample(logits.clone(), [sequence(temperature=0, logit_bias={0: 50}, logprobs=1)])
+    assert result.token_id == 0
+    assert result.logprobs is not None
+    assert result.logprobs.logprob == pytest.approx(raw[0].item(), abs=1e-5)
 
 
 def test_logprobs_of_the_token_alone_and_none() -> None:
@@ -133,28 +172,49 @@ def test_logprobs_of_the_token_alone_and_none() -> None:
     assert second.logprobs is None
 
 
-def test_a_row_does_not_see_its_neighbours() -> None:
-    """Any mixture of parameters, any order, any company: the same tokens."""
+@pytest.mark.parametrize(("vocab", "threads"), [(3000, 1), (50_257, 2)])
+def test_a_row_does_not_see_its_neighbours(vocab: int, threads: int) -> None:
+    """Any mixture of parameters, order, company: the same tokens, and log-probabilities bitwise.
+
+    The long rows are there because torch splits a sum over one long row between its threads.
+    """
     generator = torch.Generator().manual_seed(1)
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0},
+        {"temperature": 0, "logprobs": 3},
         {},
         {"top_k": 3},
         {"top_k": 40, "top_p": 0.8},
+        {"top_k": 5000, "top_p": 0.99},
         {"top_p": 0.95, "temperature": 1.7},
+        {"top_p": 0.2, "logprobs": 0},
         {"min_p": 0.1},
-        {"repetition_penalty": 1.3, "top_p": 0.5},
+        {"repetition_penalty": 1.3, "top_p": 0.5, "logprobs": 20},
         {"frequency_penalty": 1.0, "output": (7, 7), "top_k": 64},
         {"logit_bias": {9: 5.0}, "temperature": 0.5},
+        {"temperature": 0, "presence_penalty": 2.0, "output": (9, 7), "logprobs": 1},
     ]
-    sequences = [sequence(seed, **kinds[seed % len(kinds)]) for seed in range(45)]
-    logits = torch.randn(45, 3000, generator=generator).mul(3).bfloat16().float()
-    together = tokens(logits, *sequences)
-    alone = [tokens(logits[i : i + 1], s)[0] for i, s in enumerate(sequences)]
+    sequences = [sequence(seed, **kinds[seed % len(kinds)]) for seed in range(len(kinds))]
+    logits = torch.randn(len(sequences), vocab, generator=generator).mul(3).bfloat16().float()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = sample(logits.clone(), sequences)
+        alone = [sample(logits[i : i + 1].clone(), [s])[0] for i, s in enumerate(sequences)]
+        order = torch.randperm(len(sequences), generator=generator).tolist()
+        shuffled = sample(logits[order], [sequences[i] for i in order])
+    finally:
+        torch.set_num_threads(before)
     assert together == alone
-    order = torch.randperm(45, generator=generator).tolist()
-    shuffled = tokens(logits[order], *[sequences[i] for i in order])
     assert shuffled == [together[i] for i in order]
+    assert len({s.token_id for s in together}) > len(kinds) // 2
+
+
+def test_the_best_logprobs_are_ranked_by_value_then_id() -> None:
+    logits = torch.zeros(1, 200)
+    logits[0, [150, 70, 3, 1]] = torch.tensor([1.0, 1.0, 2.0, -0.0])
+    (result,) = sample(logits, [sequence(temperature=0, logprobs=6)])
+    assert result.logprobs is not None
+    assert [token for token, _ in result.logprobs.top] == [3, 70, 150, 0, 1, 2]
 
 
 def test_the_draw_is_a_function_of_seed_and_position_only() -> None:

@@ -75,15 +75,16 @@ class NativeBackend:
 
     def plan(self, layout: BatchLayout) -> None:
         """Cut the step into work items, once for all layers."""
-        slots, tables = layout.slot_mapping.contiguous(), layout.page_tables.contiguous()
+        slots, tables = layout.slot_mapping, layout.page_tables
         assert slots.dtype == tables.dtype == torch.int64
+        assert slots.stride(0) == tables.stride(1) == 1
         self._step = (slots, tables)  # the kernel keeps their addresses
         self._kernel.plan(
             layout.query_start_loc,
             layout.seq_lens,
             slots.data_ptr(),
             tables.data_ptr(),
-            tables.shape[1],
+            tables.stride(0),
             torch.get_num_threads(),
         )
 

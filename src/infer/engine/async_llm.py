@@ -41,17 +41,19 @@ class Mailbox:
     def __init__(self, processor: OutputProcessor) -> None:
         self.processor = processor
         self._pieces: list[TextDelta] = []
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, piece: TextDelta) -> None:
         """Add a piece; called on the event loop."""
         self._pieces.append(piece)
-        self._arrived.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def take(self) -> list[TextDelta]:
-        """Everything that has arrived; waits until there is something."""
-        await self._arrived.wait()
-        self._arrived.clear()
+        """Everything that has arrived; waits until there is something. One reader at a time."""
+        if not self._pieces:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         pieces, self._pieces = self._pieces, []
         return pieces
 

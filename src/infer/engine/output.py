@@ -55,12 +55,12 @@ class OutputProcessor:
                 text += self._stop.finish()
         self.finish_reason = reason
         return TextDelta(
-            text=text,
-            token_ids=() if output.token_id is None else (output.token_id,),
-            logprobs=() if output.logprobs is None else (output.logprobs,),
-            finish_reason=reason,
-            num_cached=output.num_cached,
-            error=output.error,
+            text,
+            () if output.token_id is None else (output.token_id,),
+            () if output.logprobs is None else (output.logprobs,),
+            reason,
+            output.num_cached,
+            output.error,
         )
 
     def _show(self, text: str) -> tuple[str, bool]:

@@ -1,7 +1,8 @@
 """`ModelRunner`: executes a plan with a model, an attention backend and the sampler.
 
 pack → backend.plan → model.forward → logits of the sampled rows → sample. The engine core's
-`Runner` for real models; it keeps no state between steps but the KV storage.
+`Runner` for real models; it keeps no state between steps but the KV storage and what `Packer`
+compares with the plan before it uses it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 
 from infer.attention.layout import AttentionBackend
 from infer.models.model import Model
-from infer.runner.pack import pack
+from infer.runner.pack import Packer
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Plan, Sampled
 
@@ -23,16 +24,18 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.backend = backend
-        self.page_size = page_size
         self.device = device
+        self._packer = Packer(page_size, device)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[Sampled]:
         """Compute every chunk; one result per chunk that samples, in the plan's order."""
-        step = pack(plan, self.page_size, self.device)
+        step = self._packer.pack(plan)
         self.backend.plan(step.layout)
         hidden = self.model.forward(step.tokens, step.positions, self.backend.attend)
         if not step.sampled:
             return []
-        rows = torch.tensor(step.sampled_rows, device=self.device)
-        return sample(self.model.logits(hidden.index_select(0, rows)), step.sampled)
+        if len(step.sampled) < len(hidden):
+            rows = torch.tensor(step.sampled_rows, device=self.device)
+            hidden = hidden.index_select(0, rows)
+        return sample(self.model.logits(hidden), step.sampled)

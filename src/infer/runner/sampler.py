@@ -2,32 +2,40 @@
 
 The order, stated once: logit bias and penalties → temperature → top-k → top-p and min-p → draw.
 Log-probabilities come from the raw logits. A step that is the same for no row is skipped, so an
-all-greedy step is one argmax. Candidates are taken with a partial sort; the whole vocabulary is
-sorted only for a row whose top-p set is larger than that.
+all-greedy step is one argmax. Ranks are by value, among equals by id, the lowest first.
 
-A row's token is a pure function of its logits, its parameters, its seed and its position: rows
-are grouped by their own parameters only, and each group is computed row by row in torch's last
-dimension, so no row sees its neighbours.
+A row's token is a pure function of its logits, its parameters, its seed and its position. The
+passes over whole rows are those of `blocks`. With top-k only that many candidates are looked at.
+Top-p needs no order of the row either: a token is drawn from all and kept if those before it have
+less than p; if not, it and all behind it are out, and the next is drawn from those before it.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from infer.runner import blocks
 from infer.schedule.sequence import Sampled, Sequence
 from infer.types import SamplingParams, TokenLogprobs
 
-NUM_CANDIDATES = 1024
 _MASK64 = (1 << 64) - 1
+_ROWS = 8
+"""whole rows that are worked on together: few, so that what is made of them stays in a cache"""
 
 
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that is a pure function of seed and position (splitmix64, twice)."""
+def uniform(seed: int, position: int, attempt: int = 0) -> float:
+    """A number in [0, 1) that is a pure function of its arguments (splitmix64, repeated)."""
     x = _splitmix64((_splitmix64(seed & _MASK64) + position) & _MASK64)
+    for _ in range(attempt):
+        x = _splitmix64(x)
     return (x >> 11) * 2.0**-53
 
 
@@ -39,146 +47,211 @@ def _splitmix64(x: int) -> int:
 
 
 def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
-    """One token per row: `logits` [R, V] float32 belong to `sequences` [R]; changes `logits`."""
-    logprobs = _logprob_inputs(logits, sequences)
-    for row, sequence in enumerate(sequences):
-        adjust(logits[row], sequence)
+    """One token per row: `logits` [R, V] float32 belong to `sequences` [R]; may change `logits`."""
+    rows = blocks.padded(logits)
+    tops = blocks.maxima(rows)
+    logprobs_of = _logprobs(rows, tops, sequences, logits.shape[1])
+    if any(_is_adjusted(sequence) for sequence in sequences):
+        rows = rows if logprobs_of is None else rows.clone()
+        adjust(rows, sequences)
+        tops = blocks.maxima(rows)
     drawn = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
-    if len(drawn) == len(sequences):
-        tokens = [0] * len(sequences)
-    else:
-        tokens = logits.argmax(dim=-1).tolist()
+    tokens = [0] * len(sequences)
+    if len(drawn) < len(sequences):
+        tokens = blocks.argmax(rows, tops).tolist()
     if drawn:
-        for row, token in zip(drawn, _draw(logits, sequences, drawn), strict=True):
+        for row, token in _draw(rows, tops, sequences, drawn, logits.shape[1]).items():
             tokens[row] = token
+    if logprobs_of is None:
+        return [Sampled(token) for token in tokens]
     return [
-        Sampled(token, _logprobs_of(logprobs.get(row), token, sequences[row]))
-        for row, token in enumerate(tokens)
+        Sampled(token, logprobs)
+        for token, logprobs in zip(tokens, logprobs_of(tokens), strict=True)
     ]
 
 
 # Log-probabilities.
 
 
-def _logprob_inputs(logits: Tensor, sequences: Seq[Sequence]) -> dict[int, Tensor]:
-    """Log-probabilities [V] of the rows that ask for them, before anything changes the logits."""
-    rows = [i for i, s in enumerate(sequences) if s.request.sampling.logprobs is not None]
-    return {row: torch.log_softmax(logits[row], dim=-1) for row in rows}
-
-
-def _logprobs_of(row: Tensor | None, token: int, sequence: Sequence) -> TokenLogprobs | None:
-    if row is None:
+def _logprobs(
+    rows: Tensor, tops: Tensor, sequences: Seq[Sequence], vocab_size: int
+) -> Callable[[list[int]], list[TokenLogprobs | None]] | None:
+    """A function from the sampled tokens to log-probabilities; None where no row asks for them."""
+    counts = {
+        row: min(sequence.request.sampling.logprobs, vocab_size)
+        for row, sequence in enumerate(sequences)
+        if sequence.request.sampling.logprobs is not None
+    }
+    if not counts:
         return None
-    count = sequence.request.sampling.logprobs or 0
-    top: tuple[tuple[int, float], ...] = ()
-    if count:
-        values, ids = row.topk(min(count, len(row)))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-    return TokenLogprobs(float(row[token]), top)
+    members = _tensor(list(counts), rows, torch.int64)
+    ones = torch.ones(len(counts), device=rows.device)
+    weights = blocks.weights(_rows_of(rows, members), tops[members], ones)
+    # log Σ exp, as a column
+    total = blocks.running_sums(weights)[:, -1:].log() + tops[members].amax(dim=-1, keepdim=True)
+    values, ids = blocks.largest(rows, tops, members, max(1, *counts.values()))
+    best = list(zip(ids.tolist(), (values - total).tolist(), strict=True))
+
+    def logprobs_of(tokens: list[int]) -> list[TokenLogprobs | None]:
+        sampled = rows[members, _tensor(tokens, rows, torch.int64)[members]] - total[:, 0]
+        result: list[TokenLogprobs | None] = [None] * len(tokens)
+        for (row, num), own, top in zip(counts.items(), sampled.tolist(), best, strict=True):
+            result[row] = TokenLogprobs(own, tuple(zip(*top, strict=True))[:num])
+        return result
+
+    return logprobs_of
 
 
 # Bias and penalties.
 
 
-def adjust(row: Tensor, sequence: Sequence) -> None:
-    """Apply logit bias, penalties and the minimum length to the logits [V] of a row, in place."""
+def _is_adjusted(sequence: Sequence) -> bool:
     params = sequence.request.sampling
-    if params.bias_pairs:
-        ids, values = zip(*params.bias_pairs, strict=True)
-        index = torch.tensor(ids, device=row.device)
-        row.index_add_(0, index, torch.tensor(values, dtype=row.dtype, device=row.device))
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(sequence.tokens)), device=row.device)
-        values_seen = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(values_seen > 0, values_seen / penalty, values_seen * penalty)
-    if (params.presence_penalty or params.frequency_penalty) and sequence.num_output:
-        counts = Counter(sequence.tokens[sequence.num_prompt :])
-        index = torch.tensor(list(counts), device=row.device)
-        times = torch.tensor(list(counts.values()), dtype=row.dtype, device=row.device)
-        row[index] -= params.frequency_penalty * times + params.presence_penalty
-    if sequence.num_output < params.min_tokens:
-        ends = [i for i in sequence.end_token_ids if i < len(row)]
-        row[ends] = float("-inf")
+    return bool(
+        params.logit_bias
+        or params.repetition_penalty != 1.0
+        or params.presence_penalty
+        or params.frequency_penalty
+        or sequence.num_output < params.min_tokens
+    )
+
+
+def adjust(rows: Tensor, sequences: Seq[Sequence]) -> None:
+    """Apply logit bias, penalties and minimum lengths to the logits [R, V], in place."""
+    bias, seen, written, ends = (_Cells(rows) for _ in range(4))
+    for row, sequence in enumerate(sequences):
+        params = sequence.request.sampling
+        if params.bias_pairs:
+            bias.add(row, *zip(*params.bias_pairs, strict=True))
+        if params.repetition_penalty != 1.0:
+            seen.add(row, sequence.tokens, params.repetition_penalty)
+        if (params.presence_penalty or params.frequency_penalty) and sequence.num_output:
+            times = Counter(sequence.tokens[sequence.num_prompt :])
+            amounts = params.frequency_penalty * np.fromiter(times.values(), np.float32)
+            written.add(row, list(times), amounts + params.presence_penalty)
+        if sequence.num_output < params.min_tokens:
+            ends.add(row, [i for i in sequence.end_token_ids if i < rows.shape[1]], -np.inf)
+    flat = rows.view(-1)
+    if bias.ids:
+        flat.index_add_(0, *bias.tensors())
+    if seen.ids:
+        index, by = seen.tensors()
+        before = flat[index]  # of equal ids each gives the same result
+        flat[index] = torch.where(before > 0, before / by, before * by)
+    if written.ids:
+        index, by = written.tensors()
+        flat[index] -= by
+    if ends.ids:
+        index, by = ends.tensors()
+        flat[index] = by
+
+
+class _Cells:
+    """Some ids of some rows with a number each, gathered to be applied in one operation."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.ids: list[np.ndarray] = []
+        self._values: list[np.ndarray] = []
+        self._rows = rows
+
+    def add(self, row: int, ids: Seq[int], values: object) -> None:
+        """`values`: one for each id, or one for all."""
+        numbers = np.frombuffer(array("q", ids), np.int64)
+        self.ids.append(numbers + row * self._rows.shape[1])
+        self._values.append(np.broadcast_to(np.asarray(values, np.float32), numbers.shape))
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Places in the flattened rows, and the numbers."""
+        device = self._rows.device
+        ids, values = np.concatenate(self.ids), np.concatenate(self._values)
+        return torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device)
 
 
 # Drawing.
 
 
-def _candidate_class(params: SamplingParams, vocab_size: int) -> int:
-    """How many candidates a row's own parameters call for; 0 = the whole row, unsorted."""
-    if params.top_k > 0:
-        return int(min(vocab_size, 1 << (params.top_k - 1).bit_length()))
-    if params.top_p < 1.0 or params.min_p > 0.0:
-        return min(vocab_size, NUM_CANDIDATES)
-    return 0
-
-
-def _draw(logits: Tensor, sequences: Seq[Sequence], rows: list[int]) -> list[int]:
-    classes: dict[int, list[int]] = defaultdict(list)
-    for row in rows:
-        classes[_candidate_class(sequences[row].request.sampling, logits.shape[1])].append(row)
+def _draw(
+    rows: Tensor, tops: Tensor, sequences: Seq[Sequence], drawn: list[int], vocab_size: int
+) -> dict[int, int]:
+    """{row: token}. Rows with about the same top-k go together; 0 = without."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for row in drawn:
+        k = max(0, min(sequences[row].request.sampling.top_k, vocab_size))
+        groups[min(vocab_size, 1 << (k - 1).bit_length()) if k else 0].append(row)
     tokens: dict[int, int] = {}
-    for num_candidates, members in classes.items():
-        params = [sequences[row].request.sampling for row in members]
-        points = [
-            uniform(sequences[row].request.seed, len(sequences[row].tokens)) for row in members
-        ]
-        temperatures = _column([p.temperature for p in params], logits)
-        scaled = logits[members] / temperatures
-        if num_candidates == 0:
-            drawn = _draw_from_all(scaled, points)
+    for k, group in groups.items():
+        members = _tensor(group, rows, torch.int64)
+        company = [sequences[row] for row in group]
+        if k:
+            values, ids = blocks.largest(rows, tops, members, k)
+            found = _draw_from_candidates(values, ids, company)
         else:
-            drawn = _draw_from_top(scaled, params, points, num_candidates)
-        tokens.update(zip(members, drawn, strict=True))
-    return [tokens[row] for row in rows]
+            found = []
+            for few in torch.split(members, _ROWS):
+                part = company[len(found) : len(found) + len(few)]
+                found += _draw_from_all(_rows_of(rows, few), tops[few], part)
+        tokens.update(zip(group, found, strict=True))
+    return tokens
 
 
-def _column(values: Seq[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[int]:
+    """`values`, `ids` [n, k], the most probable first."""
+    params = [sequence.request.sampling for sequence in sequences]
+    top_k, top_p, min_p = (
+        _tensor(column, values, torch.float64).unsqueeze(1)
+        for column in zip(*((p.top_k, p.top_p, p.min_p) for p in params), strict=True)
+    )
+    weights = blocks.weights(values, values[:, :1], _temperatures(params, values)).double()
+    weights *= torch.arange(values.shape[1], device=values.device) < top_k
+    sums = weights.cumsum(dim=-1)  # in order, so those behind a row's own k change nothing
+    weights *= (sums - weights < top_p * sums[:, -1:]) & (weights >= min_p)
+    sums = weights.cumsum(dim=-1)
+    index = blocks.invert(sums, _points(sequences, sums) * sums[:, -1])
+    tokens: list[int] = ids.gather(1, index.unsqueeze(1)).squeeze(1).tolist()
+    return tokens
 
 
-def _draw_from_all(scaled: Tensor, points: list[float]) -> list[int]:
-    """Invert the distribution function, in order of token ids; no sort."""
-    return _invert(scaled.softmax(dim=-1), points)
+def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[Sequence]) -> list[int]:
+    params = [sequence.request.sampling for sequence in sequences]
+    weights = blocks.weights(rows, tops, _temperatures(params, rows))
+    sums = blocks.running_sums(weights)
+    totals = sums[:, -1].tolist()
+    for i, p in enumerate(params):
+        if p.min_p > 0.0:
+            blocks.at_least(weights[i], p.min_p, weights[i])
+            sums[i] = blocks.running_sums(weights[i : i + 1])[0]
+    tokens: list[int] = blocks.pick(weights, sums, _points(sequences, sums)).tolist()
+    for i, p in enumerate(params):
+        if p.top_p < 1.0:
+            tokens[i] = _keep_top_p(weights[i], p.top_p * totals[i], tokens[i], sequences[i])
+    return tokens
 
 
-def _draw_from_top(
-    scaled: Tensor, params: list[SamplingParams], points: list[float], num_candidates: int
-) -> list[int]:
-    values, ids = scaled.topk(num_candidates, dim=-1)
-    ranks = torch.arange(num_candidates, device=scaled.device)
-    limits = [p.top_k if p.top_k > 0 else num_candidates for p in params]
-    inside = ranks < torch.tensor(limits, device=scaled.device).unsqueeze(1)
-    # Top-p counts the probability among what top-k left; without top-k, among everything.
-    open_ended = torch.tensor([p.top_k <= 0 for p in params], device=scaled.device).unsqueeze(1)
-    among_top = values.masked_fill(~inside, float("-inf")).logsumexp(dim=-1, keepdim=True)
-    total = torch.where(open_ended, scaled.logsumexp(dim=-1, keepdim=True), among_top)
-    probs = (values - total).exp() * inside
-    before = probs.double().cumsum(dim=-1) - probs
-    keep = before < _column([p.top_p for p in params], before)
-    keep &= probs >= _column([p.min_p for p in params], probs) * probs[:, :1]
-    picked = _invert(probs * keep, points)
-    tokens = ids.gather(1, torch.tensor(picked, device=ids.device).unsqueeze(1)).squeeze(1)
-    result: list[int] = tokens.tolist()
-    if num_candidates < scaled.shape[1]:
-        # Where every candidate was kept, there may be more to keep: sort that row whole.
-        reached = keep[:, -1].tolist()
-        for i, p in enumerate(params):
-            if p.top_k <= 0 and reached[i]:
-                whole = slice(i, i + 1)
-                result[i] = _draw_from_top(
-                    scaled[whole], params[whole], points[whole], scaled.shape[1]
-                )[0]
-    return result
+def _keep_top_p(weights: Tensor, limit: float, token: int, sequence: Sequence) -> int:
+    """A token before which there is less weight than the limit; `token`: the first attempt."""
+    for attempt in count(1):  # ends: each leaves fewer, and before the most probable there are none
+        weights = blocks.more_probable(weights, token)
+        sums = blocks.running_sums(weights.unsqueeze(0))
+        if not sums[0, -1].item() >= limit:
+            break
+        points = _points([sequence], sums, attempt)
+        token = int(blocks.pick(weights.unsqueeze(0), sums, points))
+    return token
 
 
-def _invert(weights: Tensor, points: list[float]) -> list[int]:
-    """Per row the first index at which the running sum of the weights passes point · sum."""
-    sums = weights.double().cumsum(dim=-1)
-    targets = torch.tensor(points, dtype=torch.float64, device=weights.device).unsqueeze(1)
-    index = torch.searchsorted(sums, targets * sums[:, -1:], right=True).squeeze(1)
-    # Rounding may put the target on the last sum: stay on the last index that has a weight.
-    last = (sums < sums[:, -1:]).sum(dim=-1)
-    result: list[int] = torch.minimum(index, last).tolist()
-    return result
+def _points(sequences: list[Sequence], like: Tensor, attempt: int = 0) -> Tensor:
+    points = [uniform(s.request.seed, len(s.tokens), attempt) for s in sequences]
+    return _tensor(points, like, torch.float64)
+
+
+def _temperatures(params: list[SamplingParams], like: Tensor) -> Tensor:
+    return _tensor([p.temperature for p in params], like, torch.float32)
+
+
+def _tensor(numbers: Seq[float], like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype).to(like.device)
+
+
+def _rows_of(rows: Tensor, members: Tensor) -> Tensor:
+    """Some of the rows, in ascending order; without a copy if it is all of them."""
+    return rows if len(members) == len(rows) else rows[members]
