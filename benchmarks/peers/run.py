@@ -59,7 +59,7 @@ class Worker:
                 text=True,
                 start_new_session=True,
             )
-        self.load_seconds = self._read()["load_seconds"]
+        self.ready = self._read()
         self._signal(signal.SIGSTOP)
 
     def _signal(self, number: int) -> None:
@@ -128,8 +128,8 @@ class Bench:
             log = self.options.json.with_suffix(f".{engine.replace(':', '-')}.log")
             worker = Worker(engine, self.options.model, self.options.peers, log)
             self.workers[engine] = worker
-            print(f"  {engine} loaded in {worker.load_seconds:.1f} s", flush=True)
-            for job in self.cases.values():
+            print(f"  {engine} loaded in {worker.ready['load_seconds']:.1f} s", flush=True)
+            for job in self.cases.values() if worker.ready["needs_warmup"] else ():
                 worker.run(job | {"output_len": min(4, job["output_len"]), "seed": 0})
         return self.workers[engine]
 
@@ -214,7 +214,8 @@ def tables(document: dict[str, Any]) -> str:
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
     table("engine", rate, engines)
-    table(f"{engines[0]} / …", ratio, engines[1:])
+    if len(engines) > 1:
+        table(f"{engines[0]} / …", ratio, engines[1:])
     return "\n".join(lines)
 
 

@@ -32,7 +32,9 @@ def prompts_of(job: dict[str, Any], vocab_size: int) -> Prompts:
     return [rng.choices(ids, k=job["input_len"]) for _ in range(job["num_requests"])]
 
 
-def serve(load: Callable[[], Callable[[Prompts, int], tuple[float, int]]]) -> None:
+def serve(
+    load: Callable[[], Callable[[Prompts, int], tuple[float, int]]], needs_warmup: bool = True
+) -> None:
     """Load, say so, then answer each job with its seconds and the number of tokens made.
 
     `load` returns `complete(prompts, output_len)`, which returns (seconds, number of output
@@ -43,7 +45,8 @@ def serve(load: Callable[[], Callable[[Prompts, int], tuple[float, int]]]) -> No
     config = json.loads((arguments()[0] / "config.json").read_text())
     started = time.perf_counter()
     complete = load()
-    print(json.dumps({"load_seconds": time.perf_counter() - started}), file=protocol, flush=True)
+    ready = {"load_seconds": time.perf_counter() - started, "needs_warmup": needs_warmup}
+    print(json.dumps(ready), file=protocol, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         prompts = prompts_of(job, config["vocab_size"])

@@ -30,7 +30,7 @@ def _load():
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 2
     scheduler.max_num_seqs = 32
-    scheduler.max_num_batched_tokens = 2048
+    scheduler.max_num_batched_tokens = 4096
     scheduler.enable_prefix_caching = False
     pipe = genai.ContinuousBatchingPipeline(
         str(_export(*arguments())), scheduler, "CPU", {"INFERENCE_NUM_THREADS": THREADS}
