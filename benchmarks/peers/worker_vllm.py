@@ -1,8 +1,15 @@
-"""vLLM's CPU backend, offline in one process; VARIANT is its `dtype`."""
+"""vLLM's CPU backend, offline in one process; VARIANT is its `dtype`.
+
+Its manual wants Intel's OpenMP and tcmalloc preloaded. The first comes with its environment, the
+second from the system, if it is installed.
+"""
 
 from __future__ import annotations
 
+import ctypes.util
 import os
+import sys
+from pathlib import Path
 
 from worker import THREADS, Prompts, arguments, serve, timed
 
@@ -37,5 +44,17 @@ def _load():
     return timed(complete)
 
 
+def _preload() -> None:
+    """Start this program again with the libraries in front."""
+    openmp = Path(sys.prefix, "lib", "libiomp5.so")
+    found = [str(openmp)] if openmp.is_file() else []
+    if allocator := ctypes.util.find_library("tcmalloc_minimal"):
+        found.append(allocator)
+    if found and "LD_PRELOAD" not in os.environ:
+        os.environ["LD_PRELOAD"] = ":".join(found)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
 if __name__ == "__main__":
+    _preload()
     serve(_load)
