@@ -1,0 +1,72 @@
+"""What every engine's worker shares: the line protocol with `run.py` and the prompts.
+
+A worker is `python worker_NAME.py MODEL VARIANT`; it calls `serve` with a function that completes
+all prompts greedily, with exactly `output_len` tokens each. Standard library only: it runs in
+every peer's environment. Engines print what they like; only protocol lines reach the driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+THREADS = 2
+Prompts = list[list[int]]
+
+
+def arguments() -> tuple[Path, str]:
+    """The checkpoint's folder and the variant (a dtype, a quantisation)."""
+    return Path(sys.argv[1]), sys.argv[2]
+
+
+def prompts_of(job: dict[str, Any], vocab_size: int) -> Prompts:
+    """Random token ids, none of them special, another set for each seed."""
+    rng = random.Random(job["seed"])
+    ids = range(100, vocab_size)
+    return [rng.choices(ids, k=job["input_len"]) for _ in range(job["num_requests"])]
+
+
+def serve(
+    load: Callable[[], Callable[[Prompts, int], tuple[float, int]]], needs_warmup: bool = True
+) -> None:
+    """Load, say so, then answer each job with its seconds and the number of tokens made.
+
+    `load` returns `complete(prompts, output_len)`, which returns (seconds, number of output
+    tokens); `timed` makes it from a function that only completes.
+    """
+    protocol = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    config = json.loads((arguments()[0] / "config.json").read_text())
+    started = time.perf_counter()
+    complete = load()
+    ready = {"load_seconds": time.perf_counter() - started, "needs_warmup": needs_warmup}
+    print(json.dumps(ready), file=protocol, flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        prompts = prompts_of(job, config["vocab_size"])
+        seconds, num_tokens = complete(prompts, job["output_len"])
+        wanted = job["num_requests"] * job["output_len"]
+        if num_tokens != wanted:
+            raise SystemExit(f"made {num_tokens} tokens, asked for {wanted}: not comparable")
+        answer = {"seconds": seconds, "output_tokens": num_tokens}
+        print(json.dumps(answer), file=protocol, flush=True)
+
+
+def timed(
+    complete: Callable[[Prompts, int], list[int]],
+) -> Callable[[Prompts, int], tuple[float, int]]:
+    """Time a function that returns the number of tokens of each completion."""
+
+    def run(prompts: Prompts, output_len: int) -> tuple[float, int]:
+        started = time.perf_counter()
+        counts = complete(prompts, output_len)
+        seconds = time.perf_counter() - started
+        return seconds, sum(counts)
+
+    return run

@@ -1,0 +1,60 @@
+"""vLLM's CPU backend, offline in one process; VARIANT is its `dtype`.
+
+Its manual wants Intel's OpenMP and tcmalloc preloaded. The first comes with its environment, the
+second from the system, if it is installed.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import sys
+from pathlib import Path
+
+from worker import THREADS, Prompts, arguments, serve, timed
+
+os.environ.update(
+    VLLM_CPU_OMP_THREADS_BIND=f"0-{THREADS - 1}",
+    VLLM_CPU_KVCACHE_SPACE="2",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+
+def _load():
+    from vllm import LLM, SamplingParams
+
+    model, dtype = arguments()
+    llm = LLM(
+        str(model),
+        dtype=dtype,
+        max_model_len=2048,
+        max_num_seqs=32,
+        enable_prefix_caching=False,
+    )
+
+    def complete(prompts: Prompts, output_len: int) -> list[int]:
+        params = SamplingParams(
+            temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False
+        )
+        given = [{"prompt_token_ids": ids} for ids in prompts]
+        outputs = llm.generate(given, params, use_tqdm=False)
+        return [len(output.outputs[0].token_ids) for output in outputs]
+
+    return timed(complete)
+
+
+def _preload() -> None:
+    """Start this program again with the libraries in front."""
+    openmp = Path(sys.prefix, "lib", "libiomp5.so")
+    found = [str(openmp)] if openmp.is_file() else []
+    if allocator := ctypes.util.find_library("tcmalloc_minimal"):
+        found.append(allocator)
+    if found and "LD_PRELOAD" not in os.environ:
+        os.environ["LD_PRELOAD"] = ":".join(found)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+if __name__ == "__main__":
+    _preload()
+    serve(_load)
