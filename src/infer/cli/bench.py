@@ -194,3 +194,59 @@ def _group_table(groups: dict[str, Any]) -> Table:
         found = zip(cells, shown, strict=True)
         table.add_row(group, *(f"{cell[rank]:,.1f}" if cell else "" for cell, (_, rank) in found))
     return table
+
+
+@app.command()
+def report(
+    files: Annotated[list[Path], typer.Argument(help="What --json has written.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for page and plots.")],
+) -> None:
+    """Make a page with plots out of results: report.md and three PNG files."""
+    from infer.bench.report import write_report
+
+    for path in write_report(files, output):
+        print(path)
+
+
+@app.command()
+def machine(
+    model: Annotated[
+        str | None, typer.Option(help="Folder, GGUF file or hub id; only its config is read.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Of the layers; auto = the checkpoint's.")] = "auto",
+    num_threads: Annotated[int | None, typer.Option(help="Default: the physical cores.")] = None,
+) -> None:
+    """Measure this machine's bandwidth and products; with --model, the floor under its speed."""
+    from infer.bench.machine import measure_machine
+
+    notes = Console(stderr=True)
+    config = EngineConfig(model=model, dtype=dtype, num_threads=num_threads)
+    with notes.status("measuring; nothing else should run …"):
+        found = measure_machine(config)
+    notes.print(
+        f"{found['machine']['cpu']}, {found['threads']} threads, torch: {found['torch_isa']},"
+        f" attention: {found['attention']}\nreads [bold]{found['best_read_gb_s']:.1f}[/] GB/s"
+        f" (torch's sum: best {found['read_gb_s']['best']:.1f},"
+        f" median {found['read_gb_s']['median']:.1f})",
+        highlight=False,
+    )
+    kinds = ", ".join(dict.fromkeys(layer["kind"] for layer in found["layers"]))
+    title = f"{found['dtype']} layers ({kinds}): Gflop/s at so many rows"
+    table = Table("layer", "×", "GB/s at 1", title=title, box=box.SIMPLE)
+    for row in found["layers"][0]["rows"]:
+        table.add_column(str(row["rows"]), justify="right")
+    for layer in found["layers"]:
+        rates = [f"{row['gflop_s']:,.0f}" for row in layer["rows"]]
+        read = f"{layer['rows'][0]['gb_s']:.1f}"
+        name = f"{layer['in']} → {layer['out']}"
+        table.add_row(name, str(layer["count"]), read, *rates)
+    notes.print(table)
+    if floor := found.get("floor"):
+        notes.print(
+            f"[bold]{floor['model']}[/]: a token reads {floor['bytes_per_token'] / 1e6:,.1f} MB of"
+            f" weights; from memory, not a cache, that is at most"
+            f" [bold]{floor['one_stream_tok_s']:,.1f}[/] tok/s in one stream. The products alone"
+            f" allow [bold]{floor['prefill_tok_s']:,.0f}[/] prompt tok/s.",
+            highlight=False,
+        )
+    print(json.dumps(found))
