@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from infer.cli.bench import app as bench_app
 from infer.config import EngineConfig
 from infer.errors import InferError, LoadError, RequestError
 from infer.server.options import with_engine_options
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.add_typer(bench_app, name="bench")
 
 Model = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""Command-line options made from `EngineConfig`: one per field.
+"""Command-line options made from a dataclass of settings, as `EngineConfig`: one per field.
 
 Names, help and choices come from the dataclass, so a new setting is an option at once and no
 default is written twice; values are checked by the dataclass itself. An option that is not given
@@ -17,26 +17,33 @@ import typer
 
 from infer.config import EngineConfig
 
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
-def with_engine_options(
-    *, leave_out: tuple[str, ...] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """For a typer command: in the place of its parameter `settings` there is an option per field;
-    the command gets those that were given, as `settings: dict[str, Any]`."""
-    fields = [spec for spec in dataclasses.fields(EngineConfig) if spec.name not in leave_out]
+
+def with_engine_options(*, leave_out: tuple[str, ...] = ()) -> Decorator:
+    """`with_options` for `EngineConfig`, as `settings`."""
+    return with_options(EngineConfig, "settings", "Engine", leave_out=leave_out)
+
+
+def with_options(
+    config: type[Any], parameter: str, panel: str, *, leave_out: tuple[str, ...] = ()
+) -> Decorator:
+    """For a typer command: in the place of its parameter of this name there is an option per
+    field; the command gets those that were given, as a `dict[str, Any]`."""
+    fields = [spec for spec in dataclasses.fields(config) if spec.name not in leave_out]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def called(**arguments: Any) -> None:
             options = {spec.name: arguments.pop(spec.name) for spec in fields}
             settings = {name: value for name, value in options.items() if value is not None}
-            command(**arguments, settings=settings)
+            command(**arguments, **{parameter: settings})
 
         # What typer looks at.
         parameters = dict(inspect.signature(command, eval_str=True).parameters)
-        del parameters["settings"]
+        del parameters[parameter]
         for spec in fields:
-            kind, option = inspect.Parameter.KEYWORD_ONLY, _typer_option(spec)
+            kind, option = inspect.Parameter.KEYWORD_ONLY, _typer_option(spec, panel)
             parameters[spec.name] = inspect.Parameter(
                 spec.name, kind, default=None, annotation=option
             )
@@ -47,7 +54,7 @@ def with_engine_options(
     return decorate
 
 
-def _typer_option(spec: dataclasses.Field[Any]) -> Any:
+def _typer_option(spec: dataclasses.Field[Any], panel: str) -> Any:
     kinds = (bool, int, float, str)
     kind = next(kind for kind in kinds if str(spec.type).startswith(kind.__name__))
     help, choices = str(spec.metadata["help"]), spec.metadata.get("one_of")
@@ -58,7 +65,7 @@ def _typer_option(spec: dataclasses.Field[Any]) -> Any:
     option = typer.Option(
         help=help,
         metavar=spec.name.rpartition("_")[2].upper() if kind is not bool else None,
-        rich_help_panel="Engine",
+        rich_help_panel=panel,
         show_default=False,
     )
     return Annotated[kind | None, option]

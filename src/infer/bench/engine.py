@@ -1,0 +1,64 @@
+"""The engine in this process as a target of the driver: `infer bench offline`.
+
+The same asyncio façade that a server stands on, without HTTP. Imports torch only when an engine
+is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+
+from infer.bench.drive import Piece, Prompt, Usage
+from infer.config import EngineConfig
+from infer.engine.async_llm import AsyncLLM
+from infer.types import SamplingParams
+
+COUNTERS = (
+    *("num_steps", "num_computed_tokens", "num_sampled_tokens", "num_prompt_tokens"),
+    *("num_cached_tokens", "num_preemptions", "num_evictions"),
+    *("num_batches", "num_batch_tokens", "num_padded_tokens"),
+)
+
+
+class EngineTarget:
+    """Token ids in, token ids out."""
+
+    def __init__(self, llm: AsyncLLM, *, ignore_eos: bool = True) -> None:
+        self.llm = llm
+        self._ignore_eos = ignore_eos
+
+    def prompt(self, planned: Prompt) -> Prompt:
+        """As it is; a trace's text becomes token ids."""
+        if isinstance(planned, str):
+            return self.llm.make_request(planned, SamplingParams(max_tokens=1)).prompt_token_ids
+        return planned
+
+    async def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
+        """One piece a token."""
+        sampling = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=self._ignore_eos)
+        request = self.llm.make_request(prompt, sampling)
+        count = 0
+        async with self.llm.stream(request, merge=False) as pieces:
+            async for piece in pieces:
+                if piece.error is not None:
+                    raise piece.error.exception()
+                count += len(piece.token_ids)
+                usage = None
+                if piece.finish_reason is not None:
+                    usage = Usage(len(prompt), count, piece.num_cached)
+                yield Piece(len(piece.token_ids), piece.token_ids, usage)
+
+    def counters(self) -> dict[str, int | float]:
+        """The engine's counts until now."""
+        stats = self.llm.stats()
+        return {name: stats[name] for name in COUNTERS if name in stats}
+
+
+@asynccontextmanager
+async def engine_target(config: EngineConfig, *, ignore_eos: bool) -> AsyncIterator[EngineTarget]:
+    """Load a model and start an engine; ends it after."""
+    from infer.engine.assemble import build_async_llm  # torch, only now
+
+    async with build_async_llm(config) as llm:
+        yield EngineTarget(llm, ignore_eos=ignore_eos)

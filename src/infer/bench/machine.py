@@ -1,0 +1,149 @@
+"""`infer bench machine`: what this machine can do, and so the floor under a model's speed.
+
+Read bandwidth: the best of two ways of reading more than a last-level cache holds (torch's sum, and
+one-row products over as many different weights). Products: the layers as the engine runs them. A
+stream cannot be faster than the bytes of the weights that a token reads, nor a prompt than its
+products. Used by `cli.bench`; the one module of `infer.bench` that needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.bench.results import environment
+from infer.config import EngineConfig
+from infer.engine.checkpoint import find_checkpoint
+from infer.engine.machine import choose_dtype, default_threads
+from infer.errors import ConfigError
+from infer.kernels import native
+from infer.kernels.linear import linears, make_linear
+from infer.models.config import ModelConfig
+from infer.models.model import build_model
+from infer.models.weights import WeightSource
+
+READ_BYTES = 3 << 29
+"""1.5 GiB: several times the largest cache"""
+ROTATED_BYTES = 700 << 20
+"""of weights of one shape, so that none is still in a cache when it comes again"""
+ROWS = (1, 8, 32, 512)
+DEFAULT_SHAPES = {(2048, 3072): 1, (2048, 16384): 1, (8192, 2048): 1}
+_REPEATS = 5
+
+
+def measure_machine(config: EngineConfig) -> dict[str, Any]:
+    """Everything as plain data; where `config` names a model, its layers and its floor."""
+    threads = config.num_threads or default_threads()
+    torch.set_num_threads(threads)
+    shapes, dtype, floor_of = DEFAULT_SHAPES, torch.bfloat16, None
+    if config.model is not None:
+        floor_of = find_checkpoint(config.model, dummy=True)
+        dtype = choose_dtype(config, floor_of.config, torch.device("cpu"))
+        shapes = layer_shapes(floor_of.config, dtype)
+    elif config.dtype != "auto":
+        dtype = getattr(torch, config.dtype)
+    read = _read()
+    layers = [_layer(shape, count, dtype) for shape, count in shapes.items()]
+    best = max(read["best"], *(row["gb_s"] for layer in layers for row in layer["rows"]))
+    found = {
+        **environment(),
+        "threads": threads,
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
+        "attention": native.available() or f"native, {native.chosen_instruction_set()}",
+        "dtype": str(dtype).removeprefix("torch."),
+        "read_gb_s": read,
+        "best_read_gb_s": best,
+        "layers": layers,
+    }
+    if floor_of is not None:
+        model = floor_of.config
+        limits = floor(layers, best, (model.hidden_size, model.vocab_size))
+        found["floor"] = {"model": floor_of.name, **limits}
+    return found
+
+
+def layer_shapes(model: ModelConfig, dtype: torch.dtype) -> dict[tuple[int, int], int]:
+    """(in, out) → how many linear layers, by building the model from tensors without memory."""
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    source = WeightSource((), read, dtype=dtype, device=torch.device("meta"), complete=False)
+    built = build_model(model, source, max_seq_len=1)
+    return dict(Counter((layer.in_features, layer.out_features) for layer in linears(built)))
+
+
+def floor(
+    layers: Iterable[dict[str, Any]], read_gb_s: float, head: tuple[int, int]
+) -> dict[str, float]:
+    """The limits that the measured numbers set. The head runs on one row of a prompt only."""
+    num_bytes, prompt_s = 0, 0.0
+    for layer in layers:
+        num_bytes += layer["count"] * layer["bytes"]
+        if (layer["in"], layer["out"]) != head:
+            prompt_s += layer["count"] * layer["rows"][-1]["us"] / 1e6 / layer["rows"][-1]["rows"]
+    return {
+        "bytes_per_token": num_bytes,
+        "one_stream_tok_s": read_gb_s * 1e9 / num_bytes,
+        "prefill_tok_s": 1 / prompt_s if prompt_s else math.inf,
+    }
+
+
+def _seconds(run: Callable[[], object]) -> list[float]:
+    """How long a call takes, several times, after one that does not count."""
+    run()
+    times = []
+    for _ in range(_REPEATS):
+        started_s = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started_s)
+    return times
+
+
+def _read() -> dict[str, float]:
+    try:
+        memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    except RuntimeError:
+        message = f"the measurement needs {READ_BYTES >> 20} MiB of free memory"
+        raise ConfigError("machine", message) from None
+    times = _seconds(memory.sum)
+    rates = [memory.nbytes / seconds / 1e9 for seconds in times]
+    return {"best": round(max(rates), 2), "median": round(statistics.median(rates), 2)}
+
+
+def _layer(shape: tuple[int, int], count: int, dtype: torch.dtype) -> dict[str, Any]:
+    """One shape at each number of rows; the median over rotated weights."""
+    width, height = shape
+    num_bytes = width * height * dtype.itemsize
+    copies = max(2, math.ceil(ROTATED_BYTES / num_bytes))
+    weight = torch.randn(height, width).mul_(width**-0.5).to(dtype)
+    layers = [make_linear(weight) for _ in range(copies)]
+    measured = []
+    for num_rows in ROWS:
+        # Many rows are bound by arithmetic: a few layers tell as much as all.
+        used = (
+            layers if num_rows <= 32 else layers[: max(2, math.ceil(2e11 / num_rows / num_bytes))]
+        )
+        x = torch.randn(num_rows, width).to(dtype)
+        times = _seconds(lambda x=x, used=used: [layer(x) for layer in used])  # type: ignore[misc]
+        seconds = statistics.median(times) / len(used)
+        measured.append(
+            {
+                "rows": num_rows,
+                "us": round(seconds * 1e6, 2),
+                "gflop_s": round(2 * num_rows * width * height / seconds / 1e9, 1),
+                "gb_s": round(num_bytes / seconds / 1e9, 2),
+            }
+        )
+    kind = type(layers[0]).__name__
+    return {
+        "in": width, "out": height, "count": count, "bytes": num_bytes, "kind": kind,
+        "rows": measured,
+    }  # fmt: skip

@@ -1,0 +1,121 @@
+"""`measure`: warm up, run a workload, repeat it, and put the JSON document together.
+
+`BenchOptions` is what a user may choose; the command line is made from it. The document holds the
+workload with all its options, where it ran, the summary of the run with the median throughput, and
+every run with a timeline of every request. Used by `cli.bench`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.bench import results
+from infer.bench.drive import Drive, Target
+from infer.bench.workloads import WORKLOADS, Draw, Planned, resolve_options
+from infer.errors import ConfigError
+
+OF_WORKLOAD = (
+    *("num_requests", "num_turns", "input_len", "output_len", "rate", "arrivals", "trace_file"),
+)
+"""options of some workloads and not of others"""
+_WARMUP_TOKENS = 16
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Raises `ConfigError` for what cannot be."""
+
+    workload: str = _option("single", "What is asked and when; `infer bench --help` lists them.")
+    num_requests: int | None = _option(None, "Requests (multi_turn: conversations).")
+    num_turns: int | None = _option(None, "Turns of a conversation.")
+    input_len: int | None = _option(None, "Tokens of a prompt.")
+    output_len: int | None = _option(None, "Tokens of an answer (long_tail: their mean).")
+    rate: float | None = _option(None, "Open loop: requests a second.")
+    arrivals: str | None = _option(None, "With a rate: fixed or poisson.")
+    trace_file: str | None = _option(None, "The file of the workload trace.")
+    concurrency: int | None = _option(None, "Closed loop: requests in flight, at most.")
+    seed: int = _option(0, "The same seed asks the same.")
+    warmup: int = _option(2, "Short requests before the first run, not measured.")
+    repeat: int = _option(1, "Runs; the one with the median throughput is shown.")
+    ignore_eos: bool = _option(True, "Answers are as long as asked.")
+    timeout_s: float = _option(600.0, "A request that takes longer is an error.")
+    slo_ttft_ms: float | None = _option(None, "Goodput: time to first token, at most.")
+    slo_itl_ms: float | None = _option(None, "Goodput: mean inter-token latency, at most.")
+    label: str | None = _option(None, "What reports call this.")
+    json: str | None = _option(None, "File for the result with the timeline of every request.")
+
+    def __post_init__(self) -> None:
+        for name, low in (("warmup", 0), ("repeat", 1), ("concurrency", 1), ("timeout_s", 0)):
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise ConfigError(name, f"must be at least {low}, not {value}")
+        planned = self.plan(0, vocab_size=2)  # refuses what it has to
+        if self.concurrency is not None and any(each.arrival_s for each in planned):
+            message = f"a closed loop has no arrival times, but {self.workload!r} has here"
+            raise ConfigError("concurrency", message)
+
+    @property
+    def workload_options(self) -> dict[str, Any]:
+        """All options of the workload; refuses those it has not."""
+        given = {name: getattr(self, name) for name in OF_WORKLOAD}
+        given = {name: value for name, value in given.items() if value is not None}
+        return resolve_options(self.workload, given)
+
+    def plan(self, run: int, vocab_size: int) -> list[Planned]:
+        """The requests of a run."""
+        options = self.workload_options
+        return WORKLOADS[self.workload](Draw(self.seed, run, vocab_size), **options)
+
+
+async def measure(
+    options: BenchOptions,
+    target: Target,
+    described: Mapping[str, Any],
+    *,
+    vocab_size: int = 1 << 30,
+    counters: Callable[[], dict[str, int | float]] | None = None,
+    on_run: Callable[[int, int], Any] = lambda run, total: None,
+    on_end: Callable[[], Any] = lambda: None,
+) -> dict[str, Any]:
+    """The document. `described`: what the target is; `counters`: the engine's own counts;
+    `on_run`: a run of so many requests begins; `on_end`: one of them has ended."""
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+    how: dict[str, Any] = {"concurrency": options.concurrency, "timeout_s": options.timeout_s}
+    warm = [
+        Planned(0.0, each.prompt, min(_WARMUP_TOKENS, each.output_len))
+        for each in options.plan(-1, vocab_size)[: options.warmup]
+    ]
+    if warm:
+        await Drive(warm, target, **how).run()
+    runs = []
+    for run in range(options.repeat):
+        plan = options.plan(run, vocab_size)
+        on_run(run, len(plan))
+        before = counters() if counters else {}
+        records = await Drive(plan, target, **how, on_end=on_end).run()
+        summary = results.summarize(records, options.slo_ttft_ms, options.slo_itl_ms)
+        if counters:
+            summary["engine"] = results.difference(before, counters())
+        runs.append(results.run_document(summary, records))
+    median = results.median_run(runs)
+    return {
+        "format": results.FORMAT,
+        "label": options.label or str(described["model"]),
+        "target": dict(described),
+        "workload": {"name": options.workload, **options.workload_options},
+        "options": {k: v for k, v in dataclasses.asdict(options).items() if k not in OF_WORKLOAD},
+        "started": started,
+        **results.environment(),
+        "summary": runs[median]["summary"],
+        "median_run": median,
+        "runs": runs,
+    }

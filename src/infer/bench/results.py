@@ -1,0 +1,157 @@
+"""What a run has shown: percentiles, rates, goodput, and the JSON document that holds it all.
+
+Percentiles interpolate linearly between the two nearest values. Inter-token latency is the time
+from one piece of a stream to the next, over all pieces of all answered requests; requests with an
+error count as errors and nowhere else. Used by `cli.bench` and `report`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from infer.bench.drive import Record
+from infer.version import VERSION
+
+FORMAT = 1
+PERCENTILES = (50, 95, 99)
+LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of values in ascending order, at least one."""
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def distribution_ms(values_s: Iterable[float]) -> dict[str, float] | None:
+    """Mean, percentiles and maximum in milliseconds; None of nothing."""
+    ordered = sorted(1000 * value for value in values_s)
+    if not ordered:
+        return None
+    found = {"mean": sum(ordered) / len(ordered)}
+    found |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}
+    return {name: round(value, 3) for name, value in (found | {"max": ordered[-1]}).items()}
+
+
+def latencies(records: Iterable[Record]) -> dict[str, dict[str, float] | None]:
+    """The three distributions of requests that were answered."""
+    good = [record for record in records if record.error is None]
+    return {
+        "ttft_ms": distribution_ms(record.ttft_s for record in good),
+        "itl_ms": distribution_ms(b - a for record in good for a, b in record.gaps),
+        "e2e_ms": distribution_ms(record.e2e_s for record in good),
+    }
+
+
+def summarize(
+    records: Sequence[Record],
+    slo_ttft_ms: float | None = None,
+    slo_itl_ms: float | None = None,
+) -> dict[str, Any]:
+    """Everything that a run is reported by. A request meets the objective for inter-token latency
+    with the mean over its own tokens."""
+    good = [record for record in records if record.error is None]
+    duration_s = max(r.end_s for r in records) - min(r.arrival_s for r in records)
+    output = sum(record.output_tokens for record in good)
+    prompt = sum(record.prompt_tokens for record in good)
+    rate = 1 / duration_s if duration_s > 0 else 0.0
+    summary: dict[str, Any] = {
+        "duration_s": round(duration_s, 4),
+        "num_requests": len(records),
+        "num_answered": len(good),
+        "num_short": sum(record.output_tokens < record.wanted_tokens for record in good),
+        "errors": dict(Counter(record.error for record in records if record.error is not None)),
+        "prompt_tokens": prompt,
+        "cached_tokens": sum(record.cached_tokens for record in good),
+        "output_tokens": output,
+        "requests_per_s": round(len(good) * rate, 4),
+        "output_tok_s": round(output * rate, 3),
+        "total_tok_s": round((prompt + output) * rate, 3),
+        **latencies(records),
+    }
+    if slo_ttft_ms is not None or slo_itl_ms is not None:
+        ttft_s = float("inf") if slo_ttft_ms is None else slo_ttft_ms / 1000
+        itl_s = float("inf") if slo_itl_ms is None else slo_itl_ms / 1000
+        met = [r for r in good if r.ttft_s <= ttft_s and r.mean_itl_s <= itl_s]
+        summary["goodput"] = {
+            "slo_ttft_ms": slo_ttft_ms,
+            "slo_itl_ms": slo_itl_ms,
+            "num_requests": len(met),
+            "share": round(len(met) / len(records), 4),
+            "requests_per_s": round(len(met) * rate, 4),
+        }
+    groups = list(dict.fromkeys(record.group for record in records if record.group))
+    if groups:
+        members = {name: [r for r in records if r.group == name] for name in groups}
+        summary["groups"] = {name: latencies(these) for name, these in members.items()}
+        if "long" in members and "streams" in members:
+            summary["groups"] |= _beside_long_prompt(members["streams"], members["long"][0])
+    return summary
+
+
+def _beside_long_prompt(streams: list[Record], long: Record) -> dict[str, Any]:
+    """The running streams' latency while a long prompt is computed, and in the rest of the time
+    after the last of them has begun."""
+    streams = [record for record in streams if record.error is None]
+    if long.error is not None or not streams:
+        return {}
+    begun_s = max(record.token_s[0] for record in streams)
+    quiet, beside = [], []
+    for start_s, stop_s in (gap for record in streams for gap in record.gaps):
+        if stop_s > long.arrival_s and start_s < long.token_s[0]:
+            beside.append(stop_s - start_s)
+        elif start_s >= begun_s:
+            quiet.append(stop_s - start_s)
+    return {
+        "streams, quiet": {"itl_ms": distribution_ms(quiet)},
+        "streams, long prompt running": {"itl_ms": distribution_ms(beside)},
+    }
+
+
+def difference(
+    before: dict[str, int | float], after: dict[str, int | float]
+) -> dict[str, int | float]:
+    """What was counted between two readings, and the mean number of sequences in a step."""
+    counted = {name: after[name] - before[name] for name in after}
+    sampled = counted.get("num_sampled_tokens", 0)
+    counted["mean_batch_size"] = round(sampled / max(1, counted.get("num_steps", 0)), 3)
+    return counted
+
+
+def run_document(summary: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:
+    """One run, with its timeline."""
+    rows = [dataclasses.asdict(record) for record in records]
+    for row in rows:
+        row["token_s"] = [round(at, 5) for at in row["token_s"]]
+        row |= {name: round(row[name], 5) for name in ("arrival_s", "sent_s", "end_s")}
+    return {"summary": summary, "requests": rows}
+
+
+def median_run(runs: Sequence[dict[str, Any]]) -> int:
+    """Index of the run with the median of output throughput."""
+    order = sorted(range(len(runs)), key=lambda i: float(runs[i]["summary"]["output_tok_s"]))
+    return order[(len(order) - 1) // 2]
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, without importing what they are of."""
+    versions = {"infer": VERSION, "python": platform.python_version()}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["torch"] = metadata.version("torch")
+    name = platform.processor()
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = {"cpu": name, "logical_cpus": cores, "platform": platform.platform()}
+    return {"versions": versions, "machine": machine}

@@ -1,0 +1,246 @@
+"""Workloads: what is asked, and when. Pure functions of their options and a seed.
+
+A workload returns the planned requests in the order in which they are sent. Lengths and arrival
+times depend on the seed alone, the tokens on the number of the run too: a repeated run asks
+the same, but finds nothing of the run before it in a prefix cache. The parameters of a workload's
+function are the options it has; `resolve_options` refuses others. Used by `measure`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from infer.errors import ConfigError
+
+ARRIVALS = ("fixed", "poisson")
+_COMMON_IDS = 1024
+"""Token ids come from the upper half of the first ones: past the special tokens of the usual
+vocabularies and inside of all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One request of a workload."""
+
+    arrival_s: float
+    """since the start; with `after`, since what it waits for"""
+    prompt: tuple[int, ...] | str
+    output_len: int
+    group: str = ""
+    """requests that are also reported on their own"""
+    after: int | None = None
+    """index of the request that must have ended before this one arrives"""
+    after_tokens: int | None = None
+    """… or have got so many tokens"""
+    continues: bool = False
+    """the prompt is added to what `after` was asked and answered"""
+
+
+class Draw:
+    """The random choices of one run: lengths and times of the seed, tokens of the run as well."""
+
+    def __init__(self, seed: int = 0, run: int = 0, vocab_size: int = 1 << 30) -> None:
+        self._lengths = random.Random(f"{seed} lengths")
+        self._times = random.Random(f"{seed} times")
+        self._tokens = random.Random(f"{seed} tokens {run}")
+        self._vocab_size = min(vocab_size, _COMMON_IDS)
+
+    def length(self, low: int, high: int) -> int:
+        """Uniform, both ends included."""
+        return self._lengths.randint(low, high)
+
+    def exponential(self, mean: float) -> int:
+        """At least 1, at most eight times the mean."""
+        return max(1, min(round(self._lengths.expovariate(1 / mean)), round(8 * mean)))
+
+    def ids(self, count: int) -> tuple[int, ...]:
+        """So many random tokens."""
+        low = self._vocab_size // 2
+        return tuple(self._tokens.choices(range(low, self._vocab_size), k=count))
+
+    def times(self, count: int, rate: float | None, arrivals: str) -> list[float]:
+        """Arrivals, `rate` a second; all at once without one."""
+        if rate is None:
+            return [0.0] * count
+        if arrivals == "fixed":
+            return [i / rate for i in range(count)]
+        gaps = [self._times.expovariate(rate) for _ in range(count)]
+        return [sum(gaps[: i + 1]) for i in range(count)]
+
+
+def single(draw: Draw, *, input_len: int = 256, output_len: int = 256) -> list[Planned]:
+    """one request: 256 tokens in, 256 out"""
+    return [Planned(0.0, draw.ids(input_len), output_len)]
+
+
+def mixed(
+    draw: Draw, *, num_requests: int = 16, rate: float | None = None, arrivals: str = "fixed"
+) -> list[Planned]:
+    """16 at once: prompts of 32 to 1,024 tokens, outputs of 64 to 256"""
+    return _uniform(draw, (32, 1024), (64, 256), num_requests, rate, arrivals)
+
+
+def continuous_batching(
+    draw: Draw, *, num_requests: int = 32, rate: float = 4.0, arrivals: str = "fixed"
+) -> list[Planned]:
+    """32 requests, 4 a second: prompts of 64 to 512 tokens, outputs of 32 to 256"""
+    return _uniform(draw, (64, 512), (32, 256), num_requests, rate, arrivals)
+
+
+def burst(
+    draw: Draw,
+    *,
+    num_requests: int = 32,
+    input_len: int = 128,
+    output_len: int = 64,
+    rate: float | None = None,
+    arrivals: str = "fixed",
+) -> list[Planned]:
+    """32 equal ones at once: 128 tokens in, 64 out"""
+    times = draw.times(num_requests, rate, arrivals)
+    return [Planned(at, draw.ids(input_len), output_len) for at in times]
+
+
+def long_tail(
+    draw: Draw,
+    *,
+    num_requests: int = 64,
+    input_len: int = 64,
+    output_len: int = 64,
+    rate: float | None = None,
+    arrivals: str = "fixed",
+) -> list[Planned]:
+    """64 at once: prompts of 64 tokens, outputs exponential with a mean of 64"""
+    times = draw.times(num_requests, rate, arrivals)
+    return [Planned(at, draw.ids(input_len), draw.exponential(output_len)) for at in times]
+
+
+def long_prompt(
+    draw: Draw, *, num_requests: int = 8, input_len: int = 4096, output_len: int = 256
+) -> list[Planned]:
+    """8 streams of 256 tokens; when a third has come, a prompt of 4,096 tokens arrives"""
+    streams = [Planned(0.0, draw.ids(32), output_len, "streams") for _ in range(num_requests)]
+    long = Planned(
+        0.0, draw.ids(input_len), 16, "long", after=0, after_tokens=max(1, output_len // 3)
+    )
+    return [*streams, long]
+
+
+def shared_prefix(
+    draw: Draw, *, num_requests: int = 16, input_len: int = 1024, output_len: int = 32
+) -> list[Planned]:
+    """16 requests with the same 1,024 tokens in front: one, and when it has ended the others"""
+    prefix = draw.ids(input_len)
+    first = Planned(0.0, prefix + draw.ids(32), output_len, "first")
+    return [first] + [
+        Planned(0.0, prefix + draw.ids(32), output_len, "followers", after=0)
+        for _ in range(num_requests - 1)
+    ]
+
+
+def multi_turn(
+    draw: Draw,
+    *,
+    num_requests: int = 8,
+    num_turns: int = 4,
+    input_len: int = 64,
+    output_len: int = 64,
+) -> list[Planned]:
+    """8 conversations of 4 turns: each holds all before it, 64 tokens are new, 64 are answered"""
+    return [
+        Planned(
+            0.0,
+            draw.ids(input_len),
+            output_len,
+            f"turn {turn + 1}",
+            after=(turn - 1) * num_requests + i if turn else None,
+            continues=turn > 0,
+        )
+        for turn in range(num_turns)
+        for i in range(num_requests)
+    ]
+
+
+def trace(draw: Draw, *, trace_file: str) -> list[Planned]:
+    """a JSONL file: {"arrival_s": …, "prompt_len": … or "prompt": …, "output_len": …}"""
+    try:
+        lines = Path(trace_file).read_text().splitlines()
+    except OSError as error:
+        raise ConfigError("trace_file", f"cannot be read: {error}") from None
+    plan = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            prompt = row["prompt"] if "prompt" in row else draw.ids(int(row["prompt_len"]))
+            planned = Planned(float(row["arrival_s"]), prompt, int(row["output_len"]))
+            if not prompt or not isinstance(prompt, (str, tuple)):
+                raise ValueError("the prompt is empty or no text")
+            if planned.arrival_s < 0 or planned.output_len < 1:
+                raise ValueError("arrival_s must be at least 0, output_len at least 1")
+        except (ValueError, TypeError, KeyError) as error:
+            form = (trace.__doc__ or "").partition(": ")[2]
+            message = f"line {number}: {type(error).__name__}: {error}; a line must be {form}"
+            raise ConfigError("trace_file", message) from None
+        plan.append(planned)
+    if not plan:
+        raise ConfigError("trace_file", "has no requests")
+    return sorted(plan, key=lambda planned: planned.arrival_s)
+
+
+def _uniform(
+    draw: Draw,
+    inputs: tuple[int, int],
+    outputs: tuple[int, int],
+    num_requests: int,
+    rate: float | None,
+    arrivals: str,
+) -> list[Planned]:
+    return [
+        Planned(at, draw.ids(draw.length(*inputs)), draw.length(*outputs))
+        for at in draw.times(num_requests, rate, arrivals)
+    ]
+
+
+WORKLOADS: Mapping[str, Callable[..., list[Planned]]] = {
+    made.__name__: made
+    for made in (
+        *(single, mixed, continuous_batching, burst, long_tail),
+        *(long_prompt, shared_prefix, multi_turn, trace),
+    )
+}
+
+
+def options_of(name: str) -> dict[str, Any]:
+    """The options of a workload with their defaults; `inspect.Parameter.empty` = must be given."""
+    if name not in WORKLOADS:
+        raise ConfigError("workload", f"must be one of {', '.join(WORKLOADS)}; not {name!r}")
+    parameters = list(inspect.signature(WORKLOADS[name]).parameters.values())[1:]
+    return {each.name: each.default for each in parameters}
+
+
+def resolve_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options of a workload, those that were given among them; refuses what it has not."""
+    options = options_of(name)
+    for option, value in given.items():
+        if option not in options:
+            has = ", ".join(f"--{each.replace('_', '-')}" for each in options)
+            raise ConfigError(option, f"the workload {name!r} has no such option; it has {has}")
+        if option == "arrivals" and value not in ARRIVALS:
+            raise ConfigError(option, f"must be one of {', '.join(ARRIVALS)}; not {value!r}")
+        if isinstance(value, (int, float)) and value <= 0:
+            raise ConfigError(option, f"must be above 0, not {value}")
+    options.update(given)
+    if options.get("arrivals") == "poisson" and options["rate"] is None:
+        raise ConfigError("arrivals", "'poisson' needs a --rate")
+    missing = [option for option, value in options.items() if value is inspect.Parameter.empty]
+    if missing:
+        raise ConfigError(missing[0], f"the workload {name!r} needs it")
+    return options
