@@ -37,13 +37,18 @@ ROWS = {
     "engine.output": 5,
     "engine.intake": 5,
     "engine.worker": 6,
+    "engine.ledger": 5,
+    "engine.messages": 7,
+    "engine.child": 8,
+    "engine.process": 9,
     "engine.async_llm": 7,
     "engine.plan": 6,
+    "engine.launch": 10,
     "engine.assemble": 8,
     "engine.llm": 9,
-    "server": 10,
-    "cli": 11,
-    "": 12,  # infer/__init__.py: the public names
+    "server": 11,
+    "cli": 12,
+    "": 13,  # infer/__init__.py: the public names
 }
 # Imported without the prefix `infer.`; the second column may not appear in the first, at all.
 BANNED = [
@@ -58,6 +63,11 @@ BANNED = [
     ("engine.intake", "torch"),
     ("engine.worker", "torch"),
     ("engine.async_llm", "torch"),
+    ("engine.ledger", "torch"),
+    ("engine.messages", "torch"),
+    ("engine.child", "torch"),
+    ("engine.process", "torch"),
+    ("engine.launch", "torch"),
     ("server", "torch"),
     ("", "transformers"),
     ("", "pickle"),

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from infer.engine.intake import Intake
 from infer.engine.output import OutputCollector, OutputProcessor, error_of
-from infer.engine.worker import EngineThread
+from infer.engine.worker import EngineClient
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 from infer.text.tokenizer import Tokenizer
 from infer.types import (
@@ -59,7 +59,7 @@ class Mailbox:
 class AsyncLLM:
     """See the module's docstring. Belongs to one event loop, from `start` to `close`."""
 
-    def __init__(self, worker: EngineThread, intake: Intake, model_name: str) -> None:
+    def __init__(self, worker: EngineClient, intake: Intake, model_name: str) -> None:
         self.model_name = model_name
         self._worker = worker
         self._intake = intake
@@ -86,6 +86,11 @@ class AsyncLLM:
     def is_alive(self) -> bool:
         """Whether requests are taken: started, not closed, and the engine has not died."""
         return not self._closed and self._worker.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that is sent now is worked on at once; implies `is_alive`."""
+        return self.is_alive and self._worker.is_ready
 
     async def start(self) -> None:
         """Start the engine; once."""

@@ -190,7 +190,7 @@ class Scheduler:
         sequence.num_computed = table.num_indexed * allocator.page_size
         if sequence.admitted_s is None:
             sequence.admitted_s = self._clock()
-            sequence.num_cached = sequence.num_computed
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
             self.stats.num_prompt_tokens += sequence.num_prompt
             self.stats.num_cached_tokens += sequence.num_cached
         sequence.status = Status.RUNNING

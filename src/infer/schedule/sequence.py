@@ -55,7 +55,7 @@ class Sequence:
             request=request,
             arrival=arrival,
             arrival_s=now_s,
-            tokens=list(request.prompt_token_ids),
+            tokens=[*request.prompt_token_ids, *request.output_token_ids],
             num_prompt=len(request.prompt_token_ids),
             end_token_ids=frozenset(request.eos_token_ids)
             | frozenset(request.sampling.stop_token_ids),
@@ -106,3 +106,5 @@ class Sampled:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str = ""
+    """why there is no token; the request fails with it"""

@@ -21,11 +21,13 @@ from infer.server.options import with_engine_options
 def command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = serve.DEFAULT_HOST,
     port: Annotated[int, typer.Option(help="0 = any free one.")] = serve.DEFAULT_PORT,
+    engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API."""
-    serve.serve_config(EngineConfig.from_kwargs(**settings), host, port)
+    config = EngineConfig.from_kwargs(**settings)
+    serve.serve_config(config, host, port, in_thread=engine_thread)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -53,7 +53,8 @@ POST /tokenize              text or messages to token ids
 POST /detokenize            token ids to text
 GET  /tokenizer_info        the special tokens and the chat template
 GET  /v1/models             the model's name
-GET  /health                200 while the engine is there, then 503
+GET  /health/ready          200 while a request would be worked on at once, else 503
+GET  /health/live           200 while requests are taken, else 503 (also: /health)
 """
 
 
@@ -177,6 +178,11 @@ class Endpoints:
             raise EngineDeadError("the engine is not running")
         return JSONResponse({"status": "ok"})
 
+    async def ready(self, _: HttpRequest) -> Response:
+        if not self._engine.is_ready:
+            raise EngineDeadError("the engine is not ready")
+        return JSONResponse({"status": "ready"})
+
     async def index(self, _: HttpRequest) -> Response:
         return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
@@ -205,6 +211,8 @@ def create_app(engine: AsyncLLM) -> Starlette:
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/health", endpoints.health, methods=["GET"]),
+            Route("/health/live", endpoints.health, methods=["GET"]),
+            Route("/health/ready", endpoints.ready, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond},

@@ -153,19 +153,40 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve_config(config: EngineConfig, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> None:
-    """Take the address, build the engine, serve; raises `LoadError` where one of them fails."""
+@contextlib.contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """What the engine says at its start, and warnings; unless somebody has set up logging."""
     logger = logging.getLogger("infer")
-    if not logger.handlers:  # what the engine says at its start, and warnings, on stderr
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    with bind(host, port) as sock:
-        # Not at the top: this is what brings in torch.
-        from infer.engine.assemble import build_async_llm
+    if logger.handlers:
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
-        run(build_async_llm(config), sock=sock)
+
+def serve_config(
+    config: EngineConfig,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    *,
+    in_thread: bool = False,
+) -> None:
+    """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
+
+    `in_thread`: the engine is no process of its own. For comparisons: nothing survives its death.
+    """
+    with _log_on_stderr(), bind(host, port) as sock:
+        if in_thread:
+            from infer.engine.assemble import build_async_llm as launch  # brings in torch
+        else:
+            from infer.engine.launch import launch
+        run(launch(config), sock=sock)
 
 
 def run(
