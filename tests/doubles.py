@@ -147,13 +147,14 @@ def make_hash_core(
     clock: Callable[[], float] = time.monotonic,
     enable_prefix_caching: bool = True,
     step_s: float = 0.0,
+    runner: type[HashRunner] = HashRunner,
     **settings: Any,
 ) -> EngineCore:
     """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
     values = {"max_batch_size": 8, "max_num_batched_tokens": 64, "max_seq_len": 512, **settings}
     allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
-    runner = HashRunner(num_pages, page_size, vocab_size, step_s=step_s)
-    return EngineCore(Scheduler(SchedulerConfig(**values), allocator, clock), runner)
+    scheduler = Scheduler(SchedulerConfig(**values), allocator, clock)
+    return EngineCore(scheduler, runner(num_pages, page_size, vocab_size, step_s=step_s))
 
 
 def limits_of(core: EngineCore) -> Limits:

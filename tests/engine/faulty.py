@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import signal
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any, NoReturn
 
-from doubles import hash_blueprint
+from doubles import HashRunner, hash_blueprint
 from infer.engine.worker import Blueprint
 from infer.errors import ConfigError, LoadError
+from infer.schedule.sequence import Plan, Sampled
 
 
 def talkative(settings: dict[str, Any]) -> Blueprint:
@@ -35,3 +41,35 @@ def speechless(settings: dict[str, Any]) -> Blueprint:
     blueprint = hash_blueprint(settings)
     files = dataclasses.replace(blueprint.files, tokenizer_json="{}")
     return dataclasses.replace(blueprint, files=files)
+
+
+class Pill(HashRunner):
+    """Ends the process in the way `token` says, when a request that has it in its prompt has five
+    tokens: 13 = a segmentation fault, 14 = it never comes back, 15 = killed from outside."""
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            sequence = chunk.sequence
+            if chunk.samples and sequence.num_output >= 5:
+                for token in sequence.request.prompt_token_ids:
+                    if token == 13:
+                        os.kill(os.getpid(), signal.SIGSEGV)
+                    elif token == 14:
+                        time.sleep(1000)
+                    elif token == 15:
+                        os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute(plan)
+
+
+def pill(settings: dict[str, Any]) -> Blueprint:
+    return hash_blueprint({**settings, "runner": Pill})
+
+
+def starts(settings: dict[str, Any]) -> Blueprint:
+    """Starts as long as there is the file `while_there`; each start adds a line to it."""
+    path = Path(settings.pop("while_there"))
+    if not path.exists():
+        raise LoadError("the checkpoint has gone")
+    with path.open("a") as file:
+        file.write("x\n")
+    return hash_blueprint(settings)

@@ -22,7 +22,10 @@ class _Entry:
     token_ids: list[int] = field(default_factory=list)
     num_crashes: int = 0
     num_alone: int = 0
-    """crashes in a step that computed nobody else"""
+    """crashes in a row in a step that computed nobody else"""
+
+
+MAX_FROM_OUTSIDE = 3
 
 
 class Ledger:
@@ -52,6 +55,7 @@ class Ledger:
             wanted.append(output)
             if output.token_id is not None:
                 entry.token_ids.append(output.token_id)
+                entry.num_alone = 0
             if output.finish_reason is not None:
                 del self._entries[output.request_id]
         return wanted
@@ -59,8 +63,8 @@ class Ledger:
     def crashed(self, alone: str, *, from_outside: bool) -> list[StepOutput]:
         """The engine died with all of these; returns the end of the one that is to blame, if any.
 
-        `alone`: the request that was being computed by itself, or "". `from_outside`: something
-        else on the machine may have done it, so once is chance.
+        `alone`: the request that was being computed by itself, or "". `from_outside`: somebody
+        else on the machine did it, so that once, and even twice, may be chance.
         """
         for entry in self._entries.values():
             entry.num_crashes += 1
@@ -68,7 +72,7 @@ class Ledger:
         if suspect is None:
             return []
         suspect.num_alone += 1
-        if suspect.num_alone < (2 if from_outside else 1):
+        if suspect.num_alone < (MAX_FROM_OUTSIDE if from_outside else 1):
             return []
         message = "the engine died more than once while computing this request; it is given up"
         return [self._end(alone, ErrorRecord(message))]
