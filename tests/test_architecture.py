@@ -38,6 +38,7 @@ ROWS = {
     "engine.intake": 5,
     "engine.worker": 6,
     "engine.ledger": 5,
+    "engine.faults": 6,
     "engine.messages": 7,
     "engine.child": 8,
     "engine.process": 9,
@@ -64,6 +65,7 @@ BANNED = [
     ("engine.worker", "torch"),
     ("engine.async_llm", "torch"),
     ("engine.ledger", "torch"),
+    ("engine.faults", "torch"),
     ("engine.messages", "torch"),
     ("engine.child", "torch"),
     ("engine.process", "torch"),
@@ -194,7 +196,7 @@ def test_the_source_keeps_to_the_layering(check) -> None:
 
 def test_the_package_is_small() -> None:
     total = sum(len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py"))
-    assert 1000 < total < 10_000
+    assert 1000 < total < 12_000
 
 
 BREAKS = [

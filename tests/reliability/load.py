@@ -110,6 +110,8 @@ class Heard:
     error: dict[str, Any] | None = None
     status: int = 0
     is_done: bool = False
+    first_s: float = 0.0
+    """from the status line to the first event: the queue, and the prompt"""
     silence_s: float = 0.0
     """the longest time between two events"""
     headers: str = ""
@@ -138,7 +140,11 @@ async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None)
                 heard.error = json.loads(line)["error"]
             if not line.startswith(b"data: "):
                 continue
-            heard.silence_s, last_s = max(heard.silence_s, now_s - last_s), now_s
+            if heard.first_s:
+                heard.silence_s = max(heard.silence_s, now_s - last_s)
+            else:
+                heard.first_s = now_s - last_s
+            last_s = now_s
             _note(heard, line.removeprefix(b"data: ").strip())
     finally:
         writer.close()

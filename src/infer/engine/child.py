@@ -22,6 +22,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from infer.engine.faults import Faults, FaultyCore
 from infer.engine.messages import (
     Alone,
     Begin,
@@ -100,12 +101,15 @@ def main(fd: int, parent: int) -> int:
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(frames, commands), daemon=True).start()
     try:
+        faults = Faults.from_environment()
         blueprint = _blueprint(begin)
         channel.send(Text(blueprint.model_name, blueprint.files))
         core, limits = blueprint.build()
     except LoadError as error:
         channel.send(Refused.of(error))
         return 2
+    if faults != Faults():
+        core = FaultyCore(core, faults)
     core.announce = lambda request_id: channel.send(Alone(request_id))
     channel.send(Ready(limits, core.stats()))
 

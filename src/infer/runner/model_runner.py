@@ -12,7 +12,7 @@ from infer.attention.layout import AttentionBackend
 from infer.models.model import Model
 from infer.runner.pack import pack
 from infer.runner.sampler import sample
-from infer.schedule.sequence import Plan, Sampled
+from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
 
 
 class ModelRunner:
@@ -35,4 +35,10 @@ class ModelRunner:
         if not step.sampled:
             return []
         rows = torch.tensor(step.sampled_rows, device=self.device)
-        return sample(self.model.logits(hidden.index_select(0, rows)), step.sampled)
+        logits = self.model.logits(hidden.index_select(0, rows))
+        finite = logits.amax(dim=-1).isfinite().tolist()  # a NaN anywhere in a row is its maximum
+        if all(finite):
+            return sample(logits, step.sampled)
+        good = [row for row, is_finite in enumerate(finite) if is_finite]
+        results = iter(sample(logits[good], [step.sampled[row] for row in good]) if good else ())
+        return [next(results) if ok else Sampled(0, error=NOT_FINITE) for ok in finite]

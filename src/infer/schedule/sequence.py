@@ -100,6 +100,9 @@ Plan = tuple[Chunk, ...]
 """The scheduler's decision for one step: at most one chunk a sequence; plain data."""
 
 
+NOT_FINITE = "the model gave this request no finite numbers to choose a token from"
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What the runner returns for a chunk that samples."""
