@@ -66,6 +66,7 @@ class AsyncLLM:
         self._mailboxes: dict[str, Mailbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._draining = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -90,7 +91,16 @@ class AsyncLLM:
     @property
     def is_ready(self) -> bool:
         """Whether a request that is sent now is worked on at once; implies `is_alive`."""
-        return self.is_alive and self._worker.is_ready
+        return self.is_alive and not self._draining and self._worker.is_ready
+
+    @property
+    def num_open(self) -> int:
+        """Requests that callers hold open."""
+        return len(self._mailboxes)
+
+    def drain(self) -> None:
+        """From now on finish what there is and refuse what comes."""
+        self._draining = True
 
     async def start(self) -> None:
         """Start the engine; once."""
@@ -169,11 +179,13 @@ class AsyncLLM:
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of the engine, and how many requests callers hold open."""
-        return {"num_open": len(self._mailboxes), **self._worker.stats()}
+        return {"num_open": self.num_open, **self._worker.stats()}
 
     def _enter(self, request: Request) -> Mailbox:
         if not self.is_alive:
             raise EngineDeadError("the engine is not running")
+        if self._draining:
+            raise EngineDeadError("the server is shutting down")
         if len(self._mailboxes) >= self._intake.limits.max_unfinished:
             raise OverloadedError(
                 f"the server is busy: {len(self._mailboxes)} requests are running or waiting"

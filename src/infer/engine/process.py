@@ -85,6 +85,11 @@ class _Life:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def silence_s(self) -> float:
+        """How long it has not reported."""
+        return time.monotonic() - self._heard_s
+
     def send(self, command: Command) -> None:
         """Does not wait; what is sent while the last frame is being written goes in one frame."""
         self._commands.put(command)
@@ -107,7 +112,7 @@ class _Life:
         for frame in self._channel.frames(patience_s=HEARTBEAT_S):
             if frame is None:
                 if hang_s is not None:
-                    self._watch(time.monotonic() - self._heard_s, hang_s)
+                    self._watch(self.silence_s, hang_s)
                 continue
             self._heard_s, self._has_dumped = time.monotonic(), False
             event = read_event(frame)
@@ -199,8 +204,9 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a process that works."""
-        return self._ready is not None and self.is_alive
+        """Whether there is a process that works, and has not been silent for too long."""
+        life = self._ready
+        return life is not None and life.silence_s < SOFT_LIMIT_S and self.is_alive
 
     @property
     def pid(self) -> int | None:

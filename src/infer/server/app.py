@@ -26,7 +26,7 @@ from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import computed, read_object
-from infer.server.failures import Edge, HttpError, respond
+from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
 from infer.server.stream import EventStream, all_of, unless_gone
 from infer.server.wire import (
     Body,
@@ -187,7 +187,7 @@ class Endpoints:
         return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
 
-def create_app(engine: AsyncLLM) -> Starlette:
+def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. No paths but the ones below, and no redirects."""
 
@@ -216,7 +216,7 @@ def create_app(engine: AsyncLLM) -> Starlette:
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond},
-        middleware=[Middleware(Edge)],
+        middleware=[Middleware(Edge, write_stall_s=write_stall_s)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
