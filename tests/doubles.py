@@ -23,9 +23,11 @@ from infer.config import SchedulerConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.engine.core import EngineCore
 from infer.engine.intake import Intake, Limits
-from infer.engine.worker import EngineThread
+from infer.engine.launch import launch_factory
+from infer.engine.worker import Blueprint, EngineThread
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Plan, Sampled, Sequence
+from infer.text.checkpoint_files import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
 
@@ -125,10 +127,16 @@ class HashRunner:
 
 
 @lru_cache
-def small_tokenizer() -> Tokenizer:
+def small_text_files() -> TextFiles:
     """A byte-level tokenizer with a chat template: see `checkpoints.write_tokenizer`."""
     with tempfile.TemporaryDirectory() as folder:
-        return Tokenizer.from_folder(write_tokenizer(Path(folder)))
+        return read_text_files(write_tokenizer(Path(folder)))
+
+
+@lru_cache
+def small_tokenizer() -> Tokenizer:
+    """The tokenizer of `small_text_files`."""
+    return Tokenizer(small_text_files())
 
 
 def make_hash_core(
@@ -139,13 +147,25 @@ def make_hash_core(
     clock: Callable[[], float] = time.monotonic,
     enable_prefix_caching: bool = True,
     step_s: float = 0.0,
+    runner: type[HashRunner] = HashRunner,
     **settings: Any,
 ) -> EngineCore:
     """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
     values = {"max_batch_size": 8, "max_num_batched_tokens": 64, "max_seq_len": 512, **settings}
     allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
-    runner = HashRunner(num_pages, page_size, vocab_size, step_s=step_s)
-    return EngineCore(Scheduler(SchedulerConfig(**values), allocator, clock), runner)
+    scheduler = Scheduler(SchedulerConfig(**values), allocator, clock)
+    return EngineCore(scheduler, runner(num_pages, page_size, vocab_size, step_s=step_s))
+
+
+def limits_of(core: EngineCore) -> Limits:
+    """What a hash core can take."""
+    runner, scheduler = core.runner, core.scheduler
+    return Limits(
+        vocab_size=getattr(runner, "vocab_size", VOCAB_SIZE),
+        max_seq_len=scheduler.config.max_seq_len,
+        num_seats=scheduler.num_seats,
+        max_waiting_requests=scheduler.config.max_waiting_requests,
+    )
 
 
 def make_hash_llm(
@@ -153,12 +173,17 @@ def make_hash_llm(
 ) -> AsyncLLM:
     """The real asyncio façade over a hash core; `settings` go to `make_hash_core`."""
     core = make_hash_core(**settings)
-    scheduler = core.scheduler
-    limits = Limits(
-        vocab_size=settings.get("vocab_size", VOCAB_SIZE),
-        max_seq_len=scheduler.config.max_seq_len,
-        num_seats=scheduler.num_seats,
-        max_waiting_requests=scheduler.config.max_waiting_requests,
-    )
-    intake = Intake(tokenizer or small_tokenizer(), limits, seed)
+    intake = Intake(tokenizer or small_tokenizer(), limits_of(core), seed)
     return AsyncLLM(EngineThread(core), intake, "hash-model")
+
+
+def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
+    """The same for an engine process; `settings` as above."""
+    core = make_hash_core(**settings)
+    return Blueprint("hash-model", small_text_files(), lambda: (core, limits_of(core)))
+
+
+def launch_hash_llm(factory: str = "doubles:hash_blueprint", **settings: Any) -> AsyncLLM:
+    """`make_hash_llm` with the engine in a process of its own."""
+    how = {name: settings.pop(name) for name in ("hang_s", "seed") if name in settings}
+    return launch_factory(factory, settings, **how)

@@ -37,14 +37,20 @@ ROWS = {
     "engine.output": 5,
     "engine.intake": 5,
     "engine.worker": 6,
+    "engine.ledger": 5,
+    "engine.faults": 6,
+    "engine.messages": 7,
+    "engine.child": 8,
+    "engine.process": 9,
     "engine.async_llm": 7,
     "engine.plan": 6,
+    "engine.launch": 10,
     "engine.assemble": 8,
     "engine.llm": 9,
-    "server": 10,
-    "bench": 10,
-    "cli": 11,
-    "": 12,  # infer/__init__.py: the public names
+    "server": 11,
+    "bench": 11,
+    "cli": 12,
+    "": 13,  # infer/__init__.py: the public names
 }
 # Imported without the prefix `infer.`; the second column may not appear in the first, at all.
 BANNED = [
@@ -59,6 +65,12 @@ BANNED = [
     ("engine.intake", "torch"),
     ("engine.worker", "torch"),
     ("engine.async_llm", "torch"),
+    ("engine.ledger", "torch"),
+    ("engine.faults", "torch"),
+    ("engine.messages", "torch"),
+    ("engine.child", "torch"),
+    ("engine.process", "torch"),
+    ("engine.launch", "torch"),
     ("server", "torch"),
     *((f"bench.{name}", "torch") for name in ("client", "drive", "engine", "measure", "report")),
     *((f"bench.{name}", "torch") for name in ("results", "workloads")),
@@ -186,8 +198,20 @@ def test_the_source_keeps_to_the_layering(check) -> None:
 
 
 def test_the_package_is_small() -> None:
-    total = sum(len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py"))
-    assert 1000 < total < 12_000
+    """Lines of code without blank ones, comments and docstrings; `infer bench`, which nothing
+    else imports, is not counted."""
+    paths = [path for path in SOURCE.rglob("*.py") if "bench" not in path.parts]
+    assert 5_000 < sum(map(code_lines, paths)) < 10_000
+
+
+def code_lines(path: Path) -> int:
+    text = path.read_text()
+    strings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            strings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(map(str.strip, text.splitlines()), 1)
+    return sum(bool(line) and line[0] != "#" and i not in strings for i, line in lines)
 
 
 BREAKS = [

@@ -242,6 +242,10 @@ class Request:
     requests overtake an earlier one at most so often, so that nobody waits for ever"""
     cache_scope: str = ""
     """prefix-cache entries are shared within a scope only"""
+    output_token_ids: tuple[int, ...] = ()
+    """generated before, by an engine that has died; the output goes on behind them"""
+    num_crashes: int = 0
+    """engines that have died while they had it"""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

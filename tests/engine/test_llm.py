@@ -9,7 +9,13 @@ import pytest
 
 from checkpoints import END_ID, EOS_ID, write_llama
 from infer import LLM, EngineConfig, FinishReason, RequestError, SamplingParams
-from infer.errors import ConfigError, EngineDeadError, LoadError, UnprocessableError
+from infer.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    LoadError,
+    UnprocessableError,
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -193,7 +199,7 @@ def test_a_failing_step_fails_loudly_and_frees_everything(
 
     with monkeypatch.context() as patch:
         patch.setattr(llm._core.runner, "execute", broken)
-        with pytest.raises(RuntimeError, match="on purpose"):
+        with pytest.raises(EngineError, match="failed while computing"):
             llm.generate("x", GREEDY)
     stats = llm.stats()
     assert stats["num_free_pages"] == stats["num_pages"]

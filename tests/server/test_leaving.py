@@ -25,7 +25,7 @@ from serving import (
 
 from doubles import make_hash_llm
 from infer.engine.async_llm import AsyncLLM
-from infer.server import stream as delivery
+from infer.server.app import create_app
 from infer.server.failures import ClientGone
 from infer.server.stream import all_of, unless_gone
 
@@ -142,8 +142,7 @@ def test_leaving_ends_the_handler_and_its_tasks(stream: bool) -> None:
     with_app(slow_llm(), use)
 
 
-def test_a_reader_that_takes_nothing_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "WRITE_STALL_S", 0.05)
+def test_a_reader_that_takes_nothing_counts_as_gone() -> None:
     engine = slow_llm()
 
     async def use(app: App) -> None:
@@ -162,7 +161,8 @@ def test_a_reader_that_takes_nothing_counts_as_gone(monkeypatch: pytest.MonkeyPa
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers}
-        await asyncio.wait_for(app.app(scope, receive, send), 2)
+        impatient = create_app(engine, write_stall_s=0.05)
+        await asyncio.wait_for(impatient(scope, receive, send), 2)
         assert len(writes) == 1  # nor is an error written to somebody who does not read
 
     with_app(engine, use)

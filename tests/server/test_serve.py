@@ -178,24 +178,36 @@ def test_options_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
 def test_main_serves_what_is_assembled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With an engine of tests in the place of the one that needs torch."""
-    configs: list[EngineConfig] = []
+    """With engines of tests in the place of those that need torch."""
+    configs: list[tuple[str, EngineConfig]] = []
+
+    def maker(where: str) -> Any:
+        def make(config: EngineConfig) -> Any:
+            configs.append((where, config))
+            return make_hash_llm()
+
+        return make
 
     class Assemble:
-        @staticmethod
-        def build_async_llm(config: EngineConfig) -> Any:
-            configs.append(config)
-            return make_hash_llm()
+        build_async_llm = staticmethod(maker("thread"))
+
+    class Launch:
+        launch = staticmethod(maker("process"))
 
     class Ended(serve.Server):
         async def on_tick(self, counter: int) -> bool:
             return True
 
     monkeypatch.setitem(sys.modules, "infer.engine.assemble", Assemble)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "infer.engine.launch", Launch)  # type: ignore[misc]
     monkeypatch.setattr(serve, "Server", Ended)
     assert __main__.main(["--port", "0", "--model", "m", "--max-batch-size", "3"]) == 0
-    assert configs == [EngineConfig(model="m", max_batch_size=3)]
     line = capsys.readouterr().out
+    assert __main__.main(["--port", "0", "--model", "n", "--engine-thread"]) == 0
+    assert configs == [
+        ("process", EngineConfig(model="m", max_batch_size=3)),
+        ("thread", EngineConfig(model="n")),
+    ]
     assert re.fullmatch(r"infer serves hash-model at http://127\.0\.0\.1:\d+ \(.*\)\n", line)
 
 

@@ -1,9 +1,9 @@
 """`infer bench machine`: what this machine can do, and so the floor under a model's speed.
 
-Read bandwidth: the best of two ways of reading more than a last-level cache holds (torch's sum, and
-one-row products over as many different weights). Products: the layers as the engine runs them. A
-stream cannot be faster than the bytes of the weights that a token reads, nor a prompt than its
-products. Used by `cli.bench`; the one module of `infer.bench` that needs torch.
+Read bandwidth: the best of reading more than a last-level cache holds (by a plain loop where the
+kernels were compiled, else torch's sum) and one-row products over as many weights. Products: the
+layers as the engine runs them. A stream cannot be faster than the bytes of the weights that a token
+reads, nor a prompt than its products. Used by `cli.bench`; alone in `infer.bench` to need torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from infer.engine.checkpoint import find_checkpoint
 from infer.engine.machine import choose_dtype, default_threads
 from infer.errors import ConfigError
 from infer.kernels import native
-from infer.kernels.linear import linears, make_linear
+from infer.kernels.invariance import linears
+from infer.kernels.linear import make_linear
 from infer.models.config import ModelConfig
 from infer.models.model import build_model
 from infer.models.weights import WeightSource
@@ -33,7 +34,7 @@ READ_BYTES = 3 << 29
 """1.5 GiB: several times the largest cache"""
 ROTATED_BYTES = 700 << 20
 """of weights of one shape, so that none is still in a cache when it comes again"""
-ROWS = (1, 8, 32, 512)
+ROWS = (1, 8, 32, 1024)
 DEFAULT_SHAPES = {(2048, 3072): 1, (2048, 16384): 1, (8192, 2048): 1}
 _REPEATS = 5
 
@@ -48,16 +49,16 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
         dtype = choose_dtype(config, floor_of.config, torch.device("cpu"))
         shapes = layer_shapes(floor_of.config, dtype)
     elif config.dtype != "auto":
-        dtype = getattr(torch, config.dtype)
+        dtype = getattr(torch, "bfloat16" if config.int8 else config.dtype)
     read = _read()
-    layers = [_layer(shape, count, dtype) for shape, count in shapes.items()]
+    layers = [_layer(shape, count, dtype, config.int8) for shape, count in shapes.items()]
     best = max(read["best"], *(row["gb_s"] for layer in layers for row in layer["rows"]))
     found = {
         **environment(),
         "threads": threads,
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "attention": native.available() or f"native, {native.chosen_instruction_set()}",
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": "int8" if config.int8 else str(dtype).removeprefix("torch."),
         "read_gb_s": read,
         "best_read_gb_s": best,
         "layers": layers,
@@ -70,14 +71,15 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
 
 
 def layer_shapes(model: ModelConfig, dtype: torch.dtype) -> dict[tuple[int, int], int]:
-    """(in, out) → how many linear layers, by building the model from tensors without memory."""
+    """(in, out) → how many matrices, by building the model from tensors without memory."""
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     source = WeightSource((), read, dtype=dtype, device=torch.device("meta"), complete=False)
     built = build_model(model, source, max_seq_len=1)
-    return dict(Counter((layer.in_features, layer.out_features) for layer in linears(built)))
+    widths = ((layer.in_features, layer.num_weights) for layer in linears(built))
+    return dict(Counter((width, num_weights // width) for width, num_weights in widths))
 
 
 def floor(
@@ -113,18 +115,23 @@ def _read() -> dict[str, float]:
     except RuntimeError:
         message = f"the measurement needs {READ_BYTES >> 20} MiB of free memory"
         raise ConfigError("machine", message) from None
-    times = _seconds(memory.sum)
+    library = native.library()
+    if isinstance(library, str):
+        times = _seconds(memory.sum)
+    else:
+        arguments = (memory.data_ptr(), memory.nbytes, native.parallel(), torch.get_num_threads())
+        times = _seconds(lambda: library.infer_read(*arguments))
     rates = [memory.nbytes / seconds / 1e9 for seconds in times]
     return {"best": round(max(rates), 2), "median": round(statistics.median(rates), 2)}
 
 
-def _layer(shape: tuple[int, int], count: int, dtype: torch.dtype) -> dict[str, Any]:
+def _layer(shape: tuple[int, int], count: int, dtype: torch.dtype, int8: bool) -> dict[str, Any]:
     """One shape at each number of rows; the median over rotated weights."""
     width, height = shape
-    num_bytes = width * height * dtype.itemsize
+    num_bytes = width * height * (1 if int8 else dtype.itemsize)
     copies = max(2, math.ceil(ROTATED_BYTES / num_bytes))
     weight = torch.randn(height, width).mul_(width**-0.5).to(dtype)
-    layers = [make_linear(weight) for _ in range(copies)]
+    layers = [make_linear(weight, int8=int8) for _ in range(copies)]
     measured = []
     for num_rows in ROWS:
         # Many rows are bound by arithmetic: a few layers tell as much as all.

@@ -226,7 +226,7 @@ def machine(
     notes.print(
         f"{found['machine']['cpu']}, {found['threads']} threads, torch: {found['torch_isa']},"
         f" attention: {found['attention']}\nreads [bold]{found['best_read_gb_s']:.1f}[/] GB/s"
-        f" (torch's sum: best {found['read_gb_s']['best']:.1f},"
+        f" (a plain loop: best {found['read_gb_s']['best']:.1f},"
         f" median {found['read_gb_s']['median']:.1f})",
         highlight=False,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from infer.attention.sdpa import SDPABackend
 from infer.cache.allocator import PageAllocator
 from infer.config import EngineConfig, SchedulerConfig
 from infer.engine.async_llm import AsyncLLM
-from infer.engine.checkpoint import find_checkpoint
+from infer.engine.checkpoint import Checkpoint, find_checkpoint
 from infer.engine.core import EngineCore
 from infer.engine.intake import Intake, Limits
 from infer.engine.machine import (
@@ -30,7 +31,7 @@ from infer.engine.machine import (
     resident_bytes,
 )
 from infer.engine.plan import MemoryPlan, gib, make_plan
-from infer.engine.worker import EngineThread
+from infer.engine.worker import Blueprint, EngineThread
 from infer.errors import ConfigError
 from infer.kernels.invariance import batch_invariance_problem
 from infer.models.config import ModelConfig
@@ -55,19 +56,47 @@ class EngineParts:
 
 def assemble(config: EngineConfig) -> EngineParts:
     """Load the model and put an engine together; `LoadError` / `ConfigError` if that cannot be."""
-    started_s = time.perf_counter()
+    blueprint = prepare(config)
+    tokenizer = Tokenizer(blueprint.files)
+    core, limits = blueprint.build()
+    return EngineParts(
+        core, Intake(tokenizer, limits, config.seed), tokenizer, blueprint.model_name
+    )
+
+
+def prepare(config: EngineConfig) -> Blueprint:
+    """All that can be known, and refused, before the weights are loaded."""
     torch.set_num_threads(config.num_threads or default_threads())
     keep_freed_memory()
     checkpoint = find_checkpoint(
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
     )
-    model_config = checkpoint.config
     device = choose_device(config)
-    dtype = choose_dtype(config, model_config, device)
-    plan = make_plan(config, model_config, checkpoint.name)
+    dtype = choose_dtype(config, checkpoint.config, device)
+    plan = make_plan(config, checkpoint.config, checkpoint.name)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
-    tokenizer = checkpoint.tokenizer()
+    return Blueprint(
+        model_name=config.served_model_name or checkpoint.name,
+        files=checkpoint.text(),
+        build=lambda: _build(config, checkpoint, plan, dtype, device),
+    )
+
+
+def prepare_process(settings: dict[str, Any]) -> Blueprint:
+    """`prepare` for `engine.child`, which gets the settings as plain data."""
+    return prepare(EngineConfig(**settings))
+
+
+def _build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[EngineCore, Limits]:
+    started_s = time.perf_counter()
+    model_config = checkpoint.config
     before = resident_bytes()
     source = checkpoint.source(dtype, device)
     source.int8 = config.int8
@@ -107,12 +136,8 @@ def assemble(config: EngineConfig) -> EngineParts:
         f"{plan.num_cached_tokens:,}",
         time.perf_counter() - started_s,
     )
-    return EngineParts(
-        core=EngineCore(scheduler, _runner(config.attention_backend, model, plan, dtype, device)),
-        intake=Intake(tokenizer, limits, config.seed),
-        tokenizer=tokenizer,
-        model_name=config.served_model_name or checkpoint.name,
-    )
+    runner = _runner(config.attention_backend, model, plan, dtype, device)
+    return EngineCore(scheduler, runner), limits
 
 
 def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from infer.engine.intake import Intake
 from infer.engine.output import OutputCollector, OutputProcessor, error_of
-from infer.engine.worker import EngineThread
+from infer.engine.worker import EngineClient
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 from infer.text.tokenizer import Tokenizer
 from infer.types import (
@@ -61,13 +61,14 @@ class Mailbox:
 class AsyncLLM:
     """See the module's docstring. Belongs to one event loop, from `start` to `close`."""
 
-    def __init__(self, worker: EngineThread, intake: Intake, model_name: str) -> None:
+    def __init__(self, worker: EngineClient, intake: Intake, model_name: str) -> None:
         self.model_name = model_name
         self._worker = worker
         self._intake = intake
         self._mailboxes: dict[str, Mailbox] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._draining = False
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -88,6 +89,20 @@ class AsyncLLM:
     def is_alive(self) -> bool:
         """Whether requests are taken: started, not closed, and the engine has not died."""
         return not self._closed and self._worker.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request that is sent now is worked on at once; implies `is_alive`."""
+        return self.is_alive and not self._draining and self._worker.is_ready
+
+    @property
+    def num_open(self) -> int:
+        """Requests that callers hold open."""
+        return len(self._mailboxes)
+
+    def drain(self) -> None:
+        """From now on finish what there is and refuse what comes."""
+        self._draining = True
 
     async def start(self) -> None:
         """Start the engine; once."""
@@ -166,11 +181,13 @@ class AsyncLLM:
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of the engine, and how many requests callers hold open."""
-        return {"num_open": len(self._mailboxes), **self._worker.stats()}
+        return {"num_open": self.num_open, **self._worker.stats()}
 
     def _enter(self, request: Request) -> Mailbox:
         if not self.is_alive:
             raise EngineDeadError("the engine is not running")
+        if self._draining:
+            raise EngineDeadError("the server is shutting down")
         if len(self._mailboxes) >= self._intake.limits.max_unfinished:
             raise OverloadedError(
                 f"the server is busy: {len(self._mailboxes)} requests are running or waiting"

@@ -1,7 +1,7 @@
 """`Checkpoint`: the three parts of a model on disk, whatever it is stored as.
 
 A folder in Hugging Face's layout or a single GGUF file, a local path or a hub id: from here on
-nobody asks which. Opening reads configuration only; the tokenizer and the weights are made when
+nobody asks which. Opening reads configuration only; the text side and the weights are read when
 they are asked for. Used by `engine.assemble`.
 """
 
@@ -17,8 +17,8 @@ from infer.models.gguf_file import GGUFFile
 from infer.models.hub import SHIPPED_FOLDER, locate
 from infer.models.registry import read_model_config
 from infer.models.weights import WeightSource, dummy_source, open_checkpoint
+from infer.text.checkpoint_files import TextFiles, read_text_files
 from infer.text.gguf_vocab import text_files
-from infer.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Checkpoint:
 
     name: str
     config: ModelConfig
-    tokenizer: Callable[[], Tokenizer]
+    text: Callable[[], TextFiles]
     source: Callable[[torch.dtype, torch.device], WeightSource]
 
 
@@ -41,7 +41,7 @@ def find_checkpoint(
         return Checkpoint(
             name,
             file.config,
-            tokenizer=lambda: Tokenizer(text_files(file.metadata, str(path))),
+            text=lambda: text_files(file.metadata, str(path)),
             source=dummy_source if dummy else file.source,
         )
     # Random weights speak noise in any vocabulary: a config alone borrows the shipped tokenizer.
@@ -49,6 +49,6 @@ def find_checkpoint(
     return Checkpoint(
         name,
         read_model_config(path),
-        tokenizer=lambda: Tokenizer.from_folder(SHIPPED_FOLDER if borrows else path),
+        text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
         source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
     )

@@ -3,16 +3,28 @@
 Synchronous and single-threaded; it has no torch, no threads, no clock of its own and no text. Two
 edges point backwards into it and only those: the sampled token (inside `step`) and `abort`.
 Whoever drives it (a thread, a process, a test) calls `add` and `abort` between steps only.
+
+Containment. Until a step is committed nothing has moved: whatever part of its plan is executed
+again writes the same cells. So a step that raises is executed in halves, and halves of halves,
+until the request that is to blame is alone; it fails, and the others never know.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from infer.schedule.scheduler import Scheduler
-from infer.schedule.sequence import Plan, Sampled
+from infer.schedule.sequence import Chunk, Plan, Sampled
 from infer.types import Request, StepOutput
+
+log = logging.getLogger(__name__)
+
+MAX_LOST_STEPS = 3
+"""steps in a row of which nothing could be computed: it is the engine that is broken"""
+_FAILED = "the engine failed while computing this request"
 
 
 class Runner(Protocol):
@@ -28,6 +40,9 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.announce: Callable[[str], None] = lambda request_id: None
+        """told who is computed by itself next, after a crash; "" = those who follow are several"""
+        self._num_lost = 0
 
     @property
     def has_work(self) -> bool:
@@ -50,7 +65,64 @@ class EngineCore:
         plan = self.scheduler.schedule(flush=flush)
         if not plan:
             return []
-        return self.scheduler.commit(plan, self.runner.execute(plan))
+        computed: list[Chunk] = []
+        sampled: list[Sampled] = []
+        failed: dict[str, str] = {}
+        for part in self._parts(plan):
+            if part is not plan or _is_suspect(part[0]):
+                self.announce(part[0].sequence.request_id if _is_suspect(part[0]) else "")
+            self._execute(part, computed, sampled, failed)
+        outputs = self.scheduler.commit(tuple(computed), sampled)
+        for request_id, message in failed.items():
+            output = self.scheduler.fail(request_id, message)
+            assert output is not None
+            outputs.append(output)
+        self._num_lost = 0 if computed else self._num_lost + 1
+        if self._num_lost == MAX_LOST_STEPS:
+            raise RuntimeError(f"nothing could be computed in {MAX_LOST_STEPS} steps in a row")
+        return outputs
+
+    def _parts(self, plan: Plan) -> list[Plan]:
+        """The plan in one piece; but whoever an engine has died with begins by itself, so that,
+        should it happen again, there is no doubt about whom it happened with."""
+        alone = [chunk for chunk in plan if _is_suspect(chunk)]
+        if not alone:
+            return [plan]
+        rest = tuple(chunk for chunk in plan if not _is_suspect(chunk))
+        return [*((chunk,) for chunk in alone), *([rest] if rest else [])]
+
+    def _execute(
+        self, plan: Plan, computed: list[Chunk], sampled: list[Sampled], failed: dict[str, str]
+    ) -> None:
+        """Execute a plan, in halves if it must be; every chunk goes to `computed` or `failed`."""
+        try:
+            results = iter(self.runner.execute(plan))
+        except Exception as error:
+            is_memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
+            if len(plan) == 1:
+                log.exception("request %s fails", plan[0].sequence.request_id)
+            else:
+                log.warning("a step of %d requests fails (%s); halving it", len(plan), error)
+        else:
+            for chunk in plan:
+                result = next(results) if chunk.samples else None
+                if result is not None and result.error:
+                    failed[chunk.sequence.request_id] = result.error
+                    continue
+                computed.append(chunk)
+                if result is not None:
+                    sampled.append(result)
+            return
+        # Out here, where the exception no longer keeps the tensors of the failed step.
+        middle, only = len(plan) // 2, plan[0]
+        if middle:
+            self._execute(plan[:middle], computed, sampled, failed)
+            self._execute(plan[middle:], computed, sampled, failed)
+        elif is_memory and only.num_tokens > 1:
+            shorter = Chunk(only.sequence, only.start, only.num_tokens // 2)
+            self._execute((shorter,), computed, sampled, failed)
+        else:
+            failed[only.sequence.request_id] = _FAILED
 
     def wait_s(self) -> float | None:
         """How long nothing will happen unless a request comes: 0 = step now, None = for ever."""
@@ -83,3 +155,9 @@ class EngineCore:
             **{name: getattr(counts, name) for name in counts.__slots__ if name != "num_finished"},
             **{f"num_finished_{reason}": n for reason, n in counts.num_finished.items()},
         }
+
+
+def _is_suspect(chunk: Chunk) -> bool:
+    """Whether an engine has died with this request, and it has not sampled a token since."""
+    request = chunk.sequence.request
+    return request.num_crashes > 0 and chunk.sequence.num_output == len(request.output_token_ids)

@@ -1,9 +1,9 @@
-"""`EngineThread`: an `EngineCore` in a thread of its own, reached by messages only.
+"""`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread.
 
 Commands go in through a queue and are applied between steps; outputs come back as one list per
-step, through a callback that runs on the engine's thread (the owner hands it over to its own).
-Nothing else is shared. An exception in a step fails the requests that were in flight, with a
-message, and the engine goes on; one outside of a step ends the engine, and its owner is told.
+step. Nothing else is shared. `EngineClient` is what the façade sees of an engine, wherever it is:
+`EngineThread` here, for tests and programs, or `engine.process.EngineProcess` under `infer serve`.
+An exception that gets out of the loop ends the engine, and its owner is told.
 """
 
 from __future__ import annotations
@@ -12,84 +12,89 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 from infer.engine.core import EngineCore
+from infer.engine.intake import Limits
 from infer.errors import RequestError
+from infer.text.checkpoint_files import TextFiles
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 log = logging.getLogger(__name__)
 
-_Command = Request | str | None
+Command = Request | str | None
 """add this request · abort this id · stop"""
 
 
-class EngineThread:
-    """See the module's docstring."""
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """An engine that can be made: known before its weights are loaded, which `build` does."""
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core = core
-        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
-        self._deliver: Callable[[list[StepOutput]], None] | None = None
-        self._died: Callable[[], None] | None = None
-        self._thread: threading.Thread | None = None
+    model_name: str
+    files: TextFiles
+    build: Callable[[], tuple[EngineCore, Limits]]
 
-    def start(self, deliver: Callable[[list[StepOutput]], None], died: Callable[[], None]) -> None:
-        """Begin to step. On the engine's thread, `deliver` is called with each step's outputs,
-        and `died` if the thread ends though nobody has stopped it."""
-        assert self._thread is None, "an engine is started once"
-        self._deliver, self._died = deliver, died
-        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
-        self._thread.start()
+
+class EngineClient(Protocol):
+    """An engine from outside: takes messages, sends messages."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a thread that takes commands."""
-        return self._thread is not None and self._thread.is_alive()
+        """Whether requests are taken (they may have to wait until it is ready)."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it works now."""
+
+    def start(self, deliver: Callable[[list[StepOutput]], None], died: Callable[[], None]) -> None:
+        """Begin to work. From a thread of the engine, `deliver` is called with each step's
+        outputs, and `died` if it ends for good though nobody has stopped it."""
 
     def add(self, request: Request) -> None:
         """Send a request; a refusal comes back as an output with an error."""
-        self._commands.put(request)
 
     def abort(self, request_id: str) -> None:
         """Send an abort; it is applied before the next step."""
-        self._commands.put(request_id)
 
     def stop(self) -> None:
         """Finish the step that runs, then end; whatever was in flight is dropped."""
-        self._commands.put(None)
-        if self._thread is not None:
-            self._thread.join()
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges and counters; each number is exact, their set may straddle a step."""
-        return self._core.stats()
+        """Gauges and counters by name."""
 
-    def _run(self) -> None:
-        try:
-            self._step_until_stopped()
-        except BaseException:
-            log.exception("the engine has died")
-            assert self._died is not None
-            self._died()
 
-    def _step_until_stopped(self) -> None:
+class EngineLoop:
+    """Takes commands, steps, sends; `run` is called once, by whoever gives it a thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        send: Callable[[list[StepOutput]], None],
+        commands: queue.SimpleQueue[Command],
+        *,
+        report_every_s: float | None = None,
+    ) -> None:
+        """`report_every_s`: `send` an empty list when there was nothing to do for so long."""
+        self._commands = commands
+        self._core = core
+        self._send = send
+        self._report_every_s = report_every_s
+        self._refused: list[StepOutput] = []
+
+    def run(self) -> None:
+        """Until it is told to stop."""
         while self._take_commands():
-            if not self._core.has_work:
-                continue
-            try:
-                outputs = self._core.step()
-            except Exception:
-                log.exception("a step failed; the requests in flight are failed")
-                outputs = self._fail_all()
+            outputs, self._refused = self._refused, []
+            if self._core.has_work:
+                outputs += self._core.step()
             self._send(outputs)
-
-    def _send(self, outputs: list[StepOutput]) -> None:
-        if outputs and self._deliver is not None:
-            self._deliver(outputs)
 
     def _take_commands(self) -> bool:
         """Apply what has been sent; waits while there is nothing to do. False = stop."""
         wait_s = self._core.wait_s()
+        if wait_s is None:
+            wait_s = self._report_every_s
         try:
             command = self._commands.get(block=wait_s != 0.0, timeout=wait_s or None)
             while True:
@@ -108,11 +113,63 @@ class EngineThread:
             self._core.add(command)
         except RequestError as error:
             reason = ErrorRecord.of(error)
-            self._send([StepOutput(command.request_id, None, FinishReason.ERROR, error=reason)])
+            refusal = StepOutput(command.request_id, None, FinishReason.ERROR, error=reason)
+            self._refused.append(refusal)
 
-    def _fail_all(self) -> list[StepOutput]:
-        scheduler = self._core.scheduler
-        unfinished = [*scheduler.running, *scheduler.preempted, *scheduler.waiting]
-        message = "the engine failed while computing this request"
-        failed = [scheduler.fail(sequence.request_id, message) for sequence in unfinished]
-        return [output for output in failed if output is not None]
+
+class EngineThread:
+    """An `EngineClient` whose engine is a thread of this process."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._deliver: Callable[[list[StepOutput]], None] | None = None
+        self._died: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, deliver: Callable[[list[StepOutput]], None], died: Callable[[], None]) -> None:
+        """See `EngineClient`."""
+        assert self._thread is None, "an engine is started once"
+        self._deliver, self._died = deliver, died
+        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a thread that takes commands."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_ready(self) -> bool:
+        """A thread is never between two lives."""
+        return self.is_alive
+
+    def add(self, request: Request) -> None:
+        """See `EngineClient`."""
+        self._commands.put(request)
+
+    def abort(self, request_id: str) -> None:
+        """See `EngineClient`."""
+        self._commands.put(request_id)
+
+    def stop(self) -> None:
+        """See `EngineClient`."""
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def stats(self) -> dict[str, int | float]:
+        """Each number is exact, their set may straddle a step."""
+        return self._core.stats()
+
+    def _run(self) -> None:
+        try:
+            EngineLoop(self._core, self._send, self._commands).run()
+        except BaseException:
+            log.exception("the engine has died")
+            assert self._died is not None
+            self._died()
+
+    def _send(self, outputs: list[StepOutput]) -> None:
+        if outputs and self._deliver is not None:
+            self._deliver(outputs)

@@ -16,14 +16,14 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import count
+from itertools import compress, count
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infer.runner import blocks
-from infer.schedule.sequence import Sampled, Sequence
+from infer.schedule.sequence import NOT_FINITE, Sampled, Sequence
 from infer.types import SamplingParams, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
@@ -47,9 +47,15 @@ def _splitmix64(x: int) -> int:
 
 
 def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
-    """One token per row: `logits` [R, V] float32 belong to `sequences` [R]; may change `logits`."""
+    """One token per row: `logits` [R, V] float32 belong to `sequences` [R]; may change `logits`.
+
+    A row in which there is NaN or infinity gets an error, and no other row notices."""
     rows = blocks.padded(logits)
     tops = blocks.maxima(rows)
+    finite = tops.amax(dim=-1).isfinite()  # of a row with a NaN that is the maximum
+    if not finite.all():
+        good = iter(sample(logits[finite], list(compress(sequences, finite.tolist()))))
+        return [next(good) if ok else Sampled(0, error=NOT_FINITE) for ok in finite.tolist()]
     logprobs_of = _logprobs(rows, tops, sequences, logits.shape[1])
     if any(_is_adjusted(sequence) for sequence in sequences):
         rows = rows if logprobs_of is None else rows.clone()

@@ -208,9 +208,10 @@ class Scheduler:
         """Go on behind the pages that were found in the index."""
         num_cached = sequence.table.num_indexed * self.allocator.page_size
         if num_cached > sequence.num_computed:
-            if not sequence.num_preemptions:  # what was its own before counts for nothing
-                sequence.num_cached += num_cached - sequence.num_computed
-                self.stats.num_cached_tokens += num_cached - sequence.num_computed
+            spared = min(num_cached, sequence.num_prompt) - sequence.num_computed
+            if not sequence.num_preemptions and spared > 0:  # of what was its own, nothing counts
+                sequence.num_cached += spared
+                self.stats.num_cached_tokens += spared
             sequence.num_computed = num_cached
 
     def _wants_pages(self, sequence: Sequence) -> bool:

@@ -58,7 +58,7 @@ class Sequence:
             request=request,
             arrival=arrival,
             arrival_s=now_s,
-            tokens=list(request.prompt_token_ids),
+            tokens=[*request.prompt_token_ids, *request.output_token_ids],
             num_prompt=len(request.prompt_token_ids),
             end_token_ids=frozenset(request.eos_token_ids)
             | frozenset(request.sampling.stop_token_ids),
@@ -108,9 +108,14 @@ Plan = tuple[Chunk, ...]
 """The scheduler's decision for one step: at most one chunk a sequence; plain data."""
 
 
+NOT_FINITE = "the model gave this request no finite numbers to choose a token from"
+
+
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """What the runner returns for a chunk that samples."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    error: str = ""
+    """why there is no token; the request fails with it"""

@@ -26,7 +26,7 @@ from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import computed, read_object
-from infer.server.failures import Edge, HttpError, respond
+from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
 from infer.server.stream import EventStream, all_of, unless_gone
 from infer.server.wire import (
     Body,
@@ -53,7 +53,8 @@ POST /tokenize              text or messages to token ids
 POST /detokenize            token ids to text
 GET  /tokenizer_info        the special tokens and the chat template
 GET  /v1/models             the model's name
-GET  /health                200 while the engine is there, then 503
+GET  /health/ready          200 while a request would be worked on at once, else 503
+GET  /health/live           200 while requests are taken, else 503 (also: /health)
 """
 
 
@@ -177,11 +178,16 @@ class Endpoints:
             raise EngineDeadError("the engine is not running")
         return JSONResponse({"status": "ok"})
 
+    async def ready(self, _: HttpRequest) -> Response:
+        if not self._engine.is_ready:
+            raise EngineDeadError("the engine is not ready")
+        return JSONResponse({"status": "ready"})
+
     async def index(self, _: HttpRequest) -> Response:
         return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
 
-def create_app(engine: AsyncLLM) -> Starlette:
+def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. No paths but the ones below, and no redirects."""
 
@@ -205,10 +211,12 @@ def create_app(engine: AsyncLLM) -> Starlette:
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
             Route("/health", endpoints.health, methods=["GET"]),
+            Route("/health/live", endpoints.health, methods=["GET"]),
+            Route("/health/ready", endpoints.ready, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond},
-        middleware=[Middleware(Edge)],
+        middleware=[Middleware(Edge, write_stall_s=write_stall_s)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

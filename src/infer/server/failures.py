@@ -7,6 +7,7 @@ or somebody's prompt.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
@@ -24,6 +25,8 @@ log = logging.getLogger("infer.server")
 
 DEAD_RETRY_AFTER_S = 5
 """Retry-After of a 503 that says nothing about when"""
+WRITE_STALL_S = 30.0
+"""a reader that takes nothing for so long has lost its answer"""
 _UNEXPECTED = "the server failed to process this request"
 _ROUTER = {
     404: "there is no such route; see / for what there is",
@@ -79,10 +82,12 @@ class Edge:
     A request's id is the client's `x-request-id` where it is one line of harmless characters, else
     a fresh one; it is echoed and logged and never used as a key. Plain ASGI on purpose: Starlette's
     middleware class would put a queue between handler and socket and hide `http.disconnect`.
+    A client that takes nothing of its answer for `write_stall_s` counts as one that has left.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, write_stall_s: float) -> None:
         self._app = app
+        self._write_stall_s = write_stall_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -103,7 +108,11 @@ class Edge:
                     (b"x-request-id", request_id.encode("ascii")),
                     (b"x-content-type-options", b"nosniff"),
                 ]
-            await send(message)
+            try:
+                async with asyncio.timeout(self._write_stall_s):
+                    await send(message)
+            except (TimeoutError, OSError):
+                raise ClientGone from None
 
         try:
             await self._app(scope, receive, send_with_id)

@@ -1,9 +1,9 @@
 """Runs an app under uvicorn: bind, say when it listens, drain at the end.
 
 The port is bound before the engine is loaded, so that a port in use is known at once and not after
-minutes. At SIGINT or SIGTERM no more connections are taken and what runs may finish; after
-`drain_timeout_s`, or at a second signal, the engine is closed, which ends every stream with a typed
-error; a third signal waits for nothing.
+minutes. At SIGINT or SIGTERM what runs may finish, and what comes is refused with 503; when nothing
+runs any more, after `drain_timeout_s`, or at a second signal the port and the engine are closed,
+which ends every stream that is left with a typed error; a third signal waits for nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -25,6 +26,8 @@ from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.app import create_app
+from infer.server.failures import WRITE_STALL_S
+from infer.server.protocol import BoundedProtocol
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -48,6 +51,9 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a reader has not taken by then is dropped
+            stall_ms = int(WRITE_STALL_S * 1000)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         sock.bind(address)
     except OSError as error:
         sock.close()
@@ -80,12 +86,13 @@ class Server(uvicorn.Server):
         sock: socket.socket,
         *,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
+        write_stall_s: float = WRITE_STALL_S,
         announce: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(engine),
-                http="h11",
+                create_app(engine, write_stall_s=write_stall_s),
+                http=BoundedProtocol,
                 ws="none",
                 lifespan="on",
                 log_level="warning",
@@ -100,6 +107,7 @@ class Server(uvicorn.Server):
         self._sock = sock
         self._drain_timeout_s = drain_timeout_s
         self._announce = announce
+        self._drain_ends_s: float | None = None
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -127,9 +135,24 @@ class Server(uvicorn.Server):
             ending.cancel()
             await asyncio.gather(ending, return_exceptions=True)
 
+    async def on_tick(self, counter: int) -> bool:
+        if await super().on_tick(counter):
+            return True
+        if self._drain_ends_s is None:
+            return False
+        return self._engine.num_open == 0 or time.monotonic() >= self._drain_ends_s
+
+    def _drain(self) -> None:
+        self._engine.drain()
+        self._drain_ends_s = time.monotonic() + self._drain_timeout_s
+
     async def _end_what_still_runs(self) -> None:
+        if self._drain_ends_s is None:
+            self._drain()
+        assert self._drain_ends_s is not None
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._hurry.wait(), self._drain_timeout_s)
+            left_s = max(0.0, self._drain_ends_s - time.monotonic())
+            await asyncio.wait_for(self._hurry.wait(), left_s)
         await self._engine.close()
 
     @contextlib.contextmanager
@@ -147,25 +170,56 @@ class Server(uvicorn.Server):
                 signal.signal(number, former)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self._hurry.is_set()
-        if self.should_exit and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._hurry.set)
-        self.should_exit = True
+        if self._loop is None or self._drain_ends_s is not None:
+            self.force_exit = self._hurry.is_set()
+            self.should_exit = True
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._hurry.set)
+        else:
+            self._drain()
 
 
-def serve_config(config: EngineConfig, host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> None:
-    """Take the address, build the engine, serve; raises `LoadError` where one of them fails."""
+@contextlib.contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """What the engine says at its start, and warnings; unless somebody has set up logging."""
     logger = logging.getLogger("infer")
-    if not logger.handlers:  # what the engine says at its start, and warnings, on stderr
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-    with bind(host, port) as sock:
-        # Not at the top: this is what brings in torch.
-        from infer.engine.assemble import build_async_llm
+    if logger.handlers:
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
-        run(build_async_llm(config), sock=sock)
+
+def serve_config(
+    config: EngineConfig,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    *,
+    drain_timeout_s: float = DRAIN_TIMEOUT_S,
+    write_stall_s: float = WRITE_STALL_S,
+    in_thread: bool = False,
+) -> None:
+    """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
+
+    `in_thread`: the engine is no process of its own. For comparisons: nothing survives its death.
+    """
+    with _log_on_stderr(), bind(host, port) as sock:
+        if in_thread:
+            from infer.engine.assemble import build_async_llm as launch  # brings in torch
+        else:
+            from infer.engine.launch import launch
+        run(
+            launch(config),
+            sock=sock,
+            drain_timeout_s=drain_timeout_s,
+            write_stall_s=write_stall_s,
+        )
 
 
 def run(
@@ -175,8 +229,14 @@ def run(
     *,
     sock: socket.socket | None = None,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
+    write_stall_s: float = WRITE_STALL_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
     with sock or bind(host, port) as held:
-        show = functools.partial(print, flush=True)
-        Server(engine, held, drain_timeout_s=drain_timeout_s, announce=show).serve_until_stopped()
+        Server(
+            engine,
+            held,
+            drain_timeout_s=drain_timeout_s,
+            write_stall_s=write_stall_s,
+            announce=functools.partial(print, flush=True),
+        ).serve_until_stopped()

@@ -1,0 +1,128 @@
+"""The engine process: makes an engine as it is told, and runs it until its parent has gone.
+
+`python -m infer.engine.child FD PARENT` is started by `engine.process` with one end of a socket
+pair. Commands are read by a thread of their own, so that the end of the parent is seen at once,
+whatever a step is doing. It ignores the signals that a terminal or process manager sends to the
+whole group: when to end is the parent's decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from infer.engine.faults import Faults, FaultyCore
+from infer.engine.messages import (
+    Alone,
+    Begin,
+    Channel,
+    Log,
+    Ready,
+    Refused,
+    Report,
+    Text,
+    read_begin,
+    read_commands,
+)
+from infer.engine.worker import Blueprint, Command, EngineLoop
+from infer.errors import LoadError
+from infer.types import StepOutput
+
+HEARTBEAT_S = 1.0
+"""an idle engine reports so often"""
+DUMP_SIGNAL = signal.SIGUSR1
+"""writes the stacks of all threads to stderr, also while the interpreter is stuck"""
+_PR_SET_PDEATHSIG = 1
+
+
+class _LogToParent(logging.Handler):
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            self._channel.send(Log(record.name, record.levelno, self.format(record)))
+
+
+def _end_with(parent: int) -> None:
+    """Have the system end this process when its parent ends; and be the first to run out of
+    memory, because the parent can start another one of these."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("500")
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _read(frames: Iterator[bytes | None], commands: queue.SimpleQueue[Command]) -> None:
+    try:
+        for frame in frames:
+            assert frame is not None
+            for command in read_commands(frame):
+                commands.put(command)
+    finally:
+        os._exit(1)  # nobody is there any more
+
+
+def _blueprint(begin: Begin) -> Blueprint:
+    module, _, function = begin.factory.partition(":")
+    blueprint: Blueprint = getattr(importlib.import_module(module), function)(begin.settings)
+    return blueprint
+
+
+def main(fd: int, parent: int) -> int:
+    """Returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _end_with(parent)
+    faulthandler.enable()
+    faulthandler.register(DUMP_SIGNAL)
+    channel = Channel(socket.socket(fileno=fd))
+    frames = channel.frames()
+    first = next(frames)
+    assert first is not None
+    begin = read_begin(first)
+    logger = logging.getLogger("infer")
+    logger.addHandler(_LogToParent(channel))
+    logger.setLevel(begin.log_level)
+    commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(frames, commands), daemon=True).start()
+    try:
+        faults = Faults.from_environment()
+        blueprint = _blueprint(begin)
+        channel.send(Text(blueprint.model_name, blueprint.files))
+        core, limits = blueprint.build()
+    except LoadError as error:
+        channel.send(Refused.of(error))
+        return 2
+    if faults != Faults():
+        core = FaultyCore(core, faults)
+    core.announce = lambda request_id: channel.send(Alone(request_id))
+    channel.send(Ready(limits, core.stats()))
+
+    def report(outputs: list[StepOutput]) -> None:
+        channel.send(Report(outputs, core.stats()))
+
+    try:
+        EngineLoop(core, report, commands, report_every_s=HEARTBEAT_S).run()
+    except Exception:
+        logger.exception("the engine has failed")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))

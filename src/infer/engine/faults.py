@@ -1,0 +1,128 @@
+"""Faults on purpose, for tests: environment variables that make an engine process fail.
+
+`INFER_FAULT_PREEMPT_EVERY=k`   before each k-th step the last in rank loses its pages
+`INFER_FAULT_AT=step:row:kind`  from that step on, the request in that row of its plan is poisonous;
+                                kind is raise, nan, memory (when not alone), crash or hang
+`INFER_FAULT_SLOW_STEP_MS=ms`   each step takes so much longer
+`INFER_FAULT_STRICT_LEDGER=1`   the scheduler's invariants are checked after each step
+
+Read once, when `engine.child` starts; if any is set, the log says so first. Without them nothing
+here touches the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, fields
+
+from infer.engine.core import EngineCore, Runner
+from infer.errors import ConfigError
+from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
+from infer.types import StepOutput
+
+log = logging.getLogger(__name__)
+
+PREFIX = "INFER_FAULT_"
+KINDS = ("raise", "nan", "memory", "crash", "hang")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What the environment asks for."""
+
+    preempt_every: int = 0
+    at: tuple[int, int, str] | None = None
+    slow_step_ms: float = 0.0
+    strict_ledger: bool = False
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Faults:
+        """Raises `ConfigError` for a name or value that means nothing."""
+        known = {f"{PREFIX}{spec.name.upper()}": spec.name for spec in fields(cls)}
+        given = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
+        found: dict[str, object] = {}
+        for name, value in given.items():
+            if name not in known:
+                raise ConfigError(name, f"there is no such fault; known: {', '.join(known)}")
+            try:
+                found[known[name]] = _read(known[name], value)
+            except ValueError:
+                raise ConfigError(name, f"{value!r} is not what it takes; see {__name__}") from None
+        if given:
+            log.warning("faults on purpose, for tests only: %s", given)
+        return cls(**found)  # type: ignore[arg-type]
+
+
+def _read(name: str, value: str) -> object:
+    if name != "at":
+        return float(value) if name == "slow_step_ms" else int(value)
+    step, row, kind = value.split(":")
+    if kind not in KINDS:
+        raise ValueError
+    return int(step), int(row), kind
+
+
+class _FaultyRunner:
+    """Poison sticks to a request: a step that is executed in halves finds it in one of them."""
+
+    def __init__(self, runner: Runner, at: tuple[int, int, str] | None) -> None:
+        self._runner = runner
+        self._at = at
+        self._num_steps = 0
+        self._poisonous: str | None = None
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        self._num_steps += 1
+        if self._at is None:
+            return self._runner.execute(plan)
+        step, row, kind = self._at
+        if self._num_steps >= step and self._poisonous is None and row < len(plan):
+            self._poisonous = plan[row].sequence.request_id
+        ids = [chunk.sequence.request_id for chunk in plan]
+        if self._poisonous in ids:
+            _fail(kind, len(plan))
+        results = self._runner.execute(plan)
+        if kind != "nan":
+            return results
+        sampling = [chunk.sequence.request_id for chunk in plan if chunk.samples]
+        return [
+            Sampled(0, error=NOT_FINITE) if request_id == self._poisonous else result
+            for request_id, result in zip(sampling, results, strict=True)
+        ]
+
+
+def _fail(kind: str, num_rows: int) -> None:
+    if kind == "raise":
+        raise RuntimeError("a fault on purpose")
+    if kind == "memory" and num_rows > 1:
+        raise MemoryError("a fault on purpose")
+    if kind == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if kind == "hang":
+        time.sleep(1e6)
+
+
+class FaultyCore(EngineCore):
+    """An engine core to which `faults` happen."""
+
+    def __init__(self, core: EngineCore, faults: Faults) -> None:
+        super().__init__(core.scheduler, _FaultyRunner(core.runner, faults.at))
+        self._faults = faults
+        self._num_steps = 0
+
+    def step(self, *, flush: bool = False) -> list[StepOutput]:
+        """Like the core's, with everything that can go wrong between two steps."""
+        self._num_steps += 1
+        every = self._faults.preempt_every
+        if every and self._num_steps % every == 0 and self.scheduler.running:
+            self.scheduler.preempt(self.scheduler.running[-1])
+        time.sleep(self._faults.slow_step_ms / 1000)
+        outputs = super().step(flush=flush)
+        if self._faults.strict_ledger:
+            self.scheduler.check()
+        return outputs

@@ -1,0 +1,150 @@
+"""What crosses between an API process and its engine process, and how it is written.
+
+A frame is four bytes of length and msgpack; no pickle, so a frame can only ever become one of the
+records below. Inward goes `Begin`, once, and then lists of commands: everything that was asked
+since the last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one
+`Report` a step, and `Log` lines at any time. Used by `engine.process` and `engine.child`.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from infer.engine.intake import Limits
+from infer.engine.worker import Command
+from infer.errors import ConfigError, LoadError
+from infer.text.checkpoint_files import TextFiles
+from infer.types import Request, SamplingParams, StepOutput
+
+_PIECE = 1 << 18
+
+
+class Begin(msgspec.Struct, array_like=True):
+    """How the engine process makes its engine."""
+
+    factory: str
+    """`module:function`; the function gets `settings` and returns a `Blueprint`"""
+    settings: dict[str, Any]
+    log_level: int
+
+
+class Text(msgspec.Struct, array_like=True, tag="text"):
+    """What the API side needs to turn text into tokens; sent before the weights are loaded."""
+
+    model_name: str
+    files: TextFiles
+
+
+class Ready(msgspec.Struct, array_like=True, tag="ready"):
+    """The engine takes commands from now on."""
+
+    limits: Limits
+    stats: dict[str, int | float]
+
+
+class Refused(msgspec.Struct, array_like=True, tag="refused"):
+    """The engine cannot be made; `field` names the setting that is to blame, if one is."""
+
+    message: str
+    field: str | None = None
+
+    @classmethod
+    def of(cls, error: LoadError) -> Refused:
+        """What `error` makes an equal error of on the other side."""
+        field = error.field if isinstance(error, ConfigError) else None
+        return cls(str(error).removeprefix(f"{field}: "), field)
+
+    def error(self) -> LoadError:
+        """The error, to be raised where the server was started."""
+        return ConfigError(self.field, self.message) if self.field else LoadError(self.message)
+
+
+class Report(msgspec.Struct, array_like=True, tag="report"):
+    """A step is done, or there is nothing to do: the engine lives."""
+
+    outputs: list[StepOutput]
+    stats: dict[str, int | float]
+
+
+class Alone(msgspec.Struct, array_like=True, tag="alone"):
+    """Whom the engine computes by itself next, because an engine has died with it; "" = nobody."""
+
+    request_id: str
+
+
+class Log(msgspec.Struct, array_like=True, tag="log"):
+    """A line for the log."""
+
+    logger: str
+    level: int
+    line: str
+
+
+Event = Text | Ready | Refused | Report | Alone | Log
+
+read_begin = msgspec.msgpack.Decoder(Begin).decode
+read_event = msgspec.msgpack.Decoder[Event](Event).decode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def read_commands(frame: bytes) -> list[Command]:
+    """The commands of a frame. Values are checked as they are when a caller makes them."""
+    return [_request(c) if isinstance(c, dict) else c for c in msgspec.msgpack.decode(frame)]
+
+
+def _request(fields: dict[str, Any]) -> Request:
+    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
+    sampling = SamplingParams(**fields["sampling"])
+    return Request(**{**fields, **lists, "sampling": sampling})
+
+
+class Channel:
+    """Frames over a socket. Any thread may send; one receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self._sending = threading.Lock()
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+
+    def send(self, message: msgspec.Struct | Sequence[Command]) -> None:
+        """Write a frame; `OSError` if nobody is at the other end."""
+        body = _encode(message)
+        with self._sending:
+            self._sock.sendall(len(body).to_bytes(4, "little") + body)
+
+    def frames(self, patience_s: float | None = None) -> Iterator[bytes | None]:
+        """What arrives, until the other end is closed; None whenever nothing came for so long."""
+        patience_ms = None if patience_s is None else patience_s * 1000
+        while True:
+            while (end := self._end_of_frame()) is not None:
+                frame = bytes(self._buffer[4:end])
+                del self._buffer[:end]
+                yield frame
+            if not self._readable.poll(patience_ms):
+                yield None
+                continue
+            try:
+                piece = self._sock.recv(_PIECE)
+            except OSError:
+                return
+            if not piece:
+                return
+            self._buffer += piece
+
+    def _end_of_frame(self) -> int | None:
+        if len(self._buffer) < 4:
+            return None
+        end = 4 + int.from_bytes(self._buffer[:4], "little")
+        return end if end <= len(self._buffer) else None
+
+    def close(self) -> None:
+        """Close this end."""
+        self._sock.close()

@@ -1,0 +1,67 @@
+"""`BoundedProtocol`: uvicorn's HTTP/1.1 with a cap on connections and a deadline for headers.
+
+A connection above `MAX_CONNECTIONS` is answered at once with 503; one whose request line and
+headers are not complete `HEADER_TIMEOUT_S` after they have begun (or after the connection was
+opened) with 408. Both are closed, so neither many nor slow clients take the place of others. Bodies
+have their own deadline in `body`, answers theirs in `failures.Edge`. Used by `serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from infer.errors import OverloadedError, RequestError
+from infer.server.failures import HttpError, describe
+
+MAX_CONNECTIONS = 1024
+HEADER_TIMEOUT_S = 10.0
+
+
+class BoundedProtocol(H11Protocol):
+    """See the module's docstring."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            self._refuse(OverloadedError("the server has too many connections"))
+        else:
+            self._set_deadline()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._unset_deadline()
+        elif self._deadline is None:
+            self._set_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_deadline()
+        super().connection_lost(exc)
+
+    def _set_deadline(self) -> None:
+        self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self._be_late)
+
+    def _unset_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _be_late(self) -> None:
+        message = f"the headers were not complete after {HEADER_TIMEOUT_S:g} s"
+        self._refuse(HttpError(408, message, code="request_timeout"))
+
+    def _refuse(self, error: RequestError) -> None:
+        response = describe(error)
+        status = HTTPStatus(response.status_code)
+        head = [f"HTTP/1.1 {status.value} {status.phrase}".encode(), b"connection: close"]
+        head += [name + b": " + value for name, value in response.raw_headers]
+        self.transport.write(b"\r\n".join([*head, b"", bytes(response.body)]))
+        self.transport.close()

@@ -1,0 +1,75 @@
+"""Engines that fail in their ways, for `launch_hash_llm("faulty:…")`: factories of blueprints."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any, NoReturn
+
+from doubles import HashRunner, hash_blueprint
+from infer.engine.worker import Blueprint
+from infer.errors import ConfigError, LoadError
+from infer.schedule.sequence import Plan, Sampled
+
+
+def talkative(settings: dict[str, Any]) -> Blueprint:
+    logging.getLogger("infer.test").info("made %s", "over there")
+    return hash_blueprint(settings)
+
+
+def misconfigured(settings: dict[str, Any]) -> NoReturn:
+    raise ConfigError("page_size", "must be odd")
+
+
+def without_weights(settings: dict[str, Any]) -> Blueprint:
+    def build() -> NoReturn:
+        raise LoadError("the weights are not there")
+
+    return dataclasses.replace(hash_blueprint(settings), build=build)
+
+
+def exploding(settings: dict[str, Any]) -> NoReturn:
+    raise KeyError("a mistake")
+
+
+def speechless(settings: dict[str, Any]) -> Blueprint:
+    blueprint = hash_blueprint(settings)
+    files = dataclasses.replace(blueprint.files, tokenizer_json="{}")
+    return dataclasses.replace(blueprint, files=files)
+
+
+class Pill(HashRunner):
+    """Ends the process in the way `token` says, when a request that has it in its prompt has five
+    tokens: 13 = a segmentation fault, 14 = it never comes back, 15 = killed from outside."""
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            sequence = chunk.sequence
+            if chunk.samples and sequence.num_output >= 5:
+                for token in sequence.request.prompt_token_ids:
+                    if token == 13:
+                        os.kill(os.getpid(), signal.SIGSEGV)
+                    elif token == 14:
+                        time.sleep(1000)
+                    elif token == 15:
+                        os.kill(os.getpid(), signal.SIGKILL)
+        return super().execute(plan)
+
+
+def pill(settings: dict[str, Any]) -> Blueprint:
+    return hash_blueprint({**settings, "runner": Pill})
+
+
+def starts(settings: dict[str, Any]) -> Blueprint:
+    """Starts as long as there is the file `while_there`; each start adds a line to it."""
+    path = Path(settings.pop("while_there"))
+    if not path.exists():
+        raise LoadError("the checkpoint has gone")
+    with path.open("a") as file:
+        file.write("x\n")
+    return hash_blueprint(settings)

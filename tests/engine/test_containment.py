@@ -1,0 +1,223 @@
+"""One request's failure is its own: bisected steps, rows without numbers, memory that runs out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+
+from checkpoints import VOCAB_SIZE
+from doubles import HashRunner, launch_hash_llm, make_hash_core, solo
+from infer import LLM, SamplingParams
+from infer.engine.core import MAX_LOST_STEPS
+from infer.engine.faults import Faults, FaultyCore
+from infer.errors import ConfigError, EngineError
+from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
+from infer.types import FinishReason, Request, StepOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def request(name: str, *tokens: int, num_tokens: int = 12) -> Request:
+    return Request(name, tokens, GREEDY, seed=0, max_tokens=num_tokens)
+
+
+def tokens_of(outputs: list[StepOutput], name: str) -> list[int | None]:
+    return [o.token_id for o in outputs if o.request_id == name]
+
+
+class Poisoned(HashRunner):
+    """Fails on some requests in its own ways; as many steps as that, it also says so."""
+
+    num_failed = 0
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            if 13 in chunk.sequence.request.prompt_token_ids and chunk.sequence.num_output == 3:
+                self.num_failed += 1
+                raise IndexError("broken on purpose")
+        return super().execute(plan)
+
+
+def test_a_step_is_halved_until_the_culprit_is_alone() -> None:
+    core = make_hash_core(runner=Poisoned, max_batch_size=32, max_num_batched_tokens=256)
+    requests = [request(f"{i}", 20 + i, 3) for i in range(30)] + [request("bad", 13)]
+    for each in requests:
+        core.add(each)
+    outputs = []
+    while core.has_work:
+        outputs += core.step()
+        core.scheduler.check()
+    for each in requests[:-1]:
+        assert tokens_of(outputs, each.request_id) == solo(each, VOCAB_SIZE)
+    (*good, end) = [o for o in outputs if o.request_id == "bad"]
+    assert [o.token_id for o in good] == solo(requests[-1], VOCAB_SIZE)[:3]
+    assert end.finish_reason is FinishReason.ERROR
+    assert end.error is not None
+    assert end.error.message == "the engine failed while computing this request"
+    assert isinstance(core.runner, Poisoned)
+    assert core.runner.num_failed <= 6  # the whole step, and once for each halving
+    assert core.scheduler.allocator.num_free == core.scheduler.allocator.num_usable
+
+
+class Small(HashRunner):
+    """Has memory for so many tokens at once."""
+
+    room = 3
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        if sum(chunk.num_tokens for chunk in plan) > self.room:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return super().execute(plan)
+
+
+def test_a_step_that_does_not_fit_into_memory_is_made_smaller() -> None:
+    core = make_hash_core(runner=Small)
+    requests = [request(f"{i}", *range(20 + i, 40 + i)) for i in range(8)]
+    for each in requests:
+        core.add(each)
+    outputs = core.run_until_complete()
+    for each in requests:
+        assert tokens_of(outputs, each.request_id) == solo(each, VOCAB_SIZE)
+
+
+def test_an_engine_that_can_do_nothing_any_more_says_so() -> None:
+    core = make_hash_core(runner=Small)
+    assert isinstance(core.runner, Small)
+    core.runner.room = 0
+    for i in range(30):
+        core.add(request(f"{i}", 20 + i))
+    with pytest.raises(RuntimeError, match="nothing could be computed in 3 steps"):
+        core.run_until_complete()
+    assert core.scheduler.stats.num_finished[FinishReason.ERROR] == 8 * MAX_LOST_STEPS
+
+
+def test_a_row_without_numbers_fails_alone() -> None:
+    """On the real model: NaN in one row of the logits, and infinity in another."""
+    sampling = [GREEDY, GREEDY.replace(temperature=0.8, top_p=0.9, seed=1, logprobs=1)] * 3
+    with LLM(dtype="float32", max_seq_len=64) as llm:
+        prompts = ["One day", "Once", "The fox", "A bird", "{", "7 + 5 ="]
+        wanted = [output.token_ids for output in llm.generate(prompts, sampling, progress=False)]
+        model = llm._core.runner.model  # type: ignore[attr-defined]
+        logits, calls = model.logits, 0
+
+        def spoilt(hidden: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            result: torch.Tensor = logits(hidden)
+            if calls == 5:
+                result[1, 7] = float("nan")
+                result[4, :] = float("inf")
+            return result
+
+        model.logits = spoilt
+        requests = [llm._intake.make_request(*pair) for pair in zip(prompts, sampling, strict=True)]
+        for each in requests:
+            llm._core.add(each)
+        outputs = llm._core.run_until_complete()
+    for i, each in enumerate(requests):
+        mine = [o for o in outputs if o.request_id == each.request_id]
+        if i in (1, 4):
+            assert mine[-1].error is not None
+            assert mine[-1].error.message == NOT_FINITE
+            assert tuple(o.token_id for o in mine[:-1]) == wanted[i][:4]
+        else:
+            assert tuple(o.token_id for o in mine) == wanted[i]
+
+
+# ---- faults on purpose
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AT", "3:1:sing"), ("AT", "3:1"), ("PREEMPT_EVERY", "x"), ("SLOW_STEP_MS", ""), ("X", "1")],
+)
+def test_a_fault_that_is_not_known(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"INFER_FAULT_{name}: "):
+        Faults.from_environment({f"INFER_FAULT_{name}": value})
+
+
+def test_faults_of_the_environment(caplog: pytest.LogCaptureFixture) -> None:
+    assert Faults.from_environment({"INFER": "1"}) == Faults()
+    assert not caplog.text
+    values = {"PREEMPT_EVERY": "3", "AT": "4:1:nan", "SLOW_STEP_MS": "0.5", "STRICT_LEDGER": "1"}
+    faults = Faults.from_environment({f"INFER_FAULT_{name}": v for name, v in values.items()})
+    assert faults == Faults(3, (4, 1, "nan"), 0.5, True)
+    assert "faults on purpose" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["raise", "nan", "memory"])
+def test_one_request_is_poisonous_and_everybody_is_preempted(kind: str) -> None:
+    core = FaultyCore(make_hash_core(), Faults(3, (9, 2, kind), 0.0, True))
+    requests = [request(f"{i}", 20 + i, num_tokens=40) for i in range(12)]
+    for each in requests:
+        core.add(each)
+    outputs = core.run_until_complete()
+    failed = [o.request_id for o in outputs if o.error is not None]
+    assert len(failed) == (0 if kind == "memory" else 1)
+    for each in requests:
+        if each.request_id not in failed:
+            assert tokens_of(outputs, each.request_id) == solo(each, VOCAB_SIZE)
+    assert core.stats()["num_preemptions"] > 20
+
+
+# ---- scorecard 19: poison requests among many, through a process
+
+
+class Sometimes(HashRunner):
+    """A request that has 13 in its prompt fails after some tokens: in the step, or in its row."""
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            if _is_poisonous(chunk.sequence.request, 13) and chunk.sequence.num_output == 2:
+                raise ValueError("broken on purpose")
+        results = iter(super().execute(plan))
+        return [
+            Sampled(0, error=NOT_FINITE) if _is_poisonous(c.sequence.request, 14) else r
+            for c, r in zip([c for c in plan if c.samples], results, strict=True)
+        ]
+
+
+def _is_poisonous(request: Request, token: int) -> bool:
+    return request.prompt_token_ids[0] == token
+
+
+def sometimes(settings: dict[str, Any]) -> Any:
+    from doubles import hash_blueprint
+
+    return hash_blueprint({**settings, "runner": Sometimes})
+
+
+def test_of_five_thousand_exactly_the_poisonous_ones_fail() -> None:
+    dice = random.Random(0)
+    count, width = 5000, 100
+    poisonous = {i: dice.choice([13, 14]) for i in dice.sample(range(count), count // 100)}
+
+    async def main() -> None:
+        llm = launch_hash_llm("test_containment:sometimes", max_batch_size=32, num_pages=2000)
+        async with llm:
+            pid = llm._worker.pid  # type: ignore[attr-defined]
+            free = asyncio.Semaphore(width)
+
+            async def ask(i: int) -> bool:
+                prompt = [poisonous.get(i, 20 + i % 200), i % 251, i // 251]
+                async with free:
+                    each = llm.make_request(prompt, GREEDY.replace(max_tokens=4 + i % 5))
+                    try:
+                        output = await llm.generate(each)
+                    except EngineError:
+                        return False
+                assert list(output.token_ids) == solo(each, VOCAB_SIZE)
+                return True
+
+            went_well = await asyncio.gather(*[ask(i) for i in range(count)])
+            assert {i for i, well in enumerate(went_well) if not well} == set(poisonous)
+            stats = llm.stats()
+            assert (stats["num_restarts"], llm._worker.pid) == (0, pid)  # type: ignore[attr-defined]
+            assert stats["num_finished_error"] == len(poisonous)
+
+    asyncio.run(main())

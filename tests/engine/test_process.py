@@ -1,0 +1,245 @@
+"""`EngineProcess`: the same answers as in a thread, and nothing lost when the process dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from checkpoints import VOCAB_SIZE
+from doubles import launch_hash_llm, solo
+from infer import EngineConfig, FinishReason, SamplingParams
+from infer.engine.async_llm import AsyncLLM
+from infer.engine.launch import launch
+from infer.engine.messages import Refused, Report, read_commands, read_event
+from infer.engine.process import EngineProcess
+from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
+from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
+
+ROOT = Path(__file__).parents[2]
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
+    async def main() -> Any:
+        async with launch_hash_llm(**settings) as llm:
+            return await body(llm)
+
+    return asyncio.run(main())
+
+
+def worker_of(llm: AsyncLLM) -> EngineProcess:
+    worker = llm._worker
+    assert isinstance(worker, EngineProcess)
+    return worker
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def idle(llm: AsyncLLM) -> bool:
+    stats = llm.stats()
+    busy = [stats[f"num_{name}"] for name in ("open", "running", "waiting", "preempted")]
+    return not any(busy) and stats["num_free_pages"] == stats["num_pages"]
+
+
+# ---- the messages
+
+
+def test_a_request_crosses_whole() -> None:
+    sampling = SamplingParams(
+        temperature=0.3,
+        top_p=0.9,
+        logit_bias={5: -1.5, 2: 100.0},
+        stop=("a", "é"),
+        stop_token_ids=[3, 4],
+        seed=-(2**63),
+        logprobs=4,
+    )
+    request = Request(
+        *("id", (1, 2, 3), sampling, 2**63 - 1, 7, (9,), -2, "scope"),
+        output_token_ids=(4, 5),
+        num_crashes=1,
+    )
+    frame = msgspec.msgpack.encode([request, "gone", None])
+    assert read_commands(frame) == [request, "gone", None]
+
+
+def test_an_output_crosses_whole() -> None:
+    logprobs = TokenLogprobs(-0.125, ((3, -0.125), (4, float("-inf"))))
+    outputs = [
+        StepOutput("a", 3, None, logprobs, num_cached=4),
+        StepOutput("b", None, FinishReason.ERROR, error=ErrorRecord("m", "EngineError", "p", "c")),
+    ]
+    report = read_event(msgspec.msgpack.encode(Report(outputs, {"n": 1, "x": 0.5})))
+    assert report == Report(outputs, {"n": 1, "x": 0.5})
+
+
+@pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])
+def test_an_error_of_the_start_crosses_whole(error: LoadError) -> None:
+    event = read_event(msgspec.msgpack.encode(Refused.of(error)))
+    assert isinstance(event, Refused)
+    again = event.error()
+    assert (type(again), str(again)) == (type(error), str(error))
+
+
+# ---- an engine in a process
+
+
+def test_many_at_once_each_get_their_own() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        drawn = GREEDY.replace(temperature=0.7, seed=5, logprobs=2)
+        requests = [llm.make_request([i + 1, 7], (GREEDY, drawn)[i % 2]) for i in range(30)]
+        outputs = await asyncio.gather(*[llm.generate(request) for request in requests])
+        for request, output in zip(requests, outputs, strict=True):
+            assert list(output.token_ids) == solo(request, VOCAB_SIZE)
+            assert (output.logprobs is None) == (request.sampling.logprobs is None)
+        await until(lambda: idle(llm))
+        assert llm.stats()["num_restarts"] == 0
+
+    run(body)
+
+
+def test_leaving_aborts_and_a_stop_string_too() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        plain = await llm.generate(llm.make_request("abc", GREEDY))
+        stop = next(char for char in plain.text if char.isascii() and char.isprintable())
+        long = GREEDY.replace(max_tokens=400)
+        stopped = await llm.generate(llm.make_request("abc", long.replace(stop=stop)))
+        assert stopped.text == plain.text[: plain.text.index(stop)]
+        async with llm.stream(llm.make_request("abc", long)) as pieces:
+            async for _ in pieces:
+                break
+        await until(lambda: idle(llm))
+        assert llm.stats()["num_finished_abort"] == 2
+
+    run(body, step_s=0.002)
+
+
+def test_the_engines_refusal_and_its_log_come_across(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        request = llm.make_request([1], GREEDY.replace(max_tokens=300))
+        with pytest.raises(ValueError, match=r"needs 75 pages of KV cache; the whole cache has 9"):
+            await llm.generate(request)
+
+    with caplog.at_level(logging.INFO, "infer"):
+        run(body, factory="faulty:talkative", num_pages=10)
+    assert ("infer.test", logging.INFO, "made over there") in caplog.record_tuples
+
+
+@pytest.mark.parametrize(
+    ("factory", "error", "message"),
+    [
+        ("faulty:misconfigured", ConfigError, "page_size: must be odd"),
+        ("faulty:without_weights", LoadError, "the weights are not there"),
+        ("faulty:exploding", LoadError, "ended while it started"),
+        ("faulty:speechless", LoadError, "tokenizer.json"),
+    ],
+)
+def test_what_keeps_an_engine_from_starting(
+    factory: str, error: type[LoadError], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        launch_hash_llm(factory)
+    assert type(caught.value) is error
+    assert not children()
+
+
+def children() -> list[int]:
+    text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    return [int(pid) for pid in text.split() if "infer.engine.child" in command_of(int(pid))]
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
+    async def main() -> None:
+        llm = launch_hash_llm(step_s=0.005)
+        await llm.start()
+        pid = worker_of(llm).pid
+        assert pid is not None
+        task = asyncio.create_task(
+            llm.generate(llm.make_request("abc", GREEDY.replace(max_tokens=400)))
+        )
+        await until(lambda: llm.stats()["num_running"] == 1)
+        started_s = time.monotonic()
+        await llm.close()
+        assert time.monotonic() - started_s < 2
+        with pytest.raises(EngineError, match="shutting down"):
+            await task
+        assert not command_of(pid)
+        with pytest.raises(EngineDeadError):
+            await llm.generate(llm.make_request("abc", GREEDY))
+
+    asyncio.run(main())
+
+
+ORPHAN = textwrap.dedent(
+    """
+    import asyncio, sys, time
+    from doubles import launch_hash_llm
+    assert "torch" not in sys.modules
+    llm = launch_hash_llm(step_s=float(sys.argv[1]))
+    async def main():
+        await llm.start()
+        async with llm.stream(llm.make_request("abc")):
+            print(llm._worker.pid, "torch" in sys.modules, flush=True)
+            time.sleep(60)
+    asyncio.run(main())
+    """
+)
+
+
+@pytest.mark.parametrize("step_s", ["0", "30"])
+def test_the_process_dies_with_its_parent_and_the_parent_has_no_torch(step_s: str) -> None:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+    arguments = [sys.executable, "-c", ORPHAN, step_s]
+    with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid, has_torch = process.stdout.readline().split()
+        assert has_torch == "False"
+        assert "infer.engine.child" in command_of(int(pid))
+        process.kill()
+    deadline_s = time.monotonic() + 5
+    while command_of(int(pid)):
+        assert time.monotonic() < deadline_s, "an orphan"
+        time.sleep(0.01)
+
+
+def test_signals_to_the_whole_group_are_the_parents_business() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        pid = worker_of(llm).pid
+        assert pid is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(pid, number)
+        request = llm.make_request("abc", GREEDY)
+        assert list((await llm.generate(request)).token_ids) == solo(request, VOCAB_SIZE)
+        assert (worker_of(llm).pid, llm.stats()["num_restarts"]) == (pid, 0)
+
+    run(body)
+
+
+def test_a_model_that_does_not_exist() -> None:
+    with pytest.raises(LoadError, match="neither a folder here nor a hub id"):
+        launch(EngineConfig(model="/no/such/model"))
+    with pytest.raises(ConfigError, match="max_seq_len: 9999999 exceeds"):
+        launch(EngineConfig(max_seq_len=9999999))

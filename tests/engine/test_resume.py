@@ -1,0 +1,278 @@
+"""A dead engine's requests go on in the next one with the same tokens; who kills engines ends."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import VOCAB_SIZE
+from doubles import launch_hash_llm, make_hash_core, solo
+from infer import LLM, SamplingParams
+from infer.engine import process
+from infer.engine.async_llm import AsyncLLM
+from infer.engine.ledger import MAX_FROM_OUTSIDE, Ledger
+from infer.engine.process import EngineProcess
+from infer.errors import EngineDeadError, EngineError
+from infer.types import FinishReason, Request, RequestOutput, StepOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+PROMPTS = ["Once upon a time", "One day, a little bird", "7 + 5 ="]
+SAMPLING = [
+    GREEDY,
+    SamplingParams(temperature=0.9, top_p=0.9, seed=3, max_tokens=60, logprobs=2),
+    SamplingParams(
+        temperature=0.7,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        logit_bias={5: 2.0},
+        min_tokens=30,
+        seed=4,
+        max_tokens=60,
+    ),
+    SamplingParams(temperature=0, stop_token_ids=[17, 18, 19], min_tokens=20, max_tokens=60),
+]
+
+
+def rest_of(llm: LLM, request: Request) -> list[StepOutput]:
+    llm._core.add(request)
+    return llm._core.run_until_complete()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(dtype: str) -> None:
+    """In a new engine, with every kind of sampling; logprobs and the way it ends included."""
+    with LLM(dtype=dtype, max_seq_len=256) as llm:
+        for i, sampling in enumerate(SAMPLING):
+            request = llm._intake.make_request(PROMPTS[i % len(PROMPTS)], sampling)
+            whole = rest_of(llm, request)
+            ids = tuple(output.token_id for output in whole if output.token_id is not None)
+            assert len(ids) > 20
+            for cut in (1, 7, len(ids) // 2, len(ids) - 1):
+                resumed = dataclasses.replace(request, output_token_ids=ids[:cut], num_crashes=1)
+                after = rest_of(llm, resumed)
+                assert [o.token_id for o in after] == list(ids[cut:])
+                assert after[-1].finish_reason is whole[-1].finish_reason
+                assert [o.logprobs for o in after] == [o.logprobs for o in whole[cut:]]
+                assert after[-1].num_cached <= len(request.prompt_token_ids)
+
+
+# ---- the ledger
+
+
+def request(name: str, **changes: Any) -> Request:
+    return Request(name, (1, 2, 3), GREEDY, seed=0, max_tokens=10, **changes)
+
+
+def token(name: str, token_id: int, reason: FinishReason | None = None) -> StepOutput:
+    return StepOutput(name, token_id, reason)
+
+
+def test_the_ledger_knows_what_goes_on_and_where() -> None:
+    ledger = Ledger()
+    for name in "abcd":
+        ledger.add(request(name))
+    outputs = [token("a", 5), token("x", 9), token("b", 6, FinishReason.EOS), token("c", 7)]
+    assert [output.request_id for output in ledger.record(outputs)] == ["a", "b", "c"]
+    ledger.drop("c")
+    ledger.drop("unknown")
+    assert ledger.crashed("", from_outside=False) == []
+    assert ledger.resumed() == [
+        request("a", output_token_ids=(5,), num_crashes=1),
+        request("d", num_crashes=1),
+    ]
+    ledger.add(request("e"))
+    assert ledger.resumed()[-1] == request("e")
+
+
+def test_who_was_alone_in_a_crash_is_not_tried_again() -> None:
+    ledger = Ledger()
+    for name in "ab":
+        ledger.add(request(name))
+    assert not ledger.crashed("gone", from_outside=False)
+    (end,) = ledger.crashed("b", from_outside=False)
+    assert (end.request_id, end.finish_reason) == ("b", FinishReason.ERROR)
+    assert end.error is not None
+    assert "died more than once" in end.error.message
+    assert [each.request_id for each in ledger.resumed()] == ["a"]
+
+
+def test_kills_from_outside_must_hit_the_same_request_again_and_again() -> None:
+    ledger = Ledger()
+    ledger.add(request("a"))
+    for _ in range(MAX_FROM_OUTSIDE - 1):
+        assert not ledger.crashed("a", from_outside=True)
+    ledger.record([token("a", 5)])  # it has come further, so it was not to blame
+    for _ in range(MAX_FROM_OUTSIDE - 1):
+        assert not ledger.crashed("a", from_outside=True)
+    assert len(ledger.crashed("a", from_outside=True)) == 1
+
+
+# ---- the core: after a crash everybody begins alone
+
+
+def test_suspects_begin_in_steps_of_their_own_and_then_join() -> None:
+    core = make_hash_core(max_num_batched_tokens=8)
+    told: list[str] = []
+    core.announce = told.append
+    plans: list[set[str]] = []
+    execute = core.runner.execute
+
+    def watched(plan: Any) -> Any:
+        plans.append({chunk.sequence.request_id for chunk in plan})
+        return execute(plan)
+
+    core.runner.execute = watched  # type: ignore[method-assign]
+    long = dataclasses.replace(request("long", num_crashes=2), prompt_token_ids=tuple(range(20)))
+    requests = [request("a", num_crashes=1), request("new"), long, request("new too")]
+    for each in requests:
+        core.add(each)
+    outputs = core.run_until_complete()
+    for each in requests:
+        got = [o.token_id for o in outputs if o.request_id == each.request_id]
+        assert got == solo(each, VOCAB_SIZE)
+    assert plans[:2] == [{"a"}, {"new", "long"}] or plans[0] == {"a"}
+    for name in ("a", "long"):
+        mine = [plan for plan in plans if name in plan]
+        alone = [plan for plan in mine if len(plan) == 1]
+        assert mine[: len(alone)] == alone
+        assert len(mine) > len(alone) >= 1
+    assert sum(plan == {"long"} for plan in plans) > 2, "its prompt was not cut in chunks"
+    assert set(told) == {"a", "long", ""}
+
+
+# ---- processes
+
+
+def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
+    async def main() -> Any:
+        async with launch_hash_llm(**settings) as llm:
+            return await body(llm)
+
+    return asyncio.run(main())
+
+
+def kill(llm: AsyncLLM) -> None:
+    assert isinstance(llm._worker, EngineProcess)
+    assert llm._worker.pid is not None
+    os.kill(llm._worker.pid, signal.SIGKILL)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def check(requests: list[Request], outputs: list[RequestOutput]) -> None:
+    for each, output in zip(requests, outputs, strict=True):
+        assert list(output.token_ids) == solo(each, VOCAB_SIZE)
+
+
+def test_streams_go_on_over_many_deaths_and_newcomers_wait() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        drawn = GREEDY.replace(temperature=0.7, max_tokens=200, seed=1)
+        requests = [llm.make_request([i + 20, 7], drawn) for i in range(20)]
+        tasks = [asyncio.create_task(llm.generate(each)) for each in requests]
+        dice = random.Random(0)
+        for i in range(3):
+            await until(lambda: llm.is_ready)
+            await asyncio.sleep(dice.uniform(0.05, 0.15))
+            kill(llm)
+            await until(lambda i=i: llm.stats()["num_restarts"] == i + 1)  # type: ignore[misc]
+            assert not llm.is_ready
+            assert llm.is_alive
+            requests.append(llm.make_request([90 + i], drawn))
+            tasks.append(asyncio.create_task(llm.generate(requests[-1])))
+        check(requests, await asyncio.gather(*tasks))
+        assert llm.stats()["num_restarts"] == 3
+        stats = llm.stats()
+        assert (stats["num_open"], stats["num_running"]) == (0, 0)
+
+    run(body, step_s=0.004)
+
+
+@pytest.mark.parametrize(
+    ("token_id", "num_restarts", "settings"),
+    [(13, 2, {}), (14, 2, {"hang_s": 1.5}), (15, 1 + MAX_FROM_OUTSIDE, {})],
+)
+def test_a_poison_pill_is_found_and_the_others_are_exact(
+    caplog: pytest.LogCaptureFixture, token_id: int, num_restarts: int, settings: dict[str, Any]
+) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        requests = [llm.make_request([i + 20, 7], GREEDY) for i in range(12)]
+        tasks = [asyncio.create_task(llm.generate(each)) for each in requests]
+        with pytest.raises(EngineError, match="died more than once"):
+            await llm.generate(llm.make_request([token_id], GREEDY))
+        check(requests, await asyncio.gather(*tasks))
+        assert llm.stats()["num_restarts"] == num_restarts
+
+    run(body, factory="faulty:pill", step_s=0.002, **settings)
+    assert "is to blame and is given up" in caplog.text
+    assert ("has not reported" in caplog.text) == (token_id == 14)
+
+
+def test_three_pills_at_once() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        requests = [llm.make_request([i + 20, 7], GREEDY) for i in range(8)]
+        pills = [llm.make_request([13, i], GREEDY) for i in range(3)]
+        outputs = await asyncio.gather(
+            *[llm.generate(each) for each in (*pills, *requests)], return_exceptions=True
+        )
+        assert all(isinstance(output, EngineError) for output in outputs[:3])
+        check(requests, outputs[3:])  # type: ignore[arg-type]
+        assert llm.stats()["num_restarts"] == 4
+
+    run(body, factory="faulty:pill", step_s=0.002)
+
+
+def test_an_engine_that_does_not_start_again_and_later_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "_MAX_PAUSE_S", 0.1)
+    path = tmp_path / "there"
+    path.touch()
+
+    async def body(llm: AsyncLLM) -> None:
+        task = asyncio.create_task(
+            llm.generate(llm.make_request("abc", GREEDY.replace(max_tokens=400)))
+        )
+        await until(lambda: llm.stats()["num_running"] == 1)
+        path.unlink()
+        kill(llm)
+        with pytest.raises(EngineDeadError, match="does not start again"):
+            await task
+        assert not llm.is_alive
+        with pytest.raises(EngineDeadError):
+            await llm.generate(llm.make_request("abc", GREEDY))
+        path.touch()
+        await until(lambda: llm.is_ready)
+        again = llm.make_request("abc", GREEDY)
+        check([again], [await llm.generate(again)])
+
+    with caplog.at_level(logging.ERROR):
+        run(body, factory="faulty:starts", while_there=str(path), step_s=0.01)
+    assert "the checkpoint has gone" in caplog.text
+    assert "requests are refused" in caplog.text
+
+
+def test_closing_while_the_next_one_starts(tmp_path: Path) -> None:
+    path = tmp_path / "there"
+    path.touch()
+
+    async def body(llm: AsyncLLM) -> None:
+        kill(llm)
+        await until(lambda: not llm.is_ready)
+        async with asyncio.timeout(3):
+            await llm.close()
+
+    run(body, factory="faulty:starts", while_there=str(path))

@@ -1,0 +1,82 @@
+"""A process that does not report is replaced; one that is idle, or slow, or both, never is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from checkpoints import VOCAB_SIZE
+from doubles import launch_hash_llm, solo
+from infer import SamplingParams
+from infer.engine import process
+from infer.engine.async_llm import AsyncLLM
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+HANG_S = 1.8
+
+
+def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
+    async def main() -> Any:
+        async with launch_hash_llm(hang_s=HANG_S, **settings) as llm:
+            return await body(llm)
+
+    return asyncio.run(main())
+
+
+async def all_exact(llm: AsyncLLM, count: int) -> None:
+    requests = [llm.make_request([i + 20, 7], GREEDY) for i in range(count)]
+    for each, output in zip(
+        requests, await asyncio.gather(*map(llm.generate, requests)), strict=True
+    ):
+        assert list(output.token_ids) == solo(each, VOCAB_SIZE)
+
+
+def test_a_stopped_process_is_replaced_and_its_streams_go_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "SOFT_LIMIT_S", 0.5)
+
+    async def body(llm: AsyncLLM) -> None:
+        running = asyncio.create_task(all_exact(llm, 10))
+        await asyncio.sleep(0.1)
+        os.kill(llm._worker.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        await asyncio.sleep(0.8)
+        assert not llm.is_ready
+        assert llm.is_alive
+        await running
+        assert llm.stats()["num_restarts"] == 1
+
+    run(body, step_s=0.01)
+    assert "it is killed" in caplog.text
+    assert caplog.text.count("its stacks follow") == 1
+
+
+def test_the_stacks_of_a_hanging_step_are_shown(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "SOFT_LIMIT_S", 0.5)
+
+    async def body(llm: AsyncLLM) -> None:
+        with pytest.raises(Exception, match="died more than once"):
+            await llm.generate(llm.make_request([14], GREEDY))
+
+    run(body, factory="faulty:pill")
+    assert "faulty.py" in capfd.readouterr().err
+
+
+def test_no_false_alarm() -> None:
+    """Idle for longer than the limit; then a queue of slow steps; then idle again."""
+
+    async def body(llm: AsyncLLM) -> None:
+        await asyncio.sleep(1.3 * HANG_S)
+        await all_exact(llm, 16)
+        await asyncio.sleep(1.3 * HANG_S)
+        assert llm.is_ready
+        assert llm.stats()["num_restarts"] == 0
+
+    run(body, step_s=0.05, max_batch_size=8)

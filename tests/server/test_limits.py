@@ -1,0 +1,184 @@
+"""Connections that are too many or too slow, and the end of a server under load."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import COMPLETIONS, completion_body, is_idle, live, until
+
+from doubles import launch_hash_llm, make_hash_llm
+from infer.server import protocol
+
+ROOT = Path(__file__).parents[2]
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+LONG = {"max_tokens": 400, "ignore_eos": True, "stream": True}
+
+
+def connect(url: str) -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def post(sock: socket.socket, body: Any) -> None:
+    data = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    received = bytearray()
+    while piece := sock.recv(65536):
+        received += piece
+    return bytes(received)
+
+
+def check(reply: bytes, status: int, code: str) -> None:
+    head, _, body = reply.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert json.loads(body)["error"]["code"] == code
+    assert f"content-length: {len(body)}".encode() in head
+    assert (b"retry-after: " in head) == (status == 503)
+
+
+def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 3)
+    with live(make_hash_llm()) as url, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connect(url)) for _ in range(3)]
+        with connect(url) as fourth:
+            check(read_all(fourth), 503, "overloaded")
+        held[0].close()
+        until(lambda: urllib.request.urlopen(f"{url}/health", timeout=5).status == 200)
+
+
+@pytest.mark.parametrize("opening", [b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: x\r\nx-a: "])
+def test_headers_that_do_not_come(monkeypatch: pytest.MonkeyPatch, opening: bytes) -> None:
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+    with live(make_hash_llm()) as url, connect(url) as sock:
+        started_s = time.monotonic()
+        sending = threading.Thread(target=drip, args=(sock, opening))
+        sending.start()
+        check(read_all(sock), 408, "request_timeout")
+        assert time.monotonic() - started_s < 2
+        sending.join()
+
+
+def drip(sock: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(OSError):
+        for byte in data:
+            sock.sendall(bytes([byte]))
+            time.sleep(0.05)
+
+
+def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+    with live(make_hash_llm(step_s=0.05)) as url, connect(url) as sock:
+        for _ in range(2):  # neither a long answer nor a pause between requests is slow headers
+            post(sock, completion_body(max_tokens=10))
+            received = b""
+            while not received.endswith(b"}}"):
+                received += sock.recv(65536)
+            time.sleep(0.4)
+        sock.sendall(b"GET /health HT")
+        check(read_all(sock), 408, "request_timeout")
+
+
+def test_readers_of_nothing_do_not_hold_up_the_others() -> None:
+    """Their sockets are full; their requests run to the end, and then nothing is left of them."""
+    engine = make_hash_llm(max_batch_size=16, num_pages=4000)
+    with live(engine) as url, contextlib.ExitStack() as stack:
+        for _ in range(8):
+            sock = socket.socket()
+            stack.enter_context(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, port = url.removeprefix("http://").split(":")
+            sock.connect((host, int(port)))
+            post(sock, completion_body(**{**LONG, "logprobs": 20}))
+        with connect(url) as sock:
+            post(sock, completion_body(**{**LONG, "max_tokens": 50}))
+            received = b""
+            while b"[DONE]" not in received:
+                received += sock.recv(65536)
+    assert is_idle(engine)
+
+
+SCRIPT = (
+    "import sys; from doubles import launch_hash_llm; from infer.server import serve;"
+    "serve.run(launch_hash_llm(step_s=0.01), port=0, drain_timeout_s=float(sys.argv[1]))"
+)
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "num_signals", "num_tokens", "last", "at_most_s"),
+    [
+        ("20", 1, 100, b"data: [DONE]", 10.0),
+        ("0.5", 1, 400, b"shutting down", 3.0),
+        ("20", 2, 400, b"shutting down", 2.0),
+    ],
+)
+def test_the_end_with_an_engine_process(
+    drain_s: str, num_signals: int, num_tokens: int, last: bytes, at_most_s: float
+) -> None:
+    """What runs finishes or is told; what comes is told; the engine is gone and the code is 0."""
+    arguments = [sys.executable, "-c", SCRIPT, drain_s]
+    with subprocess.Popen(arguments, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = re.findall(r"http://\S+", process.stdout.readline())[0]
+            with contextlib.ExitStack() as stack:
+                streams = [stack.enter_context(connect(url)) for _ in range(5)]
+                for sock in streams:
+                    post(sock, completion_body(**{**LONG, "max_tokens": num_tokens}))
+                    assert sock.recv(12) == b"HTTP/1.1 200"
+                started_s = time.monotonic()
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.2)
+                if num_signals == 2:
+                    process.send_signal(signal.SIGTERM)
+                else:
+                    with connect(url) as late:
+                        post(late, completion_body())
+                        assert b"HTTP/1.1 503 " in late.recv(65536)
+                    with connect(url) as probe:
+                        probe.sendall(b"GET /health/ready HTTP/1.1\r\nhost: x\r\n\r\n")
+                        assert b"HTTP/1.1 503 " in probe.recv(65536)
+                for sock in streams:
+                    assert last in read_all(sock)
+            assert process.wait(10) == 0
+            assert time.monotonic() - started_s < at_most_s
+        finally:
+            process.kill()
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert "infer.engine.child\0" not in command.read_text() or not is_of(
+                command.parent, process.pid
+            )
+
+
+def is_of(folder: Path, parent: int) -> bool:
+    """Whether a process was started by `parent`, which the engine was told at its start."""
+    return (folder / "cmdline").read_text().rstrip("\0").endswith(f"\0{parent}")
+
+
+def test_a_drained_engine_refuses() -> None:
+    engine = launch_hash_llm()
+    with live(engine) as url:
+        engine.drain()
+        with connect(url) as sock:
+            post(sock, completion_body())
+            reply = sock.recv(65536)
+        assert b"HTTP/1.1 503 " in reply
+        assert b"retry-after: " in reply
+        assert urllib.request.urlopen(f"{url}/health/live", timeout=5).status == 200
