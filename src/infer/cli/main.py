@@ -63,6 +63,9 @@ def serve(
     write_stall_s: Annotated[
         float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
     ] = 30.0,
+    request_timeout_s: Annotated[
+        float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
+    ] = 600.0,
     *,
     settings: dict[str, Any],
 ) -> None:
@@ -75,6 +78,7 @@ def serve(
         port,
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
+        request_timeout_s=request_timeout_s,
     )
 
 

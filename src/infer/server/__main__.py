@@ -14,7 +14,7 @@ import typer
 from infer.config import EngineConfig
 from infer.errors import LoadError
 from infer.server import serve
-from infer.server.failures import WRITE_STALL_S
+from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
 from infer.server.options import with_engine_options
 
 
@@ -28,6 +28,9 @@ def command(
     write_stall_s: Annotated[
         float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
     ] = WRITE_STALL_S,
+    request_timeout_s: Annotated[
+        float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
+    ] = REQUEST_TIMEOUT_S,
     engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
     *,
     settings: dict[str, Any],
@@ -40,6 +43,7 @@ def command(
         port,
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
+        request_timeout_s=request_timeout_s,
         in_thread=engine_thread,
     )
 

@@ -13,12 +13,13 @@ import json
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from infer.errors import RequestError
+from infer.errors import OverloadedError, RequestError
 from infer.server.failures import ClientGone, HttpError
 
 T = TypeVar("T")
@@ -28,6 +29,8 @@ BODY_TIMEOUT_S = 30.0
 """a body that is not there by then is answered with 408"""
 LONG_BODY_BYTES = 32 * 1024
 """from here on the prompt is turned into tokens off the event loop, not to delay other streams"""
+MAX_LONG_BODIES = 64
+"""of them that are being turned into tokens, or wait for it; further ones are refused (503)"""
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 50_000
 """objects and arrays in one body: bounds the time the parser may keep the event loop"""
@@ -59,12 +62,31 @@ async def read_object(request: Request) -> dict[str, Any]:
     return value
 
 
-async def computed(request: Request, work: Callable[..., T], *arguments: Any) -> T:
-    """`work(*arguments)`; in a thread if the body is so long that others would notice."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
-        return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)
+class TextPool:
+    """Two threads for the text of long bodies, and a queue for them that has an end."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(2, "infer-text")
+        self._num_open = 0
+
+    async def computed(self, request: Request, work: Callable[..., T], *arguments: Any) -> T:
+        """`work(*arguments)`; in a thread if the body is so long that others would notice."""
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
+            return work(*arguments)
+        if self._num_open >= MAX_LONG_BODIES:
+            raise OverloadedError("too many long bodies are being turned into tokens")
+        self._num_open += 1
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        running.add_done_callback(self._count_down)  # also when nobody waits for it any more
+        return await running
+
+    def _count_down(self, _: asyncio.Future[Any]) -> None:
+        self._num_open -= 1
+
+    def close(self) -> None:
+        """Waits for nothing."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _check_media_type(headers: Headers) -> None:

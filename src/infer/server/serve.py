@@ -26,7 +26,7 @@ from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.app import create_app
-from infer.server.failures import WRITE_STALL_S
+from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
 from infer.server.protocol import BoundedProtocol
 
 DEFAULT_HOST = "127.0.0.1"
@@ -87,11 +87,14 @@ class Server(uvicorn.Server):
         *,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
         write_stall_s: float = WRITE_STALL_S,
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
         announce: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(engine, write_stall_s=write_stall_s),
+                create_app(
+                    engine, write_stall_s=write_stall_s, request_timeout_s=request_timeout_s
+                ),
                 http=BoundedProtocol,
                 ws="none",
                 lifespan="on",
@@ -203,6 +206,7 @@ def serve_config(
     *,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     write_stall_s: float = WRITE_STALL_S,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
     in_thread: bool = False,
 ) -> None:
     """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
@@ -219,6 +223,7 @@ def serve_config(
             sock=sock,
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
+            request_timeout_s=request_timeout_s,
         )
 
 
@@ -230,6 +235,7 @@ def run(
     sock: socket.socket | None = None,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     write_stall_s: float = WRITE_STALL_S,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
     with sock or bind(host, port) as held:
@@ -238,5 +244,6 @@ def run(
             held,
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
+            request_timeout_s=request_timeout_s,
             announce=functools.partial(print, flush=True),
         ).serve_until_stopped()
