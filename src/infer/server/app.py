@@ -196,9 +196,11 @@ def create_app(
     *,
     write_stall_s: float = WRITE_STALL_S,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
+    is_inner: bool = False,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
-    it at the end. No paths but the ones below, and no redirects."""
+    it at the end. No paths but the ones below, and no redirects. `is_inner`: another
+    app is around this one, which has the outermost layer, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -227,7 +229,7 @@ def create_app(
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond},
-        middleware=[Middleware(Edge, write_stall_s=write_stall_s)],
+        middleware=[] if is_inner else [Middleware(Edge, write_stall_s=write_stall_s)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

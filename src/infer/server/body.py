@@ -24,6 +24,8 @@ from infer.server.failures import ClientGone, HttpError
 
 T = TypeVar("T")
 
+PARSED = "infer.body"
+"""in a scope: the object, where somebody has read it before"""
 MAX_BODY_BYTES = 2 * 1024 * 1024
 BODY_TIMEOUT_S = 30.0
 """a body that is not there by then is answered with 408"""
@@ -47,6 +49,9 @@ _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 async def read_object(request: Request) -> dict[str, Any]:
     """The JSON object that the body is."""
+    if PARSED in request.scope:
+        parsed: dict[str, Any] = request.scope[PARSED]
+        return parsed
     _check_media_type(request.headers)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):

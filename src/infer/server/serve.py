@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 import uvicorn
@@ -27,6 +27,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.app import create_app
 from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
+from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
 
 DEFAULT_HOST = "127.0.0.1"
@@ -82,7 +83,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: AsyncLLM | Models,
         sock: socket.socket,
         *,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
@@ -92,7 +93,9 @@ class Server(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(
+                engine.make_app(write_stall_s=write_stall_s)
+                if isinstance(engine, Models)
+                else create_app(
                     engine, write_stall_s=write_stall_s, request_timeout_s=request_timeout_s
                 ),
                 http=BoundedProtocol,
@@ -200,7 +203,7 @@ def _log_on_stderr() -> Iterator[None]:
 
 
 def serve_config(
-    config: EngineConfig,
+    config: EngineConfig | Mapping[str, EngineConfig],
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     *,
@@ -208,18 +211,35 @@ def serve_config(
     write_stall_s: float = WRITE_STALL_S,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     in_thread: bool = False,
+    load_on_first_use: bool = False,
+    idle_unload_s: float | None = None,
 ) -> None:
     """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
 
-    `in_thread`: the engine is no process of its own. For comparisons: nothing survives its death.
+    `config` by name: an engine for each, see `Models`. `in_thread`: the engine is no process of its
+    own. For comparisons: nothing survives its death.
     """
+    if isinstance(config, EngineConfig) and (load_on_first_use or idle_unload_s is not None):
+        field = "load_on_first_use" if load_on_first_use else "idle_unload_s"
+        raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     with _log_on_stderr(), bind(host, port) as sock:
         if in_thread:
             from infer.engine.assemble import build_async_llm as launch  # brings in torch
         else:
             from infer.engine.launch import launch
+        engine: AsyncLLM | Models
+        if isinstance(config, EngineConfig):
+            engine = launch(config)
+        else:
+            launches = {name: functools.partial(launch, each) for name, each in config.items()}
+            make_app = functools.partial(
+                create_app, is_inner=True, request_timeout_s=request_timeout_s
+            )
+            engine = Models(launches, make_app, idle_unload_s=idle_unload_s)
+            if not load_on_first_use:
+                engine.load_all()
         run(
-            launch(config),
+            engine,
             sock=sock,
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
@@ -228,7 +248,7 @@ def serve_config(
 
 
 def run(
-    engine: AsyncLLM,
+    engine: AsyncLLM | Models,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     *,
