@@ -69,6 +69,8 @@ def describe(error: BaseException) -> Response:
             param, code = error.param, error.code
         else:
             code = _ENGINE_CODES.get(status, "engine_error")
+        if status == 408:  # nothing that comes now could be told from the rest of it
+            headers = {"connection": "close"}
         if status == 503:
             headers = {"retry-after": str(getattr(error, "retry_after_s", DEAD_RETRY_AFTER_S))}
     elif isinstance(error, HTTPException):  # from the router: no such route, not with this method

@@ -3,7 +3,8 @@
 A connection above `MAX_CONNECTIONS` is answered at once with 503; one whose request line and
 headers are not complete `HEADER_TIMEOUT_S` after they have begun (or after the connection was
 opened) with 408. Both are closed, so neither many nor slow clients take the place of others. Bodies
-have their own deadline in `body`, answers theirs in `failures.Edge`. Used by `serve`.
+have their own deadline in `body` (and whoever has its answer and goes on sending is closed here),
+answers theirs in `failures.Edge`. Used by `serve`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,18 @@ class BoundedProtocol(H11Protocol):
             self._unset_deadline()
         elif self._deadline is None:
             self._set_deadline()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_sending_in_vain():
+            self.loop.call_later(HEADER_TIMEOUT_S, self._close_if_in_vain)
+
+    def _is_sending_in_vain(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
+
+    def _close_if_in_vain(self) -> None:
+        if self._is_sending_in_vain():
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_deadline()

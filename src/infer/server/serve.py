@@ -35,6 +35,9 @@ DEFAULT_PORT = 8000
 MAX_HEADER_BYTES = 16 * 1024
 DRAIN_TIMEOUT_S = 30
 KEEP_ALIVE_S = 75
+SEND_BUFFER_BYTES = 128 * 1024
+"""in the kernel, a connection (which takes twice of it): by default it may be megabytes, and who
+reads nothing is noticed only when they are full"""
 _LAST_WORDS_S = 5
 """from the engine's end to uvicorn's: time for the streams to send their error"""
 
@@ -52,6 +55,7 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a reader has not taken by then is dropped
             stall_ms = int(WRITE_STALL_S * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
