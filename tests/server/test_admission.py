@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -53,11 +55,19 @@ def test_a_place_is_held_while_the_tokens_are_made(monkeypatch: pytest.MonkeyPat
     """A long body is tokenised in a thread; meanwhile its place is nobody else's."""
     monkeypatch.setattr(body_reader, "LONG_BODY_BYTES", 200)
     engine = make_hash_llm(max_batch_size=1, max_waiting_requests=0)
+    started, real = threading.Event(), Intake.tokenize
+
+    def tokenize(self: Intake, prompt: Any) -> tuple[int, ...]:
+        if len(prompt) > 100:
+            started.set()
+            time.sleep(0.1)
+        return real(self, prompt)
+
+    monkeypatch.setattr(Intake, "tokenize", tokenize)
 
     async def use(app: App) -> None:
         long = asyncio.ensure_future(app.post(COMPLETIONS, completion_body(prompt="x" * 400)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.to_thread(started.wait, 5)
         short = await app.post(COMPLETIONS, completion_body())
         assert (short.status, (await long).status) == (503, 200)
         wrong = completion_body(prompt="x" * 400, max_tokens=10**6)

@@ -25,7 +25,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
-from infer.server.body import TextPool, read_object
+from infer.server.body import TextPool
 from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S, Edge, HttpError, respond
 from infer.server.stream import EventStream, all_of, unless_gone
 from infer.server.wire import (
@@ -67,6 +67,10 @@ class Endpoints:
         self._timeout_s = timeout_s
         self._started = int(time.time())
 
+    async def _read(self, http: HttpRequest, model: type[B]) -> B:
+        body = await self._pool.read_object(http)
+        return await self._pool.computed(http, self._checked, model, body)
+
     def _checked(self, model: type[B], body: dict[str, Any]) -> B:
         """There is one model; a request may leave its name out."""
         wire = validation.read(model, body)
@@ -92,7 +96,7 @@ class Endpoints:
         kind: type[CompletionAnswer],
     ) -> Response:
         engine = self._engine
-        wire = self._checked(model, await read_object(http))
+        wire = await self._read(http, model)
         answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
         with engine.reserved(wire.num_choices):
             requests = await self._pool.computed(http, make_requests, engine, wire, answer_id)
@@ -107,16 +111,16 @@ class Endpoints:
     # ---- asking the tokenizer
 
     async def render(self, http: HttpRequest) -> Response:
-        wire = self._checked(RenderBody, await read_object(http))
+        wire = await self._read(http, RenderBody)
         prompt, ids = await self._pool.computed(http, intake.rendered_chat, self._engine, wire)
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
         return JSONResponse(fields)
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = await read_object(http)
+        body = await self._pool.read_object(http)
         model = TokenizeBody if body.get("messages") is None else TokenizeChatBody
-        wire = self._checked(model, body)
+        wire = await self._pool.computed(http, self._checked, model, body)
         return JSONResponse(await self._pool.computed(http, self._tokenized, wire))
 
     def _tokenized(self, wire: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
@@ -134,7 +138,7 @@ class Endpoints:
         return {"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": pieces}
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        wire = self._checked(DetokenizeBody, await read_object(http))
+        wire = await self._read(http, DetokenizeBody)
         return JSONResponse({"prompt": await self._pool.computed(http, self._text, wire.tokens)})
 
     def _text(self, ids: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, InferError, LoadError, UnprocessableError
-from infer.server.body import PARSED, read_object
+from infer.server.body import PARSED, TextPool
 from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
 
 log = logging.getLogger("infer.server")
@@ -96,6 +96,7 @@ class Models:
         self._make_app = make_app
         self._idle_unload_s = idle_unload_s
         self._loader = ThreadPoolExecutor(1, "infer-load")
+        self._pool = TextPool()
         self._created = int(time.time())
         self._draining = False
 
@@ -204,6 +205,7 @@ class Models:
             if unloading is not None:
                 unloading.cancel()
             await self.close()
+            self._pool.close()
             self._loader.shutdown(wait=False, cancel_futures=True)
 
     # ---- answering
@@ -228,7 +230,7 @@ class Models:
         request = Request(scope, receive)
         name = request.query_params.get("model")
         if scope["method"] == "POST" and "content-type" in request.headers:
-            scope[PARSED] = body = await read_object(request)
+            scope[PARSED] = body = await self._pool.read_object(request)
             name = body.get("model", name)
         app = await self._app_of(self._find(name))
         await app(scope, receive, send)

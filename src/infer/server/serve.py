@@ -102,7 +102,9 @@ class Server(uvicorn.Server):
                 else create_app(
                     engine, write_stall_s=write_stall_s, request_timeout_s=request_timeout_s
                 ),
-                http=BoundedProtocol,
+                http=functools.partial(  # type: ignore[arg-type]
+                    BoundedProtocol, write_stall_s=write_stall_s
+                ),
                 ws="none",
                 lifespan="on",
                 log_level="warning",
