@@ -242,8 +242,8 @@ async def send(port: int, body: Mapping[str, Any], **how: Any) -> tuple[Any, asy
     reader, writer = await asyncio.open_connection(**address, **how)
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
-    writer.write(f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode())
-    writer.write(data)
+    head += "content-type: application/json\r\nconnection: close\r\n\r\n"
+    writer.write(head.encode() + data)
     return reader, writer
 
 

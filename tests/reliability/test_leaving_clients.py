@@ -139,9 +139,9 @@ def is_closed(sock: socket.socket) -> bool:
 async def slow_readers(server: Served, slow: int, zero: int, normal: int) -> dict[str, Any]:
     heavy = {
         **{"prompt": "Once upon a time", "max_tokens": 480, "stream": True, "logprobs": 20},
-        **{"ignore_eos": True, "temperature": 0},
+        **{"ignore_eos": True, "temperature": 0, "n": 2},
     }
-    light = {**heavy, "logprobs": None, "max_tokens": 480}
+    light = {**heavy, "logprobs": None, "n": 1}
     # The same load with clients that read.
     calm = await asyncio.gather(
         *[follow(server.port, light) for _ in range(normal)],
@@ -178,8 +178,8 @@ async def slow_readers(server: Served, slow: int, zero: int, normal: int) -> dic
 def test_slow_readers(tmp_path: Path) -> None:
     arguments = model_server("--max-batch-size", "256", "--write-stall-s", "30")
     with served(arguments, tmp_path / "log") as server:
-        counted = asyncio.run(slow_readers(server, 100, 50, 50))
-    load = "100 readers of 10 B/s, 50 of nothing, 50 normal, shipped model"
+        counted = asyncio.run(slow_readers(server, 60, 30, 50))
+    load = "60 readers of 10 B/s, 30 of nothing, 50 normal, shipped model"
     Findings().note(11, "slow readers", load, **counted)
     first_s, last_s = counted["after, first and last [s]"]
     assert 25 < first_s <= last_s < 50

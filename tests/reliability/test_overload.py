@@ -213,13 +213,21 @@ async def burst(server: Served, count: int, cap: int) -> dict[str, Any]:
             await asyncio.sleep(0.01)
 
     watching = asyncio.create_task(watch())
-    heard = await asyncio.gather(*[follow(server.port, body) for _ in range(count)])
+
+    async def ask_once() -> Heard:
+        try:
+            return await follow(server.port, body)
+        except (OSError, asyncio.IncompleteReadError):
+            return Heard()  # above twice the connections there may be, nobody is told why
+
+    heard = await asyncio.gather(*[ask_once() for _ in range(count)])
     done = True
     await watching
     await server.is_back(baseline, 3.0)
     stats = await server.stats()
     statuses = Counter(each.status for each in heard)
-    assert set(statuses) == {200, 503}
+    assert set(statuses) <= {200, 503, 0}
+    assert not statuses[0] or count > 2048
     assert all(each.is_done and each.answer == heard[0].answer for each in heard if each.is_done)
     assert sum(each.is_done for each in heard) == statuses[200]
     assert stats["num_requests_admitted"] - baseline["num_requests_admitted"] == statuses[200]
@@ -229,7 +237,8 @@ async def burst(server: Served, count: int, cap: int) -> dict[str, Any]:
         "at once": count,
         "admitted, all exact": statuses[200],
         "refused before tokenising": stats["num_requests_refused"],
-        "refused as connections": statuses[503] - stats["num_requests_refused"],
+        "refused as connections with 503": statuses[503] - stats["num_requests_refused"],
+        "reset above 2,048 connections": statuses[0],
         "most in flight": highest,
         "cap": cap,
     }

@@ -74,6 +74,9 @@ def serve(
     request_timeout_s: Annotated[
         float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
     ] = 600.0,
+    hang_s: Annotated[
+        float, typer.Option(help="A step of the engine that takes longer is a hang.", min=1)
+    ] = 120.0,
     load_on_first_use: Annotated[
         bool, typer.Option("--load-on-first-use", help="Of several models: not at the start.")
     ] = False,
@@ -97,6 +100,7 @@ def serve(
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
         request_timeout_s=request_timeout_s,
+        hang_s=hang_s,
         load_on_first_use=load_on_first_use,
         idle_unload_s=idle_unload_s,
     )

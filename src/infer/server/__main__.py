@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from infer.engine.process import HANG_S
 from infer.errors import LoadError
 from infer.server import serve
 from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
@@ -39,6 +40,9 @@ def command(
     request_timeout_s: Annotated[
         float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
     ] = REQUEST_TIMEOUT_S,
+    hang_s: Annotated[
+        float, typer.Option(help="A step of the engine that takes longer is a hang.", min=1)
+    ] = HANG_S,
     load_on_first_use: Annotated[
         bool, typer.Option("--load-on-first-use", help="Of several models: not at the start.")
     ] = False,
@@ -59,6 +63,7 @@ def command(
         write_stall_s=write_stall_s,
         request_timeout_s=request_timeout_s,
         in_thread=engine_thread,
+        hang_s=hang_s,
         load_on_first_use=load_on_first_use,
         idle_unload_s=idle_unload_s,
     )

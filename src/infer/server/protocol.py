@@ -73,8 +73,20 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self.transport.is_closing() and (left := self.transport.get_write_buffer_size()):
+            self._expect_less_than(left)
         if self._is_sending_in_vain():
             self.loop.call_later(HEADER_TIMEOUT_S, self._close_if_in_vain)
+
+    def _expect_less_than(self, left: int) -> None:
+        self.loop.call_later(self._write_stall_s, self._look_again, left)
+
+    def _look_again(self, left: int) -> None:
+        now = self.transport.get_write_buffer_size()
+        if now >= left:
+            self._reset()
+        elif now:
+            self._expect_less_than(now)
 
     def _is_sending_in_vain(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE

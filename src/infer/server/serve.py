@@ -24,6 +24,7 @@ import uvicorn
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
+from infer.engine.process import HANG_S
 from infer.errors import ConfigError
 from infer.server.app import create_app
 from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
@@ -217,6 +218,7 @@ def serve_config(
     write_stall_s: float = WRITE_STALL_S,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     in_thread: bool = False,
+    hang_s: float = HANG_S,
     load_on_first_use: bool = False,
     idle_unload_s: float | None = None,
 ) -> None:
@@ -229,10 +231,13 @@ def serve_config(
         field = "load_on_first_use" if load_on_first_use else "idle_unload_s"
         raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     with _log_on_stderr(), bind(host, port) as sock:
+        launch: Callable[[EngineConfig], AsyncLLM]
         if in_thread:
             from infer.engine.assemble import build_async_llm as launch  # brings in torch
         else:
-            from infer.engine.launch import launch
+            from infer.engine.launch import launch as launch_process
+
+            launch = functools.partial(launch_process, hang_s=hang_s)
         engine: AsyncLLM | Models
         if isinstance(config, EngineConfig):
             engine = launch(config)

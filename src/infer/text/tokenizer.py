@@ -36,6 +36,9 @@ _NO_TEMPLATE = (
 )
 
 
+LONG_CHARS = 8192
+
+
 class Tokenizer:
     """See the module. Made by `from_folder`.
 
@@ -160,7 +163,11 @@ def _encode(
             f" U+{ord(text[error.start]):04X}",
             param=param,
         ) from None
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    if len(text) <= LONG_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    # Other threads of this program can run meanwhile, and no offsets are made.
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding.ids
 
 
 def _library_tokenizer(files: TextFiles) -> tokenizers.Tokenizer:
