@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -209,7 +210,8 @@ async def burst(server: Served, count: int, cap: int) -> dict[str, Any]:
     async def watch() -> None:
         nonlocal highest
         while not done:
-            highest = max(highest, (await server.stats())["num_open"])
+            with contextlib.suppress(KeyError, OSError):  # no connection for this either
+                highest = max(highest, (await server.stats())["num_open"])
             await asyncio.sleep(0.01)
 
     watching = asyncio.create_task(watch())

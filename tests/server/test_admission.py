@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from serving import BODIES, COMPLETIONS, App, completion_body, serving, with_app
+from serving import BODIES, COMPLETIONS, App, check_refused, completion_body, serving, with_app
 
 from doubles import make_hash_llm
 from infer.engine.async_llm import AsyncLLM
@@ -95,3 +95,23 @@ def test_an_answer_that_takes_too_long(path: str, stream: bool) -> None:
             assert ledger(engine) == counts
 
     asyncio.run(main())
+
+
+def test_a_text_that_can_never_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_hash_llm(max_seq_len=64)
+    limit = 4 * 64 * engine.tokenizer.max_token_chars
+    real, made = type(engine.tokenizer).encode, []
+
+    def encode(self: Any, text: str, **how: Any) -> list[int]:
+        made.append(len(text))
+        return real(self, text, **how)
+
+    monkeypatch.setattr(type(engine.tokenizer), "encode", encode)
+
+    async def use(app: App) -> None:
+        for length in (limit, limit + 1):
+            reply = await app.post(COMPLETIONS, completion_body(prompt="x" * length))
+            check_refused(reply, 422, "prompt", "context_length_exceeded", "at most 64 tokens")
+
+    with_app(engine, use)
+    assert made == [limit]

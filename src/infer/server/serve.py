@@ -15,6 +15,7 @@ import functools
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -269,6 +270,7 @@ def run(
     request_timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
+    sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
     with sock or bind(host, port) as held:
         Server(
             engine,

@@ -52,6 +52,7 @@ class Tokenizer:
         self._parser = _library_tokenizer(files)
         vocab = self._parser.get_vocab()
         added = self._parser.get_added_tokens_decoder()
+        self.max_token_chars = max(map(len, vocab), default=1)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.named_tokens: Mapping[str, str] = (named := dict(files.named_tokens))
