@@ -158,7 +158,7 @@ def _runner(
     shape = model.config
     storage = KVStorage(shape, plan.num_pages + 1, plan.page_size, dtype=dtype, device=device)
     backend = _attention(wanted, storage, shape)
-    return ModelRunner(model, backend, page_size=plan.page_size, device=device)
+    return ModelRunner(model, backend, (*storage.keys, *storage.values), device)
 
 
 def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:

@@ -7,7 +7,10 @@ compares with the plan before it uses it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from infer.attention.layout import AttentionBackend
 from infer.models.model import Model
@@ -20,12 +23,18 @@ class ModelRunner:
     """See the module's docstring."""
 
     def __init__(
-        self, model: Model, backend: AttentionBackend, *, page_size: int, device: torch.device
+        self,
+        model: Model,
+        backend: AttentionBackend,
+        caches: Sequence[Tensor],
+        device: torch.device,
     ) -> None:
+        """`caches`: the backend's keys and values, each [pages, page_size, G, D]."""
         self.model = model
         self.backend = backend
         self.device = device
-        self._packer = Packer(page_size, device)
+        self._caches = caches
+        self._packer = Packer(caches[0].shape[1], device)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[Sampled]:
@@ -39,3 +48,8 @@ class ModelRunner:
             rows = torch.tensor(step.sampled_rows, device=self.device)
             hidden = hidden.index_select(0, rows)
         return sample(self.model.logits(hidden), step.sampled)
+
+    def poison(self, pages: list[int]) -> None:
+        """Fill pages with NaN; for tests, which then see whether anybody reads what is not his."""
+        for cache in self._caches:
+            cache[pages] = float("nan")

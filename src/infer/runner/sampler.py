@@ -50,6 +50,8 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
     """One token per row: `logits` [R, V] float32 belong to `sequences` [R]; may change `logits`.
 
     A row in which there is NaN or infinity gets an error, and no other row notices."""
+    if not sequences:
+        return []  # no row was good
     rows = blocks.padded(logits)
     tops = blocks.maxima(rows)
     finite = tops.amax(dim=-1).isfinite()  # of a row with a NaN that is the maximum

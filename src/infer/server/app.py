@@ -25,8 +25,8 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
-from infer.server.body import computed, read_object
-from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
+from infer.server.body import TextPool
+from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S, Edge, HttpError, respond
 from infer.server.stream import EventStream, all_of, unless_gone
 from infer.server.wire import (
     Body,
@@ -59,11 +59,17 @@ GET  /health/live           200 while requests are taken, else 503 (also: /healt
 
 
 class Endpoints:
-    """What the paths lead to; holds the engine and nothing else."""
+    """What the paths lead to."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, pool: TextPool, timeout_s: float) -> None:
         self._engine = engine
+        self._pool = pool
+        self._timeout_s = timeout_s
         self._started = int(time.time())
+
+    async def _read(self, http: HttpRequest, model: type[B]) -> B:
+        body = await self._pool.read_object(http)
+        return await self._pool.computed(http, self._checked, model, body)
 
     def _checked(self, model: type[B], body: dict[str, Any]) -> B:
         """There is one model; a request may leave its name out."""
@@ -90,30 +96,32 @@ class Endpoints:
         kind: type[CompletionAnswer],
     ) -> Response:
         engine = self._engine
-        wire = self._checked(model, await read_object(http))
+        wire = await self._read(http, model)
         answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
-        requests = await computed(http, make_requests, engine, wire, answer_id)
+        with engine.reserved(wire.num_choices):
+            requests = await self._pool.computed(http, make_requests, engine, wire, answer_id)
         answer = kind(engine, wire, requests, answer_id)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer
-            return EventStream(engine, requests, events)
-        outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
+            return EventStream(engine, requests, events, self._timeout_s)
+        generating = all_of(map(engine.generate, requests), self._timeout_s)
+        outputs = await unless_gone(http.receive, generating)
         return JSONResponse(answer.body(outputs))
 
     # ---- asking the tokenizer
 
     async def render(self, http: HttpRequest) -> Response:
-        wire = self._checked(RenderBody, await read_object(http))
-        prompt, ids = await computed(http, intake.rendered_chat, self._engine, wire)
+        wire = await self._read(http, RenderBody)
+        prompt, ids = await self._pool.computed(http, intake.rendered_chat, self._engine, wire)
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
         return JSONResponse(fields)
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = await read_object(http)
+        body = await self._pool.read_object(http)
         model = TokenizeBody if body.get("messages") is None else TokenizeChatBody
-        wire = self._checked(model, body)
-        return JSONResponse(await computed(http, self._tokenized, wire))
+        wire = await self._pool.computed(http, self._checked, model, body)
+        return JSONResponse(await self._pool.computed(http, self._tokenized, wire))
 
     def _tokenized(self, wire: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
         engine = self._engine
@@ -130,8 +138,8 @@ class Endpoints:
         return {"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": pieces}
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        wire = self._checked(DetokenizeBody, await read_object(http))
-        return JSONResponse({"prompt": await computed(http, self._text, wire.tokens)})
+        wire = await self._read(http, DetokenizeBody)
+        return JSONResponse({"prompt": await self._pool.computed(http, self._text, wire.tokens)})
 
     def _text(self, ids: Sequence[int]) -> str:
         size = self._engine.vocab_size
@@ -187,9 +195,16 @@ class Endpoints:
         return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
 
-def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Starlette:
+def create_app(
+    engine: AsyncLLM,
+    *,
+    write_stall_s: float = WRITE_STALL_S,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    is_inner: bool = False,
+) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
-    it at the end. No paths but the ones below, and no redirects."""
+    it at the end. No paths but the ones below, and no redirects. `is_inner`: another
+    app is around this one, which has the outermost layer, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -198,8 +213,10 @@ def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Sta
             yield
         finally:
             await engine.close()
+            pool.close()
 
-    endpoints = Endpoints(engine)
+    pool = TextPool()
+    endpoints = Endpoints(engine, pool, request_timeout_s)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -216,7 +233,7 @@ def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Sta
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond},
-        middleware=[Middleware(Edge, write_stall_s=write_stall_s)],
+        middleware=[] if is_inner else [Middleware(Edge, write_stall_s=write_stall_s)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

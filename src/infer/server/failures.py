@@ -27,6 +27,9 @@ DEAD_RETRY_AFTER_S = 5
 """Retry-After of a 503 that says nothing about when"""
 WRITE_STALL_S = 30.0
 """a reader that takes nothing for so long has lost its answer"""
+REQUEST_TIMEOUT_S = 600.0
+"""from a request's body to the end of its answer"""
+_ENGINE_CODES = {503: "engine_unavailable", 504: "deadline_exceeded"}
 _UNEXPECTED = "the server failed to process this request"
 _ROUTER = {
     404: "there is no such route; see / for what there is",
@@ -37,6 +40,13 @@ _HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 class ClientGone(Exception):
     """The client has left (or reads nothing any more): there is nobody to answer."""
+
+
+class DeadlineError(EngineError):
+    """An answer was not complete in time; what there was of it has been given up."""
+
+    status = 504
+    type = "timeout_error"
 
 
 class HttpError(RequestError):
@@ -58,7 +68,9 @@ def describe(error: BaseException) -> Response:
         if isinstance(error, RequestError):
             param, code = error.param, error.code
         else:
-            code = "engine_unavailable" if status == 503 else "engine_error"
+            code = _ENGINE_CODES.get(status, "engine_error")
+        if status == 408:  # nothing that comes now could be told from the rest of it
+            headers = {"connection": "close"}
         if status == 503:
             headers = {"retry-after": str(getattr(error, "retry_after_s", DEAD_RETRY_AFTER_S))}
     elif isinstance(error, HTTPException):  # from the router: no such route, not with this method

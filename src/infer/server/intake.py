@@ -17,7 +17,6 @@ from typing import Any
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import RequestError, UnprocessableError
 from infer.server.wire import (
-    MAX_CHOICES,
     ChatBody,
     CompletionBody,
     Conversation,
@@ -28,10 +27,6 @@ from infer.types import Request, SamplingParams
 
 
 def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) -> list[Request]:
-    if len(wire.prompt) * wire.n > MAX_CHOICES:
-        raise UnprocessableError(
-            f"{len(wire.prompt)} prompts x n={wire.n} is more than {MAX_CHOICES} choices", param="n"
-        )
     sampling = _sampling(wire, wire.max_tokens, wire.logprobs, len(wire.prompt))
     return list(_choices(engine, wire, wire.prompt, sampling, answer_id))
 

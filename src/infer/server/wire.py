@@ -214,6 +214,11 @@ class Generation(Body):
     skip_special_tokens: bool = True
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
+    @property
+    def num_choices(self) -> int:
+        """Of the whole answer; so many places it needs."""
+        return self.n
+
     @model_validator(mode="after")
     def _streaming(self) -> Generation:
         if self.stream_options is not None and not self.stream:
@@ -229,6 +234,19 @@ class CompletionBody(Generation):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
     max_tokens: int = 16
     logprobs: int | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt) * self.n
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> CompletionBody:
+        if self.num_choices > MAX_CHOICES:
+            raise UnprocessableError(
+                f"{len(self.prompt)} prompts x n={self.n} is more than {MAX_CHOICES} choices",
+                param="n",
+            )
+        return self
 
 
 class Message(Wire):
