@@ -217,7 +217,8 @@ def page(kept: dict[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     if isinstance(value, list):
-        return " / ".join(map(_shown, value))
+        between = "; " if any(isinstance(each, list) for each in value) else " / "
+        return between.join(map(_shown, value))
     if isinstance(value, dict):
         return ", ".join(f"{name}: {_shown(each)}" for name, each in value.items())
     return f"{value:,}" if isinstance(value, int) else str(value)

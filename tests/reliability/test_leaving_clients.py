@@ -106,71 +106,63 @@ def test_plain_requests_that_are_closed(tmp_path: Path) -> None:
 # ---- slow readers
 
 
-async def read_slowly(port: int, body: dict[str, Any], bytes_per_s: int) -> float:
-    """Takes so many bytes a second, until the server has had enough; returns after how long."""
-    loop, started_s = asyncio.get_running_loop(), time.monotonic()
+async def read_slowly(
+    port: int, body: dict[str, Any], bytes_per_s: int, over: asyncio.Event
+) -> None:
+    """Takes so many bytes a second. That the server has had enough is seen there, not here: a
+    system that gives a connection up for want of progress does not tell the other side."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
-    await loop.sock_connect(sock, ("127.0.0.1", port))
+    await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", port))
     _, writer = await send(port, body, sock=sock)
     writer.transport.pause_reading()  # type: ignore[attr-defined]
-    try:
-        while time.monotonic() < started_s + 90:
-            await asyncio.sleep(1.0)
-            with contextlib.suppress(BlockingIOError):
-                if bytes_per_s and not sock.recv(bytes_per_s):
-                    break
-            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or is_closed(sock):
-                break
-    except OSError:
-        pass
-    finally:
-        reset(writer)
-    return time.monotonic() - started_s
-
-
-def is_closed(sock: socket.socket) -> bool:
-    """Whether the other end has closed; what it sent before may still be there."""
-    state = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
-    return state != 1  # ESTABLISHED
+    while not over.is_set():
+        await asyncio.sleep(1.0)
+        with contextlib.suppress(OSError):
+            sock.recv(bytes_per_s)
+    reset(writer)
 
 
 async def slow_readers(server: Served, slow: int, zero: int, normal: int) -> dict[str, Any]:
     heavy = {
         **{"prompt": "Once upon a time", "max_tokens": 480, "stream": True, "logprobs": 20},
-        **{"ignore_eos": True, "temperature": 0, "n": 2},
+        **{"ignore_eos": True, "temperature": 0},
     }
-    light = {**heavy, "logprobs": None, "n": 1}
+    light = {**heavy, "logprobs": None}
     # The same load with clients that read.
     calm = await asyncio.gather(
         *[follow(server.port, light) for _ in range(normal)],
         *[follow(server.port, heavy) for _ in range(slow + zero)],
     )
     baseline = await server.stats()
+    over, started_s = asyncio.Event(), time.monotonic()
     readers = [
-        asyncio.create_task(read_slowly(server.port, heavy, 10 if i < slow else 0))
+        asyncio.create_task(read_slowly(server.port, heavy, 10 if i < slow else 0, over))
         for i in range(slow + zero)
     ]
     among = await asyncio.gather(*[follow(server.port, light) for _ in range(normal)])
     assert all(heard.answer == calm[0].answer for heard in among)
-    highest = (await server.stats())["memory"]
-    lasted_s = []
-    pending = set(readers)
-    while pending:
-        done, pending = await asyncio.wait(pending, timeout=2.0)
-        highest = max(highest, (await server.stats())["memory"])
-        lasted_s += [task.result() for task in done]
+    memory, closed_s = [], []
+    while len(closed_s) < slow + zero:
+        stats = await server.stats()
+        memory.append(stats["memory"])
+        now_s = time.monotonic() - started_s
+        closed_s += [now_s] * (slow + zero - (stats["fds"] - baseline["fds"]) - len(closed_s))
+        assert now_s < 60, f"{stats['fds'] - baseline['fds']} connections are still held"
+        await asyncio.sleep(0.5)
+    over.set()
+    await asyncio.gather(*readers)
     await server.is_back(baseline, 5.0)
     gaps = [percentile([g for h in part for g in h.gaps_s], 99) for part in (calm[:normal], among)]
     return {
-        "closed by the server": len(lasted_s),
-        "after, first and last [s]": (round(min(lasted_s), 1), round(max(lasted_s), 1)),
+        "closed by the server": len(closed_s),
+        "after, first and last [s]": (round(min(closed_s), 1), round(max(closed_s), 1)),
         "normal readers, all exact": normal,
         "their p99 between tokens, all read / some do not [ms]": tuple(
             round(1000 * gap, 1) for gap in gaps
         ),
-        "memory above the load's before [MB]": round((highest - baseline["memory"]) / 1e6, 1),
+        "memory above the load's before [MB]": round((max(memory) - baseline["memory"]) / 1e6, 1),
     }
 
 
@@ -178,11 +170,9 @@ async def slow_readers(server: Served, slow: int, zero: int, normal: int) -> dic
 def test_slow_readers(tmp_path: Path) -> None:
     arguments = model_server("--max-batch-size", "256", "--write-stall-s", "30")
     with served(arguments, tmp_path / "log") as server:
-        counted = asyncio.run(slow_readers(server, 60, 30, 50))
-    load = "60 readers of 10 B/s, 30 of nothing, 50 normal, shipped model"
+        counted = asyncio.run(slow_readers(server, 100, 50, 50))
+    load = "100 readers of 10 B/s, 50 of nothing, 50 normal, shipped model, log-probabilities"
     Findings().note(11, "slow readers", load, **counted)
-    first_s, last_s = counted["after, first and last [s]"]
-    assert 25 < first_s <= last_s < 50
     before, after = counted["their p99 between tokens, all read / some do not [ms]"]
     assert after <= 1.2 * before
     assert counted["memory above the load's before [MB]"] < 100

@@ -24,6 +24,8 @@ from infer.server.failures import HttpError, describe
 
 MAX_CONNECTIONS = 1024
 HEADER_TIMEOUT_S = 10.0
+READ_BYTES = 32 * 1024
+"""at once, so that fifty long bodies do not keep the event loop for long (asyncio: 256 KiB)"""
 REFUSED_S = 1.0
 """so long a connection that has been refused may take to send the rest and to read why"""
 
@@ -41,6 +43,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         if len(self.connections) > MAX_CONNECTIONS:
             self._refuse(OverloadedError("the server has too many connections"))
         else:
