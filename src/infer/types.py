@@ -24,12 +24,15 @@ from infer.errors import (
     RequestError,
     UnprocessableError,
 )
+from infer.grammar import KINDS, MAX_GRAMMAR_CHARS, Grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 64
 MAX_TOKENS_CEILING = 2**31 - 1
 
 
@@ -40,6 +43,8 @@ class FinishReason(StrEnum):
     """the model ended it with one of its end-of-sequence tokens"""
     STOP = "stop"
     """a stop string or a stop token id of the request was reached"""
+    COMPLETE = "complete"
+    """what the request's grammar wants is complete, and nothing may follow"""
     LENGTH = "length"
     """`max_tokens` were generated"""
     ABORT = "abort"
@@ -70,7 +75,8 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    Order of application: logit bias and penalties, temperature, top-k, top-p and min-p, draw.
+    Order of application: logit bias and penalties, what is not allowed, temperature, top-k, top-p
+    and min-p, draw.
     Log-probabilities are those of the model's raw logits. The draw is a pure function of the seed
     and the token's position, so a seeded request gives the same text in any company.
 
@@ -111,6 +117,12 @@ class SamplingParams:
     """leave special tokens out of the text"""
     logprobs: int | None = None
     """None = no log-probabilities; k = those of the sampled token and the k most probable ones"""
+    grammar: Grammar | Mapping[str, str] | None = None
+    """the text must be one of these; it ends when it is complete, whatever `ignore_eos` says"""
+    allowed_token_ids: Iterable[int] | None = None
+    """only these are sampled; kept as a tuple"""
+    bad_words: Iterable[str] = ()
+    """texts that are not generated, as far as they are spelled as alone; kept as a tuple"""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 2.0)
@@ -146,8 +158,18 @@ class SamplingParams:
         for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, flag), bool):
                 raise RequestError(f"{flag} must be true or false", param=flag)
-        object.__setattr__(self, "stop", _clean_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _clean_stop_token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop", _clean_strings("stop", self.stop, MAX_STOP_STRINGS))
+        stop_ids = _clean_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
+        if self.allowed_token_ids is not None:
+            name = "allowed_token_ids"
+            allowed = _clean_ids(name, self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not allowed:
+                raise UnprocessableError(f"{name} is empty: nothing could be sampled", param=name)
+            object.__setattr__(self, name, allowed)
+        bad = _clean_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        object.__setattr__(self, "bad_words", bad)
+        object.__setattr__(self, "grammar", _clean_grammar(self.grammar))
         object.__setattr__(self, "logit_bias", _clean_logit_bias(self.logit_bias))
 
     @property
@@ -167,43 +189,56 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-def _clean_stop(stop: str | Iterable[str]) -> tuple[str, ...]:
-    if isinstance(stop, str):
-        stop = (stop,)
-    if not isinstance(stop, Iterable):
-        raise RequestError("stop must be a string or a list of strings", param="stop")
-    strings = tuple(stop)
-    if len(strings) > MAX_STOP_STRINGS:
+def _clean_strings(name: str, strings: str | Iterable[str], limit: int) -> tuple[str, ...]:
+    if isinstance(strings, str):
+        strings = (strings,)
+    if not isinstance(strings, Iterable):
+        raise RequestError(f"{name} must be a string or a list of strings", param=name)
+    kept = tuple(strings)
+    if len(kept) > limit:
         raise UnprocessableError(
-            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are supported",
-            param="stop",
+            f"{name} has {len(kept)} strings; at most {limit} are supported", param=name
         )
-    for string in strings:
+    for string in kept:
         if not isinstance(string, str):
             raise RequestError(
-                f"stop must contain strings, not {type(string).__name__}", param="stop"
+                f"{name} must contain strings, not {type(string).__name__}", param=name
             )
         if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
             raise UnprocessableError(
-                f"a stop string must have 1 to {MAX_STOP_STRING_CHARS} characters,"
+                f"a string of {name} must have 1 to {MAX_STOP_STRING_CHARS} characters,"
                 f" not {len(string)}",
-                param="stop",
+                param=name,
             )
-    return strings
+    return kept
 
 
-def _clean_stop_token_ids(ids: Iterable[int]) -> tuple[int, ...]:
+def _clean_ids(name: str, ids: Iterable[int], limit: int) -> tuple[int, ...]:
     if not isinstance(ids, Iterable):
-        raise RequestError("stop_token_ids must be a list of integers", param="stop_token_ids")
+        raise RequestError(f"{name} must be a list of integers", param=name)
     kept = tuple(ids)
-    if len(kept) > MAX_STOP_TOKEN_IDS:
+    if len(kept) > limit:
         raise UnprocessableError(
-            f"stop_token_ids has {len(kept)} entries; at most {MAX_STOP_TOKEN_IDS} are supported",
-            param="stop_token_ids",
+            f"{name} has {len(kept)} entries; at most {limit} are supported", param=name
         )
     for token_id in kept:
-        _check_int("stop_token_ids", token_id, 0, 2**31 - 1)
+        _check_int(name, token_id, 0, 2**31 - 1)
     return kept
+
+
+def _clean_grammar(grammar: Grammar | Mapping[str, str] | None) -> Grammar | None:
+    if grammar is None:
+        return None
+    if isinstance(grammar, Mapping):
+        grammar = Grammar(**grammar)
+    if grammar.kind not in KINDS or not isinstance(grammar.text, str):
+        raise RequestError(f"grammar must be a Grammar of {', '.join(KINDS)}", param="grammar")
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken",
+            param="grammar",
+        )
+    return grammar
 
 
 def _clean_logit_bias(
@@ -242,6 +277,8 @@ class Request:
     requests overtake an earlier one at most so often, so that nobody waits for ever"""
     cache_scope: str = ""
     """prefix-cache entries are shared within a scope only"""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """`bad_words`: of each the last token is not sampled where the others have just been"""
     output_token_ids: tuple[int, ...] = ()
     """generated before, by an engine that has died; the output goes on behind them"""
     num_crashes: int = 0

@@ -17,6 +17,12 @@ from doubles import make_hash_llm
 from infer.server.inert import REQUEST_FIELDS
 from infer.server.wire import CompletionBody
 
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    named = {"name": "x", "schema": schema, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
 # ---- fields that both endpoints have: value → status, param, code, a word of the message
 SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     # wrong types: 400
@@ -54,10 +60,34 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter", "tools"),
     ({"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter", "none"),
     ({"functions": [{}]}, 400, "functions", "unsupported_parameter", "functions"),
-    (
-        {"response_format": {"type": "json_object"}},
-        *(400, "response_format", "unsupported_parameter", "text"),
-    ),
+    # structured output: the shape is the wire's, the meaning the compiler's
+    ({"response_format": 5}, 400, "response_format", None, "an object with a type"),
+    ({"response_format": {"type": "xml"}}, 422, "response_format", None, "'json_object'"),
+    ({"response_format": {"type": "text", "a": 1}}, 422, "response_format", None, "'a'"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format", None, "a name"),
+    (schema_format({"type": "nope"}), 400, "response_format", None, "Invalid type: nope"),
+    (schema_format({"$ref": "#"}), 400, "response_format", None, "no text satisfies"),
+    (schema_format({"not": {}}), 400, "response_format", None, "Unimplemented keys"),
+    (schema_format({"const": "x" * 65536}), 400, "response_format", None, "65536"),
+    ({"structured_outputs": {}}, 400, "structured_outputs", None, "exactly one"),
+    ({"structured_outputs": {"json_object": 1}}, 400, "structured_outputs", None, "true"),
+    ({"structured_outputs": {"regexp": "a"}}, 422, "structured_outputs", None, "'regexp'"),
+    ({"structured_outputs": {"regex": "("}}, 400, "structured_outputs", None, "invalid regex"),
+    ({"structured_outputs": {"choice": []}}, 400, "structured_outputs", None, "at least one"),
+    ({"structured_outputs": {"grammar": "aaa"}}, 400, "structured_outputs", None, "Expected ::="),
+    ({"guided_json": "{"}, 400, "guided_json", None, "guided_json (json)"),
+    ({"guided_regex": 5}, 400, "guided_regex", None, "string"),
+    ({"guided_choice": ["a", 1]}, 400, "guided_choice", None, "string"),
+    ({"guided_grammar": "start: start"}, 400, "guided_grammar", None, "no text satisfies"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_choice", None, "send one"),
+    # what may be sampled
+    ({"allowed_token_ids": []}, 422, "allowed_token_ids", None, "empty"),
+    ({"allowed_token_ids": [262]}, 422, "allowed_token_ids", None, "vocabulary"),
+    ({"allowed_token_ids": ["a"]}, 400, "allowed_token_ids[0]", "invalid_type", "integer"),
+    ({"allowed_token_ids": [1] * 4097}, 422, "allowed_token_ids", None, "at most 4096"),
+    ({"bad_words": [""]}, 422, "bad_words", None, "1 to 256"),
+    ({"bad_words": [5]}, 400, "bad_words", None, "list of strings"),
+    ({"bad_words": ["a"] * 65}, 422, "bad_words", None, "at most 64"),
     ({"suffix": "x"}, 400, "suffix", "unsupported_parameter", "suffix"),
     ({"best_of": 2}, 400, "best_of", "unsupported_parameter", "1"),
     ({"best_of": True}, 400, "best_of", "unsupported_parameter", "1"),

@@ -12,6 +12,7 @@ import torch
 from infer.attention.layout import AttentionBackend
 from infer.models.model import Model
 from infer.runner.pack import Packer
+from infer.runner.restrict import Restrictions
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Plan, Sampled
 
@@ -20,16 +21,24 @@ class ModelRunner:
     """See the module's docstring."""
 
     def __init__(
-        self, model: Model, backend: AttentionBackend, *, page_size: int, device: torch.device
+        self,
+        model: Model,
+        backend: AttentionBackend,
+        restrictions: Restrictions,
+        *,
+        page_size: int,
+        device: torch.device,
     ) -> None:
         self.model = model
         self.backend = backend
         self.device = device
+        self._restrictions = restrictions
         self._packer = Packer(page_size, device)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[Sampled]:
         """Compute every chunk; one result per chunk that samples, in the plan's order."""
+        restricting = self._restrictions.begin(plan)
         step = self._packer.pack(plan)
         self.backend.plan(step.layout)
         hidden = self.model.forward(step.tokens, step.positions, self.backend.attend)
@@ -38,4 +47,9 @@ class ModelRunner:
         if len(step.sampled) < len(hidden):
             rows = torch.tensor(step.sampled_rows, device=self.device)
             hidden = hidden.index_select(0, rows)
-        return sample(self.model.logits(hidden), step.sampled)
+        logits = self.model.logits(hidden)
+        if restricting is None:
+            return sample(logits, step.sampled)
+        forbidden = restricting.result()
+        sampled = sample(logits, step.sampled, forbidden)
+        return self._restrictions.settle(step.sampled, sampled, forbidden)

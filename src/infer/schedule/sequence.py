@@ -50,6 +50,8 @@ class Sequence:
     admitted_s: float | None = None
     end_token_ids: frozenset[int] = frozenset()
     """end-of-sequence and stop tokens of the request, for one quick look-up per token"""
+    constraint: object = None
+    """the runner's, of a request with a grammar; it follows from the tokens and is never asked"""
 
     @classmethod
     def from_request(cls, request: Request, arrival: int, now_s: float) -> Sequence:
@@ -109,6 +111,10 @@ Plan = tuple[Chunk, ...]
 
 
 NOT_FINITE = "the model gave this request no finite numbers to choose a token from"
+NONE_LEFT = (
+    "no token is left to choose: what the grammar, allowed_token_ids, bad_words and min_tokens of"
+    " this request leave has nothing in common"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +125,5 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
     error: str = ""
     """why there is no token; the request fails with it"""
+    completes: bool = False
+    """nothing may follow this token"""

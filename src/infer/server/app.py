@@ -92,7 +92,8 @@ class Endpoints:
         engine = self._engine
         wire = self._checked(model, await read_object(http))
         answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
-        requests = await computed(http, make_requests, engine, wire, answer_id)
+        heavy = bool(wire.grammars)  # to compile one takes up to a fraction of a second
+        requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
         answer = kind(engine, wire, requests, answer_id)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer

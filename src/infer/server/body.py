@@ -59,10 +59,12 @@ async def read_object(request: Request) -> dict[str, Any]:
     return value
 
 
-async def computed(request: Request, work: Callable[..., T], *arguments: Any) -> T:
-    """`work(*arguments)`; in a thread if the body is so long that others would notice."""
+async def computed(
+    request: Request, work: Callable[..., T], *arguments: Any, heavy: bool = False
+) -> T:
+    """`work(*arguments)`; in a thread if it is heavy, or the body so long, that others notice."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
+    if not heavy and declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)
 

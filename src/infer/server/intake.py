@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -32,8 +32,9 @@ def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) 
         raise UnprocessableError(
             f"{len(wire.prompt)} prompts x n={wire.n} is more than {MAX_CHOICES} choices", param="n"
         )
-    sampling = _sampling(wire, wire.max_tokens, wire.logprobs, len(wire.prompt))
-    return list(_choices(engine, wire, wire.prompt, sampling, answer_id))
+    with _retold(_grammar_name(wire)):
+        sampling = _sampling(wire, wire.max_tokens, wire.logprobs, len(wire.prompt))
+        return list(_choices(engine, wire, wire.prompt, sampling, answer_id))
 
 
 def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
@@ -61,7 +62,7 @@ def plain_messages(wire: Conversation) -> list[dict[str, Any]]:
 @contextmanager
 def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
     """A chat's sampling; errors inside of the block are told with the names of a chat."""
-    names = {"logprobs": "top_logprobs", "prompt": "messages"}
+    names = {"logprobs": "top_logprobs", "prompt": "messages", **_grammar_name(wire)}
     limit, logprobs = wire.max_tokens, wire.top_logprobs
     if wire.max_completion_tokens is not None:
         if limit not in (None, wire.max_completion_tokens):
@@ -70,11 +71,22 @@ def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
         limit, names["max_tokens"] = wire.max_completion_tokens, "max_completion_tokens"
     if logprobs is None and wire.logprobs:
         logprobs = 0
-    try:
+    with _retold(names):
         sampling = _sampling(wire, limit, logprobs)
         if logprobs is not None and not wire.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         yield sampling
+
+
+def _grammar_name(wire: Generation) -> dict[str, str]:
+    return {"grammar": next(iter(wire.grammars))} if wire.grammars else {}
+
+
+@contextmanager
+def _retold(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside of the block are told with the caller's names in the place of ours."""
+    try:
+        yield
     except RequestError as error:
         theirs = names.get(error.param or "")
         if theirs is None:
@@ -86,16 +98,18 @@ def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
 def _sampling(
     wire: Generation, max_tokens: int | None, logprobs: int | None, num_prompts: int = 1
 ) -> SamplingParams:
-    """The fields of `SamplingParams` have the same names on the wire, except for these two."""
+    """The fields of `SamplingParams` have the same names on the wire, except for these three."""
     if wire.stream_format == "events" and (logprobs is not None or wire.n * num_prompts > 1):
         raise UnprocessableError(
             "stream_format 'events' carries one choice without logprobs;"
             " use stream_format 'openai' for more",
             param="stream_format",
         )
-    names = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
+    own = {"max_tokens", "logprobs", "grammar"}
+    names = {field.name for field in fields(SamplingParams)} - own
     given = {name: getattr(wire, name) for name in names}
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
+    grammar = next(iter(wire.grammars.values()), None)
+    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
 
 def _choices(

@@ -21,7 +21,8 @@ from pydantic import (
 )
 
 from infer.errors import RequestError, UnprocessableError
-from infer.server import inert
+from infer.grammar import Grammar
+from infer.server import inert, structured
 from infer.server.body import MAX_NAME_CHARS, parse_json
 from infer.server.validation import Wire
 
@@ -63,10 +64,10 @@ def _is_ids(items: list[Any]) -> bool:
     return all(type(item) is int for item in items)
 
 
-def _stop(value: Any) -> tuple[str, ...]:
+def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise RequestError("stop must be a string or a list of strings")
+        raise RequestError(f"{info.field_name} must be a string or a list of strings")
     return tuple(strings)
 
 
@@ -212,7 +213,22 @@ class Generation(Body):
     stop_token_ids: TokenIds = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
+    bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+    response_format: Annotated[Grammar | None, PlainValidator(structured.response_format)] = None
+    structured_outputs: Annotated[Grammar | None, PlainValidator(structured.outputs)] = None
+    guided_json: Annotated[Grammar | None, PlainValidator(structured.json_schema)] = None
+    guided_regex: Annotated[Grammar | None, PlainValidator(structured.regex)] = None
+    guided_choice: Annotated[Grammar | None, PlainValidator(structured.choice)] = None
+    guided_grammar: Annotated[Grammar | None, PlainValidator(structured.grammar)] = None
+
+    @property
+    def grammars(self) -> dict[str, Grammar]:
+        """What the answer's text must look like, by the name of the field that says so."""
+        given = {name: getattr(self, name) for name in structured.FIELDS}
+        return {name: grammar for name, grammar in given.items() if grammar is not None}
 
     @model_validator(mode="after")
     def _streaming(self) -> Generation:
@@ -220,6 +236,9 @@ class Generation(Body):
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream_format == "events" and not self.stream:
             raise RequestError("stream_format 'events' needs stream: true", param="stream_format")
+        if len(self.grammars) > 1:
+            one, other, *_ = self.grammars
+            raise RequestError(f"{one} and {other} are two grammars; send one", param=other)
         return self
 
 

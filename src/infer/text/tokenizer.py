@@ -99,6 +99,10 @@ class Tokenizer:
     def _spelling(self, token_id: int) -> str | None:
         return self._parser.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
+    def to_json(self) -> str:
+        """The `tokenizer.json` of what encodes and decodes here."""
+        return self._parser.to_str()
+
     def token_piece(self, token_id: int) -> str:
         """A token as the vocabulary spells it: `Ġworld`, `▁world`, `<0x0A>`; no such id: ""."""
         return self._spelling(token_id) or ""
