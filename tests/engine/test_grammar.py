@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,8 @@ from infer.engine import launch
 from infer.errors import EngineError
 from infer.runner import restrict
 from infer.schedule.sequence import NONE_LEFT
-from infer.text.grammar import Constraint
+from infer.text import calls
+from infer.text.grammar import Compiler, Constraint
 from infer.types import RequestOutput
 
 PERSON = {
@@ -30,6 +32,7 @@ PERSON = {
     "additionalProperties": False,
 }
 SENTENCE = r"[A-Z][a-z]{2,8} (and|or) [a-z]{2,8}\."
+WAIT = {"type": "object", "properties": {"s": {"enum": [1, 2]}}, "required": ["s"]}
 WORDS = ["cat", "caterpillar", "日本"]
 LIST = 'root ::= "[" item ("," item)* "]"\nitem ::= "yes" | "no"'
 GRAMMARS = [Grammar.json(PERSON), Grammar.regex(SENTENCE), Grammar.choice(WORDS)]
@@ -233,6 +236,38 @@ def test_allowed_and_bad(llm: LLM) -> None:
     for word in dict.fromkeys(words):
         [output] = llm.generate(PROMPTS[0], free.replace(bad_words=[word]))
         assert word not in re.findall(r"[A-Za-z]+", output.text)
+
+
+@pytest.mark.parametrize("way", [calls.BARE, calls.HERMES])
+def test_a_forced_call_is_a_call(llm: LLM, way: calls.ToolFormat) -> None:
+    tools = [
+        {"function": {"name": 'say "it"', "parameters": PERSON}},
+        {"function": {"name": "wait", "parameters": {"$ref": "#/$defs/a", "$defs": {"a": WAIT}}}},
+    ]
+    for parallel in (False, True):
+        grammar = calls.forced_calls(way, tools, parallel=parallel)
+        seeds = [sampling(grammar, seed=i, max_tokens=250 - 20) for i in range(8)]
+        for output in llm.generate(["a"] * 8, seeds):
+            parser = calls.AnswerParser(way, thinks=False)
+            parts = [parser.push(output.text), parser.finish()]
+            found = [call for part in parts for call in part.calls]
+            assert {call.name for call in found} <= {'say "it"', "wait"}
+            if output.finish_reason is not FinishReason.LENGTH:
+                assert found
+                assert parallel or len(found) == 1
+                assert not parts[0].content + parts[1].content
+
+
+def test_hostile_grammars_do_not_hold_a_step_up(llm: LLM) -> None:
+    """What is forced is not written out: with a real vocabulary this once took seconds."""
+    compiler = Compiler(llm.tokenizer, 2048)
+    for text in ("(a{1000}){1000}", "x((a{100}){100}){100}", r"(\w{1,500}\s){1,500}"):
+        started = time.perf_counter()
+        constraint = compiler.constraint(Grammar.regex(text))
+        for _ in range(20):
+            allowed = (~constraint.forbidden()).nonzero()[0]
+            constraint.take(int(allowed[0]))
+        assert time.perf_counter() - started < 1
 
 
 def test_over_the_process_boundary(alone: list[RequestOutput]) -> None:

@@ -23,6 +23,17 @@ def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def choose(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+TOOL = tool({"type": "object"})
+
+
 # ---- fields that both endpoints have: value → status, param, code, a word of the message
 SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     # wrong types: 400
@@ -57,8 +68,6 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"stream_format": 1, "stream": True}, 400, "stream_format", "invalid_type", "string"),
     ({"logprobs": "x"}, 400, "logprobs", "invalid_type", "string"),
     # known, but not with this value: 400 by name
-    ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter", "tools"),
-    ({"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter", "none"),
     ({"functions": [{}]}, 400, "functions", "unsupported_parameter", "functions"),
     # structured output: the shape is the wire's, the meaning the compiler's
     ({"response_format": 5}, 400, "response_format", None, "an object with a type"),
@@ -190,6 +199,8 @@ COMPLETION_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"logprobs": -1}, 422, "logprobs", None, "between 0 and 20"),
     ({"logprobs": True}, 400, "logprobs", "invalid_type", "integer"),
     ({"messages": []}, 422, "messages", "unknown_parameter", "prompt"),
+    ({"tools": [TOOL]}, 400, "tools", "unsupported_parameter", "tools"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter", "none"),
     ({"max_completion_tokens": 5}, 422, "max_completion_tokens", "unknown_parameter", "max_tokens"),
     (
         {"stream_format": "events", "stream": True, "prompt": ["a", "b"]},
@@ -242,7 +253,21 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     (part(type="text", text="x", extra=1), 400, "messages[0].content", None, "text part"),
     (
         said({"role": "assistant", "content": "x", "tool_calls": [{}]}),
-        *(400, "messages[0].tool_calls", "unsupported_parameter", "tool_calls"),
+        *(400, "messages[0].tool_calls", None, "`function`"),
+    ),
+    ({"tools": [{"type": "function"}]}, 400, "tools", None, "`function`"),
+    ({"tools": [TOOL]}, 400, "tools", None, "shows it no tools"),
+    ({"tool_choice": "required"}, 400, "tool_choice", None, "none of the tools"),
+    ({"tools": [TOOL], "tool_choice": "any"}, 400, "tool_choice", None, "'required'"),
+    ({"tools": [TOOL], "tool_choice": choose("g")}, 400, "tool_choice", None, "none of the tools"),
+    (
+        {"tools": [tool({"type": "nope"})], "tool_choice": choose("f")},
+        *(400, "tools", None, "Invalid type"),
+    ),
+    ({"tools": [tool(5)]}, 400, "tools", None, "a JSON schema"),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
+        *(400, "guided_regex", None, "exclude"),
     ),
     (
         said({"role": "user", "content": "x", "nme": "y"}),

@@ -100,7 +100,6 @@ def read_commands(frame: bytes) -> list[Command]:
 
 def _request(fields: dict[str, Any]) -> Request:
     lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    lists["bad_token_ids"] = tuple(map(tuple, lists["bad_token_ids"]))
     sampling = SamplingParams(**fields["sampling"])
     return Request(**{**fields, **lists, "sampling": sampling})
 

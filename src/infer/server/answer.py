@@ -15,8 +15,10 @@ from typing import Any
 
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineError
+from infer.server.intake import tool_format
 from infer.server.logprobs import ChoiceLogprobs
-from infer.server.wire import Generation, StreamOptions
+from infer.server.wire import ChatBody, Generation, StreamOptions
+from infer.text.calls import parser_for
 from infer.types import ErrorRecord, FinishReason, Request, RequestOutput, TextDelta
 
 Part = RequestOutput | TextDelta
@@ -102,9 +104,9 @@ class CompletionAnswer:
             self.count(index, output)
             choice = {
                 "index": index,
-                **self._text(output.text),
+                **self._text(index, output.text),
                 "logprobs": self._logprobs(index, output) if self._writers else None,
-                "finish_reason": wire_reason(output.finish_reason),
+                "finish_reason": self._reason(index, output.finish_reason),
             }
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": self.usage()}
@@ -116,13 +118,10 @@ class CompletionAnswer:
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         """What is new in choice `index`."""
         self.count(index, delta)
-        logprobs, reason = "null", "null"
+        logprobs = "null"
         if self._writers and delta.token_ids:
             logprobs = dump(self._logprobs(index, delta))
-        if delta.finish_reason is not None:
-            reason = f'"{wire_reason(delta.finish_reason)}"'
-        if delta.text or logprobs != "null" or reason != "null":
-            yield from self._chunks(index, delta.text, logprobs, reason)
+        yield from self._chunks(index, delta, logprobs)
 
     def closing(self) -> Iterator[bytes]:
         """After the last choice has ended."""
@@ -134,14 +133,19 @@ class CompletionAnswer:
         """The last event of a stream that broke."""
         return event(error)
 
-    def _text(self, text: str) -> dict[str, Any]:
+    def _text(self, index: int, text: str) -> dict[str, Any]:
         return {"text": text}
+
+    def _reason(self, index: int, reason: FinishReason) -> str:
+        return wire_reason(reason)
 
     def _logprobs(self, index: int, part: Part) -> dict[str, Any]:
         return self._writers[index].completion(part.token_ids, part.logprobs or ())
 
-    def _chunks(self, index: int, text: str, logprobs: str, reason: str) -> Iterator[bytes]:
-        yield self._chunk(index, f'"text":{dump(text)}', logprobs, reason)
+    def _chunks(self, index: int, delta: TextDelta, logprobs: str) -> Iterator[bytes]:
+        if delta.text or logprobs != "null" or delta.finish_reason:
+            reason = dump(delta.finish_reason and self._reason(index, delta.finish_reason))
+            yield self._chunk(index, f'"text":{dump(delta.text)}', logprobs, reason)
 
     def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null") -> bytes:
         """The last three are JSON."""
@@ -155,25 +159,86 @@ class CompletionAnswer:
 
 
 class ChatAnswer(CompletionAnswer):
-    """`/v1/chat/completions`: the role comes first, the finish reason last and alone."""
+    """`/v1/chat/completions`: the role comes first, the finish reason last and alone.
+
+    The text goes through one parser, whole or in pieces, which finds reasoning and tool calls.
+    """
 
     prefix = "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, engine: AsyncLLM, wire: ChatBody, requests: Sequence[Request], answer_id: str
+    ) -> None:
+        super().__init__(engine, wire, requests, answer_id)
+        template, tools = engine.tokenizer.tool_template, tool_format(engine, wire)
+        first = requests[0]
+        end = ""  # of the prompt; a grammar is about the answer, so it leaves no room for thoughts
+        if first.sampling.grammar is None:
+            end = engine.tokenizer.decode(first.prompt_token_ids[-8:], skip_special_tokens=False)
+        source = template.source if template else ""
+        self._parsers = [parser_for(source, tools, prompt_end=end) for _ in requests]
+        self._num_calls = [0] * len(requests)
+        self._answer_id = answer_id.rpartition("-")[2]
+        self._shows_reasoning = wire.include_reasoning
 
     def opening(self) -> Iterator[bytes]:
         for index in range(self._num_choices):
             yield self._chunk(index, '"delta":{"role":"assistant","content":""}')
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _parsed(self, index: int, text: str, *, end: bool) -> dict[str, Any]:
+        """What is new in a choice, as members of its message."""
+        parser = self._parsers[index]
+        reasoning, content, calls = parser.push(text)
+        if end:
+            last = parser.finish()
+            reasoning, content, calls = (
+                reasoning + last.reasoning,
+                content + last.content,
+                calls + last.calls,
+            )
+        new: dict[str, Any] = {}
+        if reasoning and self._shows_reasoning:
+            new["reasoning_content"] = reasoning
+        if content:
+            new["content"] = content
+        if calls:
+            first = self._num_calls[index]
+            self._num_calls[index] += len(calls)
+            new["tool_calls"] = [
+                {
+                    "index": number,
+                    "id": f"call_{self._answer_id}_{index}_{number}",
+                    "type": "function",
+                    "function": call._asdict(),
+                }
+                for number, call in enumerate(calls, first)
+            ]
+        return new
+
+    def _text(self, index: int, text: str) -> dict[str, Any]:
+        new = self._parsed(index, text, end=True)
+        empty = None if new else ""
+        message = {"role": "assistant", "content": empty, "refusal": None, **new}
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # only pieces of a list say where they belong
+        return {"message": message}
+
+    def _reason(self, index: int, reason: FinishReason) -> str:
+        word = wire_reason(reason)
+        return "tool_calls" if word == "stop" and self._num_calls[index] else word
 
     def _logprobs(self, index: int, part: Part) -> dict[str, Any]:
         return self._writers[index].chat(part.token_ids, part.logprobs or ())
 
-    def _chunks(self, index: int, text: str, logprobs: str, reason: str) -> Iterator[bytes]:
-        if text or logprobs != "null":
-            yield self._chunk(index, f'"delta":{{"content":{dump(text)}}}', logprobs)
-        if reason != "null":
+    def _chunks(self, index: int, delta: TextDelta, logprobs: str) -> Iterator[bytes]:
+        new = self._parsed(index, delta.text, end=delta.finish_reason is not None)
+        if logprobs != "null":
+            new.setdefault("content", "")
+        if new:
+            yield self._chunk(index, f'"delta":{dump(new)}', logprobs)
+        if delta.finish_reason is not None:
+            reason = dump(self._reason(index, delta.finish_reason))
             yield self._chunk(index, '"delta":{}', reason=reason)
 
 

@@ -34,7 +34,6 @@ from infer.server.wire import (
     CompletionBody,
     DetokenizeBody,
     Generation,
-    RenderBody,
     TokenizeBody,
     TokenizeChatBody,
 )
@@ -92,8 +91,8 @@ class Endpoints:
         engine = self._engine
         wire = self._checked(model, await read_object(http))
         answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
-        heavy = bool(wire.grammars)  # to compile one takes up to a fraction of a second
-        requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
+        arguments = (engine, wire, answer_id)
+        requests = await computed(http, make_requests, *arguments, heavy=wire.is_heavy)
         answer = kind(engine, wire, requests, answer_id)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer
@@ -104,7 +103,7 @@ class Endpoints:
     # ---- asking the tokenizer
 
     async def render(self, http: HttpRequest) -> Response:
-        wire = self._checked(RenderBody, await read_object(http))
+        wire = self._checked(ChatBody, await read_object(http))
         prompt, ids = await computed(http, intake.rendered_chat, self._engine, wire)
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}

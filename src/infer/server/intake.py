@@ -24,6 +24,8 @@ from infer.server.wire import (
     Generation,
     Prompt,
 )
+from infer.text import calls
+from infer.text.calls import ToolFormat
 from infer.types import Request, SamplingParams
 
 
@@ -39,7 +41,7 @@ def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) 
 
 def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
     messages = plain_messages(wire)
-    with _chat_sampling(wire) as sampling:
+    with _chat_sampling(engine, wire) as sampling:
         ids = engine.render_chat(messages, **wire.template_arguments)
         return list(_choices(engine, wire, [tuple(ids)], sampling, answer_id))
 
@@ -48,7 +50,7 @@ def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
     """The text and the ids of the prompt that `chat_requests` would make; same refusals, but a
     prompt may be longer than the model serves: by how much is what a caller may want to know."""
     messages = plain_messages(wire)
-    with _chat_sampling(wire):
+    with _chat_sampling(engine, wire):
         return engine.render_chat_text(messages, **wire.template_arguments)
 
 
@@ -56,11 +58,26 @@ def plain_messages(wire: Conversation) -> list[dict[str, Any]]:
     """The messages for the template."""
     if not wire.messages:
         raise RequestError("messages is empty: it needs at least one message", param="messages")
-    return [{name: given for name, given in m if given is not None} for m in wire.messages]
+    return [{name: given for name, given in m if given not in (None, [])} for m in wire.messages]
+
+
+def tool_format(engine: AsyncLLM, wire: ChatBody) -> ToolFormat | None:
+    """How the answer writes its calls; None where it is not to make any."""
+    template = engine.tokenizer.tool_template
+    if not wire.tools or wire.tool_choice == "none" or template is None:
+        return None
+    found = calls.format_of(template.source, forced=bool(wire.forced_tools))
+    if found is None:
+        raise RequestError(
+            "this model's chat template shows it no tools; only a tool_choice of 'required' or of"
+            " a function works with it",
+            param="tools",
+        )
+    return found
 
 
 @contextmanager
-def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
+def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]:
     """A chat's sampling; errors inside of the block are told with the names of a chat."""
     names = {"logprobs": "top_logprobs", "prompt": "messages", **_grammar_name(wire)}
     limit, logprobs = wire.max_tokens, wire.top_logprobs
@@ -73,13 +90,18 @@ def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
         logprobs = 0
     with _retold(names):
         sampling = _sampling(wire, limit, logprobs)
+        way = tool_format(engine, wire)
+        if way is not None and wire.forced_tools:
+            parallel = wire.parallel_tool_calls and isinstance(wire.tool_choice, str)
+            grammar = calls.forced_calls(way, wire.forced_tools, parallel=parallel)
+            sampling = sampling.replace(grammar=grammar)
         if logprobs is not None and not wire.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         yield sampling
 
 
 def _grammar_name(wire: Generation) -> dict[str, str]:
-    return {"grammar": next(iter(wire.grammars))} if wire.grammars else {}
+    return {"grammar": next(iter(wire.grammars), "tools")}
 
 
 @contextmanager

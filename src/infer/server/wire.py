@@ -144,7 +144,23 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             words = "each needs a `function`, an object with a `name`"
             raise RequestError(f"{info.field_name}: {words}")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise RequestError(f"{info.field_name}: parameters must be an object, a JSON schema")
     return value
+
+
+def _tool_choice(value: Any) -> str | dict[str, str]:
+    """ "none", "auto", "required", or a function as `{"name": …}`."""
+    if isinstance(value, dict):
+        function = value.get("function")
+        if value == {"type": "function", "function": function} and isinstance(function, dict):
+            name = function.get("name")
+            if isinstance(name, str) and len(function) == 1:
+                return {"name": name}
+    elif value in ("none", "auto", "required"):
+        return str(value)
+    words = "{'type': 'function', 'function': {'name': string}}"
+    raise RequestError(f"tool_choice must be 'none', 'auto', 'required' or {words}")
 
 
 def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -170,6 +186,7 @@ Role = Annotated[
 ]
 Stop = Annotated[tuple[str, ...], PlainValidator(_stop)]
 TokenIds = Annotated[list[int], FailFast()]  # not a finding for each of a million wrong ones
+ToolChoice = Annotated[str | dict[str, str], PlainValidator(_tool_choice)]
 Functions = Annotated[list[dict[str, Any]], PlainValidator(_functions)]
 
 
@@ -225,6 +242,11 @@ class Generation(Body):
     guided_grammar: Annotated[Grammar | None, PlainValidator(structured.grammar)] = None
 
     @property
+    def is_heavy(self) -> bool:
+        """Whether it takes a noticeable time to read: a grammar has to be compiled."""
+        return bool(self.grammars)
+
+    @property
     def grammars(self) -> dict[str, Grammar]:
         """What the answer's text must look like, by the name of the field that says so."""
         given = {name: getattr(self, name) for name in structured.FIELDS}
@@ -251,17 +273,30 @@ class CompletionBody(Generation):
 
 
 class Message(Wire):
+    """It may call tools, and then needs no content."""
+
     inert_fields = inert.MESSAGE_FIELDS
     role: Role
-    content: Annotated[str, PlainValidator(_content)]
+    content: Annotated[str | None, PlainValidator(_content)] = None
     name: str | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            code = "missing_required_parameter"
+            raise RequestError("content is required", param="content", code=code)
+        return self
 
 
 class Conversation(Body):
     """What a chat template is given."""
 
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
+    tools: Functions = Field([])
+    tool_choice: ToolChoice = "auto"
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_variables)] = Field({})
@@ -275,50 +310,43 @@ class Conversation(Body):
         arguments = {**self.chat_template_kwargs, "add_generation_prompt": begin}
         if self.continue_final_message:
             arguments["continue_final_message"] = True
+        if self.tools and self.tool_choice != "none":
+            arguments["tools"] = self.tools
         return arguments
 
 
 class ChatBody(Conversation, Generation):
-    """`POST /v1/chat/completions`. It takes no tools: nothing reads calls out of the answers."""
+    """`POST /v1/chat/completions`, and `/render`, which shows the prompt it becomes."""
 
     max_completion_tokens: int | None = None
     stop: Annotated[Stop, AfterValidator(_few)] = ()
     logprobs: bool = False
     top_logprobs: int | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Those of which the answer must be a call."""
+        if isinstance(self.tool_choice, str):
+            return self.tools if self.tool_choice == "required" else []
+        return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
 
-class ToolMessage(Message):
-    """A message that may call tools, and then needs no content."""
-
-    content: Annotated[str | None, PlainValidator(_content)] = None  # type: ignore[assignment]
-    reasoning_content: str | None = None
-    tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
+    @property
+    def is_heavy(self) -> bool:
+        return bool(self.grammars or self.forced_tools)
 
     @model_validator(mode="after")
-    def _says_something(self) -> ToolMessage:
-        if self.content is None and not self.tool_calls:
-            code = "missing_required_parameter"
-            raise RequestError("content is required", param="content", code=code)
+    def _choosing(self) -> ChatBody:
+        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
+            raise RequestError("tool_choice names none of the tools", param="tool_choice")
+        if self.forced_tools and self.grammars:
+            other = next(iter(self.grammars))
+            raise RequestError(f"{other} and this tool_choice exclude each other", param=other)
         return self
 
 
-class ToolConversation(Conversation):
-    """A conversation with tools, to be rendered and not answered."""
-
-    messages: list[ToolMessage] = Field(max_length=MAX_MESSAGES)  # type: ignore[assignment]
-    tools: Functions = Field([])
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        tools = {"tools": self.tools} if self.tools else {}
-        return {**super().template_arguments, **tools}
-
-
-class RenderBody(ToolConversation, ChatBody):
-    """`POST /v1/chat/completions/render`: the body of a chat completion."""
-
-
-class TokenizeChatBody(ToolConversation):
+class TokenizeChatBody(Conversation):
     """`POST /tokenize` of messages."""
 
     inert_fields = inert.TOKENIZE_CHAT_FIELDS

@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import llguidance
 import numpy as np
@@ -27,7 +29,7 @@ _END = 256
 _MAX_COMPILED = 32
 # Where in our own text around the caller's it was found.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
-_JSON_OPTIONS = {
+JSON_OPTIONS: Mapping[str, Any] = {
     # One space, or a new line and its indentation: a model cannot get lost in white space.
     "whitespace_pattern": r" |\n[ \t]{0,32}",
     "coerce_one_of": True,  # read as anyOf
@@ -67,7 +69,7 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind == "json":
         schema = json.loads(text)
         if isinstance(schema, dict):
-            schema["x-guidance"] = _JSON_OPTIONS
+            schema["x-guidance"] = JSON_OPTIONS
         lark = f"start: %json {json.dumps(schema)}"
     elif grammar.kind == "regex":
         lark = f"start: /{llguidance.regex_to_lark(text, '')}/"
