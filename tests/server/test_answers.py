@@ -241,6 +241,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "prompt_logprobs": 1,
     }
     lists = {
         "stop": ["x", "y"],
@@ -276,6 +277,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
         hints = {"user", "metadata", *structured.FIELDS}
         hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
+        hints |= {"echo", "return_token_ids", "timeout"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
         model = CompletionBody if path == COMPLETIONS else ChatBody

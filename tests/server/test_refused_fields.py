@@ -9,8 +9,10 @@ from serving import (
     BODIES,
     CHAT,
     COMPLETIONS,
+    App,
     ask,
     check_refused,
+    with_app,
 )
 
 from doubles import make_hash_llm
@@ -100,7 +102,11 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"suffix": "x"}, 400, "suffix", "unsupported_parameter", "suffix"),
     ({"best_of": 2}, 400, "best_of", "unsupported_parameter", "1"),
     ({"best_of": True}, 400, "best_of", "unsupported_parameter", "1"),
-    ({"echo": True}, 400, "echo", "unsupported_parameter", "false"),
+    ({"prompt_logprobs": 21}, 422, "prompt_logprobs", None, "between 0 and 20"),
+    ({"return_token_ids": 1}, 400, "return_token_ids", "invalid_type", "true or false"),
+    ({"timeout": 0}, 422, "timeout", None, "above 0"),
+    ({"timeout": 10**6}, 422, "timeout", None, "at most 86400"),
+    ({"timeout": "5"}, 400, "timeout", "invalid_type", "number"),
     ({"modalities": ["audio"]}, 400, "modalities", "unsupported_parameter", "text"),
     ({"audio": {}}, 400, "audio", "unsupported_parameter", "null"),
     ({"prediction": {}}, 400, "prediction", "unsupported_parameter", "null"),
@@ -198,6 +204,7 @@ COMPLETION_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"logprobs": 21}, 422, "logprobs", None, "between 0 and 20"),
     ({"logprobs": -1}, 422, "logprobs", None, "between 0 and 20"),
     ({"logprobs": True}, 400, "logprobs", "invalid_type", "integer"),
+    ({"echo": 1}, 400, "echo", "invalid_type", "true or false"),
     ({"messages": []}, 422, "messages", "unknown_parameter", "prompt"),
     ({"tools": [TOOL]}, 400, "tools", "unsupported_parameter", "tools"),
     ({"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter", "none"),
@@ -222,6 +229,7 @@ def part(**fields: Any) -> dict[str, Any]:
 
 
 CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
+    ({"echo": True}, 400, "echo", "unsupported_parameter", "false"),
     ({"messages": None}, 400, "messages", "missing_required_parameter", "required"),
     ({"messages": []}, 400, "messages", None, "empty"),
     ({"messages": "x"}, 400, "messages", "invalid_type", "list"),
@@ -325,7 +333,7 @@ def test_a_field_is_refused(
     [
         row
         for row in FIELD_ROWS
-        if not {"stream", "stream_options", "stream_format"} & row[1].keys()
+        if not {"stream", "stream_options", "stream_format", "prompt_logprobs"} & row[1].keys()
     ],
 )
 def test_a_field_is_refused_before_a_stream_begins(
@@ -372,3 +380,25 @@ def test_null_is_absent(path: str) -> None:
     reply = ask(make_hash_llm(), path, BODIES[path](**nulls))
     plain = ask(make_hash_llm(), path, BODIES[path]())
     assert reply.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_names_are_left_out_and_told_where_that_is_wanted(path: str) -> None:
+    unknown: dict[str, Any] = {"temprature": 5, "\r\nx: y": 1}
+    for i in range(40):
+        unknown[f"u{i}"] = [i]
+
+    async def use(app: App) -> None:
+        plain = await app.post(path, BODIES[path]())
+        assert "x-ignored-params" not in plain.headers
+        told = await app.post(path, BODIES[path](**unknown))
+        assert told.json()["choices"] == plain.json()["choices"]
+        names = told.headers["x-ignored-params"].split(", ")
+        assert names == ["temprature", "?", *(f"u{i}" for i in range(30))]
+        options = {"stream": True, "stream_options": {"include_usge": True}}
+        streamed = await app.post(path, BODIES[path](**options))
+        assert (streamed.status, streamed.headers["x-ignored-params"]) == (200, "include_usge")
+        refused = await app.post(path, BODIES[path](echo=5, store=True))
+        assert refused.status == 400  # known names stay known
+
+    with_app(make_hash_llm(), use, unknown_params="ignore")

@@ -15,7 +15,7 @@ from rich.console import Console
 from infer.cli.bench import app as bench_app
 from infer.config import EngineConfig
 from infer.errors import InferError, LoadError, RequestError
-from infer.server.options import with_engine_options
+from infer.server.options import UnknownParams, with_engine_options
 from infer.version import VERSION
 
 app = typer.Typer(
@@ -63,6 +63,9 @@ def serve(
     write_stall_s: Annotated[
         float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
     ] = 30.0,
+    unknown_params: Annotated[
+        UnknownParams, typer.Option(help="Fields of a body that nobody knows.")
+    ] = UnknownParams.REFUSE,
     *,
     settings: dict[str, Any],
 ) -> None:
@@ -75,6 +78,7 @@ def serve(
         port,
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
+        unknown_params=unknown_params,
     )
 
 

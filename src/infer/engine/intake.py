@@ -60,8 +60,11 @@ class Intake:
         self._check_ids(sampling)
         if isinstance(sampling.grammar, Grammar):
             grammar.check(sampling.grammar)
+        request_id = request_id or secrets.token_urlsafe(16)
+        if sampling.prompt_logprobs is not None:  # what others have computed has no logits
+            cache_scope = request_id
         return Request(
-            request_id=request_id or secrets.token_urlsafe(16),
+            request_id=request_id,
             prompt_token_ids=token_ids,
             sampling=sampling,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,

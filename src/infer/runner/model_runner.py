@@ -8,13 +8,16 @@ compares with the plan before it uses it.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from infer.attention.layout import AttentionBackend
 from infer.models.model import Model
 from infer.runner.pack import Packer
 from infer.runner.restrict import Restrictions
-from infer.runner.sampler import sample
+from infer.runner.sampler import sample, score
 from infer.schedule.sequence import Plan, Sampled
+
+_SCORED_ROWS = 64
 
 
 class ModelRunner:
@@ -42,6 +45,7 @@ class ModelRunner:
         step = self._packer.pack(plan)
         self.backend.plan(step.layout)
         hidden = self.model.forward(step.tokens, step.positions, self.backend.attend)
+        self._score_prompts(plan, hidden)
         if not step.sampled:
             return []
         if len(step.sampled) < len(hidden):
@@ -53,3 +57,18 @@ class ModelRunner:
         forbidden = restricting.result()
         sampled = sample(logits, step.sampled, forbidden)
         return self._restrictions.settle(step.sampled, sampled, forbidden)
+
+    def _score_prompts(self, plan: Plan, hidden: Tensor) -> None:
+        """Log-probabilities of prompts whose requests want them; a few rows of logits at a time."""
+        begin = 0
+        for chunk in plan:
+            sequence, start = chunk.sequence, chunk.start
+            count = sequence.request.sampling.prompt_logprobs
+            if count is not None:
+                end = min(start + chunk.num_tokens, sequence.num_prompt - 1)
+                for at in range(start, end, _SCORED_ROWS):
+                    following = sequence.tokens[at + 1 : min(end, at + _SCORED_ROWS) + 1]
+                    rows = hidden[begin + at - start :][: len(following)]
+                    scores = score(self.model.logits(rows), following, count)
+                    sequence.prompt_scores.update(enumerate(scores, at + 1))
+            begin += chunk.num_tokens

@@ -104,12 +104,7 @@ def _logprobs(
     if not counts:
         return None
     members = _tensor(list(counts), rows, torch.int64)
-    ones = torch.ones(len(counts), device=rows.device)
-    weights = blocks.weights(_rows_of(rows, members), tops[members], ones)
-    # log Σ exp, as a column
-    total = blocks.running_sums(weights)[:, -1:].log() + tops[members].amax(dim=-1, keepdim=True)
-    values, ids = blocks.largest(rows, tops, members, max(1, *counts.values()))
-    best = list(zip(ids.tolist(), (values - total).tolist(), strict=True))
+    total, best = _most_probable(rows, tops, members, max(1, *counts.values()))
 
     def logprobs_of(tokens: list[int]) -> list[TokenLogprobs | None]:
         sampled = rows[members, _tensor(tokens, rows, torch.int64)[members]] - total[:, 0]
@@ -119,6 +114,30 @@ def _logprobs(
         return result
 
     return logprobs_of
+
+
+def _most_probable(
+    rows: Tensor, tops: Tensor, members: Tensor, k: int
+) -> tuple[Tensor, list[tuple[list[int], list[float]]]]:
+    """log Σ exp of some rows, as a column; ids and log-probabilities of the k most probable."""
+    ones = torch.ones(len(members), device=rows.device)
+    weights = blocks.weights(_rows_of(rows, members), tops[members], ones)
+    total = blocks.running_sums(weights)[:, -1:].log() + tops[members].amax(dim=-1, keepdim=True)
+    values, ids = blocks.largest(rows, tops, members, k)
+    return total, list(zip(ids.tolist(), (values - total).tolist(), strict=True))
+
+
+def score(logits: Tensor, tokens: Seq[int], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities of given tokens, one a row of the logits, with `count` alternatives."""
+    rows = blocks.padded(logits)
+    members = torch.arange(len(tokens), device=rows.device)
+    count = min(count, logits.shape[1])
+    total, best = _most_probable(rows, blocks.maxima(rows), members, max(1, count))
+    own = (rows[members, _tensor(tokens, rows, torch.int64)] - total[:, 0]).tolist()
+    return [
+        TokenLogprobs(logprob, tuple(zip(*top, strict=True))[:count])
+        for logprob, top in zip(own, best, strict=True)
+    ]
 
 
 # Bias and penalties.

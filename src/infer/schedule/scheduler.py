@@ -289,6 +289,7 @@ class Scheduler:
                     reason,
                     result.logprobs,
                     sequence.num_cached,
+                    prompt_logprobs=sequence.prompt_logprobs,
                 )
             )
             if reason is not None:

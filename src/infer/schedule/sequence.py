@@ -50,6 +50,8 @@ class Sequence:
     admitted_s: float | None = None
     end_token_ids: frozenset[int] = frozenset()
     """end-of-sequence and stop tokens of the request, for one quick look-up per token"""
+    prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """log-probabilities of prompt tokens by position, as far as the runner has computed them"""
     constraint: object = None
     """the runner's, of a request with a grammar; it follows from the tokens and is never asked"""
 
@@ -85,6 +87,13 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """If they are wanted and the first token has just been sampled."""
+        if self.request.sampling.prompt_logprobs is None or self.num_output != 1:
+            return None
+        return tuple(self.prompt_scores[position] for position in range(1, self.num_prompt))
 
     @property
     def num_remaining(self) -> int:

@@ -15,7 +15,7 @@ from infer.config import EngineConfig
 from infer.errors import LoadError
 from infer.server import serve
 from infer.server.failures import WRITE_STALL_S
-from infer.server.options import with_engine_options
+from infer.server.options import UnknownParams, with_engine_options
 
 
 @with_engine_options()
@@ -28,6 +28,9 @@ def command(
     write_stall_s: Annotated[
         float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
     ] = WRITE_STALL_S,
+    unknown_params: Annotated[
+        UnknownParams, typer.Option(help="Fields of a body that nobody knows.")
+    ] = UnknownParams.REFUSE,
     engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
     *,
     settings: dict[str, Any],
@@ -40,6 +43,7 @@ def command(
         port,
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
+        unknown_params=unknown_params,
         in_thread=engine_thread,
     )
 

@@ -26,8 +26,8 @@ from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import computed, read_object
-from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
-from infer.server.stream import EventStream, all_of, unless_gone
+from infer.server.failures import IGNORED, WRITE_STALL_S, Edge, HttpError, respond
+from infer.server.stream import EventStream, all_of, unless_gone, within
 from infer.server.wire import (
     Body,
     ChatBody,
@@ -58,15 +58,18 @@ GET  /health/live           200 while requests are taken, else 503 (also: /healt
 
 
 class Endpoints:
-    """What the paths lead to; holds the engine and nothing else."""
+    """What the paths lead to; holds the engine and how it is to be served."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, *, ignores_unknown: bool) -> None:
         self._engine = engine
+        self._ignores_unknown = ignores_unknown
         self._started = int(time.time())
 
-    def _checked(self, model: type[B], body: dict[str, Any]) -> B:
+    def _checked(self, http: HttpRequest, model: type[B], body: dict[str, Any]) -> B:
         """There is one model; a request may leave its name out."""
-        wire = validation.read(model, body)
+        ignored: list[str] | None = [] if self._ignores_unknown else None
+        wire = validation.read(model, body, ignored)
+        http.scope[IGNORED] = ignored
         if wire.model not in (None, self._engine.model_name):
             message = f"there is no such model here; this server has {self._engine.model_name!r}"
             raise UnprocessableError(message, param="model", code="model_not_found")
@@ -89,21 +92,29 @@ class Endpoints:
         kind: type[CompletionAnswer],
     ) -> Response:
         engine = self._engine
-        wire = self._checked(model, await read_object(http))
+        wire = self._checked(http, model, await read_object(http))
         answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
         arguments = (engine, wire, answer_id)
         requests = await computed(http, make_requests, *arguments, heavy=wire.is_heavy)
         answer = kind(engine, wire, requests, answer_id)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer
-            return EventStream(engine, requests, events)
-        outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
+            return EventStream(engine, requests, events, wire.timeout)
+        work = within(wire.timeout, all_of(map(engine.generate, requests)))
+        outputs = await unless_gone(http.receive, work)
         return JSONResponse(answer.body(outputs))
+
+    async def absent(self, http: HttpRequest) -> Response:
+        name = http.scope["path"].rpartition("/")[2]
+        message = (
+            f"this server has no {name}: it completes texts and chats; see / for what there is"
+        )
+        raise HttpError(404, message, code="not_found")
 
     # ---- asking the tokenizer
 
     async def render(self, http: HttpRequest) -> Response:
-        wire = self._checked(ChatBody, await read_object(http))
+        wire = self._checked(http, ChatBody, await read_object(http))
         prompt, ids = await computed(http, intake.rendered_chat, self._engine, wire)
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
@@ -112,7 +123,7 @@ class Endpoints:
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await read_object(http)
         model = TokenizeBody if body.get("messages") is None else TokenizeChatBody
-        wire = self._checked(model, body)
+        wire = self._checked(http, model, body)
         return JSONResponse(await computed(http, self._tokenized, wire))
 
     def _tokenized(self, wire: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
@@ -130,7 +141,7 @@ class Endpoints:
         return {"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": pieces}
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        wire = self._checked(DetokenizeBody, await read_object(http))
+        wire = self._checked(http, DetokenizeBody, await read_object(http))
         return JSONResponse({"prompt": await computed(http, self._text, wire.tokens)})
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -187,9 +198,12 @@ class Endpoints:
         return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
 
-def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Starlette:
+def create_app(
+    engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S, unknown_params: str = "refuse"
+) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
-    it at the end. No paths but the ones below, and no redirects."""
+    it at the end. No paths but the ones below, and no redirects. `unknown_params`: "refuse", or
+    "ignore" fields of a body that nobody knows and list them in `X-Ignored-Params`."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -199,12 +213,14 @@ def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Sta
         finally:
             await engine.close()
 
-    endpoints = Endpoints(engine)
+    endpoints = Endpoints(engine, ignores_unknown=unknown_params == "ignore")
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
             Route("/v1/chat/completions/render", endpoints.render, methods=["POST"]),
+            Route("/v1/embeddings", endpoints.absent, methods=["POST"]),
+            Route("/v1/responses", endpoints.absent, methods=["POST"]),
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),
             Route("/detokenize", endpoints.detokenize, methods=["POST"]),
             Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),

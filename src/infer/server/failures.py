@@ -27,11 +27,14 @@ DEAD_RETRY_AFTER_S = 5
 """Retry-After of a 503 that says nothing about when"""
 WRITE_STALL_S = 30.0
 """a reader that takes nothing for so long has lost its answer"""
+IGNORED = "infer.ignored"
+"""where in a request's scope the names of fields are that were not understood and not refused"""
 _UNEXPECTED = "the server failed to process this request"
 _ROUTER = {
     404: "there is no such route; see / for what there is",
     405: "this route is there, but not with this method; see the Allow header",
 }
+_MAX_IGNORED_SHOWN = 32
 _HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -76,6 +79,13 @@ async def respond(_: Request, error: Exception) -> Response:
     return describe(error)
 
 
+def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """A header for what was ignored; names that are no names are shown as `?`."""
+    names = [name.encode("utf-8") for name in scope.get(IGNORED) or ()][:_MAX_IGNORED_SHOWN]
+    shown = [name if _HARMLESS_ID.fullmatch(name) else b"?" for name in names]
+    return [(b"x-ignored-params", b", ".join(shown))] if shown else []
+
+
 class Edge:
     """The outermost layer: ids on every response, and an answer to what nobody expected.
 
@@ -107,6 +117,7 @@ class Edge:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode("ascii")),
                     (b"x-content-type-options", b"nosniff"),
+                    *_ignored_params(scope),
                 ]
             try:
                 async with asyncio.timeout(self._write_stall_s):

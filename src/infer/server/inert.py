@@ -32,9 +32,9 @@ REQUEST_FIELDS: Inert = {
     "verbosity": ("medium",),
     # names that other servers have added
     **dict.fromkeys(("add_special_tokens", "cache_salt", "chat_template"), ()),
-    **dict.fromkeys(("prompt_logprobs", "thinking", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("thinking", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("documents", "logits_processors"), ([],)),
-    **dict.fromkeys(("continue_final_message", "return_token_ids"), (False,)),
+    "continue_final_message": (False,),
     **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
     "chat_template_kwargs": ({},),

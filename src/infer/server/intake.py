@@ -35,7 +35,13 @@ def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) 
             f"{len(wire.prompt)} prompts x n={wire.n} is more than {MAX_CHOICES} choices", param="n"
         )
     with _retold(_grammar_name(wire)):
-        sampling = _sampling(wire, wire.max_tokens, wire.logprobs, len(wire.prompt))
+        # To look at a prompt only: a token is sampled all the same, and not shown.
+        looks = wire.max_tokens == 0 and (wire.echo or wire.prompt_logprobs is not None)
+        limit = 1 if looks else wire.max_tokens
+        sampling = _sampling(wire, limit, wire.logprobs, len(wire.prompt))
+        if wire.echo and wire.logprobs is not None:
+            count = max(wire.logprobs, wire.prompt_logprobs or 0)
+            sampling = sampling.replace(prompt_logprobs=count)
         return list(_choices(engine, wire, wire.prompt, sampling, answer_id))
 
 
@@ -121,9 +127,10 @@ def _sampling(
     wire: Generation, max_tokens: int | None, logprobs: int | None, num_prompts: int = 1
 ) -> SamplingParams:
     """The fields of `SamplingParams` have the same names on the wire, except for these three."""
-    if wire.stream_format == "events" and (logprobs is not None or wire.n * num_prompts > 1):
+    extra = logprobs is not None or wire.return_token_ids or getattr(wire, "echo", False)
+    if wire.stream_format == "events" and (extra or wire.n * num_prompts > 1):
         raise UnprocessableError(
-            "stream_format 'events' carries one choice without logprobs;"
+            "stream_format 'events' carries one choice without logprobs, echo and token ids;"
             " use stream_format 'openai' for more",
             param="stream_format",
         )

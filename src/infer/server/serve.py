@@ -87,11 +87,12 @@ class Server(uvicorn.Server):
         *,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
         write_stall_s: float = WRITE_STALL_S,
+        unknown_params: str = "refuse",
         announce: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(engine, write_stall_s=write_stall_s),
+                create_app(engine, write_stall_s=write_stall_s, unknown_params=unknown_params),
                 http=BoundedProtocol,
                 ws="none",
                 lifespan="on",
@@ -203,6 +204,7 @@ def serve_config(
     *,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     write_stall_s: float = WRITE_STALL_S,
+    unknown_params: str = "refuse",
     in_thread: bool = False,
 ) -> None:
     """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
@@ -219,6 +221,7 @@ def serve_config(
             sock=sock,
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
+            unknown_params=unknown_params,
         )
 
 
@@ -230,6 +233,7 @@ def run(
     sock: socket.socket | None = None,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     write_stall_s: float = WRITE_STALL_S,
+    unknown_params: str = "refuse",
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
     with sock or bind(host, port) as held:
@@ -238,5 +242,6 @@ def run(
             held,
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
+            unknown_params=unknown_params,
             announce=functools.partial(print, flush=True),
         ).serve_until_stopped()

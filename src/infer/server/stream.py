@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineError, InferError
 from infer.server.answer import CompletionAnswer, TypedEvents, wire_reason
-from infer.server.failures import ClientGone, describe, log
+from infer.server.failures import ClientGone, HttpError, describe, log
 from infer.types import Request, TextDelta
 
 T = TypeVar("T")
@@ -35,11 +35,18 @@ _HEADERS = [
 class EventStream(Response):
     """A `Response` only in that Starlette calls it. Choices are written as they come."""
 
-    def __init__(self, engine: AsyncLLM, requests: Sequence[Request], events: Events) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        requests: Sequence[Request],
+        events: Events,
+        timeout_s: float | None = None,
+    ) -> None:
         super().__init__()
         self._engine = engine
         self._requests = requests
         self._events = events
+        self._timeout_s = timeout_s
         self._writing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +63,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             await self._write(send, self._events.opening())
-            await all_of(self._follow(i, stream, send) for i, stream in enumerate(streams))
+            following = all_of(self._follow(i, s, send) for i, s in enumerate(streams))
+            await within(self._timeout_s, following)
             await self._write(send, self._events.closing())
         except ClientGone:
             raise
@@ -96,6 +104,16 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         raise ClientGone
     finally:
         await _end(working, watching)
+
+
+async def within(timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, or `HttpError` 504 when its time is up."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError:
+        message = f"the answer was not complete within the request's timeout of {timeout_s:g} s"
+        raise HttpError(504, message, code="timeout", param="timeout") from None
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

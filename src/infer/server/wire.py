@@ -35,6 +35,7 @@ MAX_METADATA_ENTRIES = 16
 MAX_TOOLS = 128
 """OpenAI's limit too"""
 MAX_PRIORITY = 1000
+MAX_TIMEOUT_S = 86400
 
 Prompt = str | tuple[int, ...]
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
@@ -230,6 +231,9 @@ class Generation(Body):
     stop_token_ids: TokenIds = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
     allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
     bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -258,6 +262,8 @@ class Generation(Body):
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream_format == "events" and not self.stream:
             raise RequestError("stream_format 'events' needs stream: true", param="stream_format")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
         if len(self.grammars) > 1:
             one, other, *_ = self.grammars
             raise RequestError(f"{one} and {other} are two grammars; send one", param=other)
@@ -270,6 +276,7 @@ class CompletionBody(Generation):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
     max_tokens: int = 16
     logprobs: int | None = None
+    echo: bool = False
 
 
 class Message(Wire):
