@@ -110,6 +110,11 @@ class HashRunner:
         self.max_rows = max(self.max_rows, len(plan))
         return results
 
+    def poison(self, pages: list[int]) -> None:
+        """Forget what is written in these pages."""
+        for page in pages:
+            self.cells[page] = [None] * self.page_size
+
     def _compute(self, sequence: Sequence, start: int, num_tokens: int) -> int:
         cell = self._read(sequence, start - 1) if start else _ROOT
         for position in range(start, start + num_tokens):

@@ -144,9 +144,9 @@ def test_a_fault_that_is_not_known(name: str, value: str) -> None:
 def test_faults_of_the_environment(caplog: pytest.LogCaptureFixture) -> None:
     assert Faults.from_environment({"INFER": "1"}) == Faults()
     assert not caplog.text
-    values = {"PREEMPT_EVERY": "3", "AT": "4:1:nan", "SLOW_STEP_MS": "0.5", "STRICT_LEDGER": "1"}
+    values = {"PREEMPT_EVERY": "3", "AT": "4:1:nan", "SLOW_STEP_MS": "0.5", "POISON": "1"}
     faults = Faults.from_environment({f"INFER_FAULT_{name}": v for name, v in values.items()})
-    assert faults == Faults(3, (4, 1, "nan"), 0.5, True)
+    assert faults == Faults(3, (4, 1, "nan"), 0.5, poison=True)
     assert "faults on purpose" in caplog.text
 
 
@@ -163,6 +163,82 @@ def test_one_request_is_poisonous_and_everybody_is_preempted(kind: str) -> None:
         if each.request_id not in failed:
             assert tokens_of(outputs, each.request_id) == solo(each, VOCAB_SIZE)
     assert core.stats()["num_preemptions"] > 20
+
+
+# ---- scorecard 5: what a sequence has not written it must not read
+
+
+class ReadsTooFar(HashRunner):
+    """Looks at the cell behind the last one, which somebody may have left there."""
+
+    def _compute(self, sequence: Any, start: int, num_tokens: int) -> int:
+        cell = super()._compute(sequence, start, num_tokens)
+        if (start + num_tokens) % self.page_size:
+            self._read(sequence, start + num_tokens)
+        return cell
+
+
+def test_taken_pages_are_poisoned_and_nobody_notices() -> None:
+    """20,000 pages taken, from a pool so small that each is taken again and again."""
+    faults = Faults(preempt_every=7, poison=True)
+    core = FaultyCore(make_hash_core(num_pages=60, max_waiting_requests=3000), faults)
+    taken, grow = 0, core.scheduler.allocator.grow
+
+    def counted(table: Any, num_tokens: int) -> bool:
+        nonlocal taken
+        before = len(table.pages)
+        result = grow(table, num_tokens)
+        taken += len(table.pages) - before
+        return result
+
+    core.scheduler.allocator.grow = counted  # type: ignore[method-assign]
+    requests = [request(f"{i}", i % 200, i % 7, num_tokens=20 + i % 20) for i in range(2600)]
+    for each in requests:
+        core.add(each)
+    outputs: dict[str, list[int | None]] = {each.request_id: [] for each in requests}
+    for output in core.run_until_complete():
+        outputs[output.request_id].append(output.token_id)
+    assert taken > 20_000
+    assert all(outputs[each.request_id] == solo(each, VOCAB_SIZE) for each in requests)
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_cell_too_many_is_noticed(poison: bool) -> None:
+    """By the second request, which gets the pages of the first; without the poison it is not."""
+    core = FaultyCore(
+        make_hash_core(num_pages=9, runner=ReadsTooFar, enable_prefix_caching=False),
+        Faults(poison=poison),
+    )
+    assert isinstance(core.runner.runner, HashRunner)  # type: ignore[attr-defined]
+    core.runner.runner.cells = [[0] * 4 for _ in range(9)]  # type: ignore[attr-defined]
+    core.add(request("a", 1, 2, 3, 4, 5))
+    outputs = core.run_until_complete()
+    assert (outputs[-1].error is not None) == poison
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_poison_on_the_real_model(backend: str, dtype: str) -> None:
+    sampling = [GREEDY, GREEDY.replace(temperature=0.8, top_p=0.9, seed=1, logprobs=1)] * 4
+    prompts = ["One day", "Once upon a time there was", "The fox", "A bird"] * 2
+    settings: dict[str, Any] = {"dtype": dtype, "attention_backend": backend, "page_size": 4}
+    with LLM(max_seq_len=64, **settings) as llm:
+        wanted = [output.token_ids for output in llm.generate(prompts, sampling, progress=False)]
+    with LLM(max_seq_len=64, kv_cache_memory_bytes=1 << 19, **settings) as llm:
+        core = FaultyCore(llm._core, Faults(preempt_every=5, poison=True, strict_ledger=True))
+        requests = [llm._intake.make_request(*pair) for pair in zip(prompts, sampling, strict=True)]
+        for each in requests:
+            core.add(each)
+        outputs = core.run_until_complete()
+        for each, tokens in zip(requests, wanted, strict=True):
+            assert tuple(tokens_of(outputs, each.request_id)) == tokens
+        # And that it would be noticed: the pages of a running sequence become poison.
+        victim = llm._core.scheduler.add(llm._intake.make_request("One day", GREEDY))
+        llm._core.step()
+        llm._core.runner.poison(victim.table.pages)  # type: ignore[attr-defined]
+        (*_, last) = llm._core.run_until_complete()
+        assert last.error is not None
+        assert last.error.message == NOT_FINITE
 
 
 # ---- scorecard 19: poison requests among many, through a process

@@ -197,6 +197,8 @@ def test_streams_go_on_over_many_deaths_and_newcomers_wait() -> None:
         assert llm.stats()["num_restarts"] == 3
         stats = llm.stats()
         assert (stats["num_open"], stats["num_running"]) == (0, 0)
+        assert stats["num_sampled_tokens"] >= 20 * 200  # also those of the dead
+        assert stats["num_requests_admitted"] == stats["num_requests_finished"] == 23
 
     run(body, step_s=0.004)
 

@@ -1,8 +1,8 @@
-"""A server in a process of its own, and streams that measure: what the reliability tests share.
+"""A server in a process of its own, and streams that measure: what the tests here share.
 
 `Served` starts a command that prints the server's line, finds the engine's process below it, and
 ends both. `follow` reads one streamed completion off a socket and notes every token, the longest
-silence, and how it ended. `Findings` gathers what each test saw; `report.py` prints it.
+silence, and how it ended. `Findings` gathers what each test saw, for `scorecard.py`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,69 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+WORDS = ["Once", "upon", "a", "time", "there", "was", "one", "little", "fox", "and", "an", "owl"]
 ROOT = Path(__file__).parents[2]
 ENV = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests", "tests/engine")),
 }
+
+
+OBSERVED = str(Path(__file__).with_name("observed.py"))
+
+
+def hash_server(**settings: Any) -> list[str]:
+    """Arguments of an observed server with a hash model."""
+    return [OBSERVED, "hash", json.dumps({"max_seq_len": 1024, "num_pages": 4000, **settings})]
+
+
+def model_server(*options: str) -> list[str]:
+    """Arguments of an observed server with the model that ships."""
+    return [OBSERVED, "--port", "0", "--max-seq-len", "512", *options]
+
+
+def bodies(count: int, longest: int) -> list[dict[str, Any]]:
+    """Greedy and drawn, with penalties, biases, stops, minimum lengths and log-probabilities."""
+    dice = random.Random(1)
+    result = []
+    for i in range(count):
+        body: dict[str, Any] = {
+            "prompt": " ".join(dice.choices(WORDS, k=dice.randint(2, 60))),
+            "max_tokens": dice.randint(longest // 4, longest),
+            "stream": True,
+            "seed": i,
+            "temperature": dice.choice([0, 0.8]),
+            "ignore_eos": bool(i % 2),
+        }
+        extra: list[dict[str, Any]] = [
+            {},
+            {"logprobs": 1},
+            {"top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+            {"stop": ["fox", "the end"], "min_tokens": 5},
+            {"top_k": 20, "repetition_penalty": 1.1, "logit_bias": {"40": 1.5}, "logprobs": 0},
+        ]
+        result.append({**body, **extra[i % len(extra)]})
+    return result
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 class Served:
@@ -60,9 +107,29 @@ class Served:
         finally:
             connection.close()
 
-    def num_fds(self) -> int:
-        """Open files of the API process."""
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+    async def stats(self) -> dict[str, Any]:
+        """What `observed.py` shows."""
+        result: dict[str, Any] = json.loads((await asyncio.to_thread(self.get, "/test/stats"))[1])
+        names = ("num_open", "num_requests_finished", "num_requests_cancelled")
+        ended = sum(result[name] for name in (*names, "num_requests_failed"))
+        assert result["num_requests_admitted"] == ended, f"the ledger is wrong: {result}"
+        return result
+
+    async def is_back(self, baseline: Mapping[str, Any], within_s: float) -> float:
+        """How long it takes until nothing is left of what was asked since `baseline`."""
+        started_s = time.monotonic()
+        while True:
+            now = await self.stats()
+            busy = [now[f"num_{name}"] for name in ("open", "running", "waiting", "preempted")]
+            left = {name: (baseline[name], now[name]) for name in ("fds", "tasks")}
+            if (
+                not any(busy)
+                and now["num_free_pages"] == now["num_pages"]
+                and all(is_ <= was for was, is_ in left.values())
+            ):
+                return time.monotonic() - started_s
+            assert time.monotonic() < started_s + within_s, f"left behind: {busy}, {left}"
+            await asyncio.sleep(0.05)
 
 
 def _text(path: Path) -> str:
@@ -109,11 +176,14 @@ class Heard:
     finish_reason: str | None = None
     error: dict[str, Any] | None = None
     status: int = 0
+    status_s: float = 0.0
+    """from the connection to the status line"""
     is_done: bool = False
     first_s: float = 0.0
     """from the status line to the first event: the queue, and the prompt"""
     silence_s: float = 0.0
     """the longest time between two events"""
+    gaps_s: list[float] = field(default_factory=list)
     headers: str = ""
 
     @property
@@ -125,14 +195,12 @@ class Heard:
 async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None) -> Heard:
     """POST a completion and read it to its end."""
     heard = heard or Heard()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
-    writer.write(f"{head}content-type: application/json\r\nconnection: close\r\n\r\n".encode())
-    writer.write(data)
+    started_s = time.monotonic()
+    reader, writer = await send(port, body)
     try:
         heard.headers = (await reader.readuntil(b"\r\n\r\n")).decode()
         heard.status = int(heard.headers.split()[1])
+        heard.status_s = time.monotonic() - started_s
         last_s = time.monotonic()
         async for line in reader:
             now_s = time.monotonic()
@@ -142,6 +210,7 @@ async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None)
                 continue
             if heard.first_s:
                 heard.silence_s = max(heard.silence_s, now_s - last_s)
+                heard.gaps_s.append(now_s - last_s)
             else:
                 heard.first_s = now_s - last_s
             last_s = now_s
@@ -167,8 +236,33 @@ def _note(heard: Heard, data: bytes) -> None:
         heard.logprobs += choice["logprobs"]["token_logprobs"]
 
 
+async def send(port: int, body: Mapping[str, Any], **how: Any) -> tuple[Any, asyncio.StreamWriter]:
+    """POST a completion, on a socket that is connected if it is given; the rest is the caller's."""
+    address = {} if how else {"host": "127.0.0.1", "port": port}
+    reader, writer = await asyncio.open_connection(**address, **how)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+    head += "content-type: application/json\r\nconnection: close\r\n\r\n"
+    writer.write(head.encode() + data)
+    return reader, writer
+
+
+def reset(writer: asyncio.StreamWriter) -> None:
+    """Leave at once, with RST."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+
+async def cut(port: int, body: Mapping[str, Any], after_s: float) -> None:
+    """Ask, and leave."""
+    _, writer = await send(port, body)
+    await asyncio.sleep(after_s)
+    reset(writer)
+
+
 class Findings:
-    """What the tests counted, for `report.py`: a line of JSON for each, if a file is asked for."""
+    """What the tests counted, for `scorecard.py`: a line of JSON each, if a file is asked for."""
 
     def note(self, number: int, name: str, load: str, **counted: Any) -> None:
         """One test has seen this (and passed, if nothing follows)."""

@@ -13,40 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import Findings, Heard, Served, follow, served
+from load import Findings, Heard, Served, bodies, follow, hash_server, served
 
-WORDS = ["Once", "upon", "a", "time", "there", "was", "one", "little", "fox", "and", "an", "owl"]
-HASH_SERVER = [
-    "-c",
-    "from doubles import launch_hash_llm; from infer.server import serve;"
-    "serve.run(launch_hash_llm(step_s=0.003, max_seq_len=1024, num_pages=3000),"
-    "port=0)",
-]
+HASH_SERVER = hash_server(step_s=0.003, num_pages=3000)
 MODEL_SERVER = ["-m", "infer.server", "--port", "0", "--max-seq-len", "512"]
-
-
-def bodies(count: int, longest: int) -> list[dict[str, Any]]:
-    """Greedy and drawn, with penalties, biases, stops, minimum lengths and log-probabilities."""
-    dice = random.Random(1)
-    result = []
-    for i in range(count):
-        body: dict[str, Any] = {
-            "prompt": " ".join(dice.choices(WORDS, k=dice.randint(2, 60))),
-            "max_tokens": dice.randint(longest // 4, longest),
-            "stream": True,
-            "seed": i,
-            "temperature": dice.choice([0, 0.8]),
-            "ignore_eos": bool(i % 2),
-        }
-        extra: list[dict[str, Any]] = [
-            {},
-            {"logprobs": 1},
-            {"top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.2},
-            {"stop": ["fox", "the end"], "min_tokens": 5},
-            {"top_k": 20, "repetition_penalty": 1.1, "logit_bias": {"40": 1.5}, "logprobs": 0},
-        ]
-        result.append({**body, **extra[i % len(extra)]})
-    return result
 
 
 async def kill_under_load(

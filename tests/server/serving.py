@@ -98,6 +98,7 @@ class App:
         pieces: int = 1,
     ) -> Reply:
         """One request; with `leave` the client disconnects when the event is set."""
+        path, _, query = path.partition("?")
         reply = Reply()
         size = -(-len(body) // pieces) or 1
         chunks = [body[i : i + size] for i in range(0, len(body), size)] or [b""]
@@ -126,7 +127,7 @@ class App:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "scheme": "http",
             "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],

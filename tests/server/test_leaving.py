@@ -26,7 +26,7 @@ from serving import (
 from doubles import make_hash_llm
 from infer.engine.async_llm import AsyncLLM
 from infer.server.app import create_app
-from infer.server.failures import ClientGone
+from infer.server.failures import ClientGone, DeadlineError
 from infer.server.stream import all_of, unless_gone
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
@@ -209,9 +209,11 @@ def test_unless_gone() -> None:
 def test_all_of() -> None:
     async def main() -> None:
         before = asyncio.all_tasks()
-        assert await all_of(map(_value, range(3))) == [0, 1, 2]
+        assert await all_of(map(_value, range(3)), 1) == [0, 1, 2]
         with pytest.raises(KeyError):
-            await asyncio.wait_for(all_of([_never(), _fails(), _never()]), 1)
+            await asyncio.wait_for(all_of([_never(), _fails(), _never()], 9), 1)
+        with pytest.raises(DeadlineError):
+            await all_of([_value(1), _never()], 0.01)
         assert asyncio.all_tasks() == before
 
     asyncio.run(main())

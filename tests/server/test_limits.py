@@ -20,7 +20,7 @@ import pytest
 from serving import COMPLETIONS, completion_body, is_idle, live, until
 
 from doubles import launch_hash_llm, make_hash_llm
-from infer.server import protocol
+from infer.server import body, protocol, serve
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
@@ -93,6 +93,42 @@ def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.4)
         sock.sendall(b"GET /health HT")
         check(read_all(sock), 408, "request_timeout")
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 408 ", b"HTTP/1.1 413 "])
+def test_a_body_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2 if b"408" in answer else 9)
+    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+    length = 100 if b"408" in answer else 10**9
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with live(make_hash_llm()) as url, connect(url) as sock:
+        sock.sendall(f"{head}content-length: {length}\r\n\r\n{{".encode())
+        sending = threading.Thread(target=drip, args=(sock, b"x" * 60))
+        sending.start()
+        assert sock.recv(13) == answer
+        started_s = time.monotonic()
+        with contextlib.suppress(ConnectionResetError):
+            read_all(sock)
+        assert time.monotonic() - started_s < 1
+        sending.join()
+
+
+def test_a_reader_of_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection, too: what it has not read would keep it open for as long as it likes."""
+    monkeypatch.setattr(serve, "SEND_BUFFER_BYTES", 4096)
+    engine = make_hash_llm(num_pages=4000)
+    with live(engine, write_stall_s=0.3) as url, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = url.removeprefix("http://").split(":")
+        sock.connect((host, int(port)))
+        post(sock, completion_body(**{**LONG, "logprobs": 20, "n": 4}))
+        until(lambda: is_closed(sock), 4)
+        assert is_idle(engine)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """What came before the end is still unread, so that reading would not tell."""
+    return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != 1  # ESTABLISHED
 
 
 def test_readers_of_nothing_do_not_hold_up_the_others() -> None:

@@ -142,12 +142,12 @@ def test_a_timeout(path: str) -> None:
     async def use(app: App) -> None:
         late = BODIES[path](max_tokens=400, ignore_eos=True, timeout=0.05)
         reply = await app.post(path, late)
-        assert (reply.status, reply.error()["code"]) == (504, "timeout")
+        assert (reply.status, reply.error()["code"]) == (504, "deadline_exceeded")
         await app.idle()
         stream = await app.post(path, {**late, "stream": True})
         assert stream.status == 200
         *_, last = stream.body.decode().strip().split("\n\n")
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
         await app.idle()
         assert (await app.post(path, BODIES[path](timeout=30))).status == 200
 

@@ -182,8 +182,9 @@ def test_main_serves_what_is_assembled(
     configs: list[tuple[str, EngineConfig]] = []
 
     def maker(where: str) -> Any:
-        def make(config: EngineConfig) -> Any:
+        def make(config: EngineConfig, **how: float) -> Any:
             configs.append((where, config))
+            assert how == ({} if where == "thread" else {"hang_s": 120.0})
             return make_hash_llm()
 
         return make

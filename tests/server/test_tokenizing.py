@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -394,13 +395,14 @@ def test_bodies_have_the_same_limits(path: str) -> None:
 
 def test_long_bodies_are_worked_on_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    real = body_reader.asyncio.to_thread
+    real = body_reader.ThreadPoolExecutor.submit
 
-    async def to_thread(work: Any, *arguments: Any) -> Any:
-        threads.append(work.__name__)
-        return await real(work, *arguments)
+    def submit(pool: Any, work: Any, *arguments: Any) -> Any:
+        if hasattr(work, "__name__"):  # not the engine's end
+            threads.append(work.__name__)
+        return real(pool, work, *arguments)
 
-    monkeypatch.setattr(body_reader.asyncio, "to_thread", to_thread)
+    monkeypatch.setattr(body_reader.ThreadPoolExecutor, "submit", submit)
     long, short = "x" * 40_000, "x"
 
     def bodies(text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -417,7 +419,20 @@ def test_long_bodies_are_worked_on_beside_the_event_loop(monkeypatch: pytest.Mon
         assert threads == []
         for path, body in bodies(long):
             assert len((await app.post(path, body)).body) > 40_000
-        assert threads == ["_tokenized", "_tokenized", "_text", "rendered_chat"]
+        kinds = ["_tokenized", "_tokenized", "_text", "rendered_chat"]
+        assert threads == [name for kind in kinds for name in ("_parse_object", "_checked", kind)]
+
+    with_app(make_hash_llm(), use)
+
+
+def test_more_long_bodies_than_the_pool_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_reader, "MAX_LONG_BODIES", 3)
+
+    async def use(app: App) -> None:
+        body = {"prompt": "x" * 400_000}
+        replies = await asyncio.gather(*[app.post(TOKENIZE, body) for _ in range(8)])
+        assert sorted(reply.status for reply in replies) == [200] * 3 + [503] * 5
+        assert (await app.post(TOKENIZE, body)).status == 200  # nothing is held for ever
 
     with_app(make_hash_llm(), use)
 

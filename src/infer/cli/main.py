@@ -14,7 +14,7 @@ from rich.console import Console
 
 from infer.cli.bench import app as bench_app
 from infer.config import EngineConfig
-from infer.errors import InferError, LoadError, RequestError
+from infer.errors import ConfigError, InferError, LoadError, RequestError
 from infer.server.options import UnknownParams, with_engine_options
 from infer.version import VERSION
 
@@ -55,6 +55,14 @@ def _root(
 @with_engine_options(leave_out=("model",))
 def serve(
     model: Model = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Several models behind one address: NAME=PATH-OR-HUB-ID, again and again.",
+            metavar="[NAME=]PATH",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
     drain_timeout_s: Annotated[
@@ -66,19 +74,39 @@ def serve(
     unknown_params: Annotated[
         UnknownParams, typer.Option(help="Fields of a body that nobody knows.")
     ] = UnknownParams.REFUSE,
+    request_timeout_s: Annotated[
+        float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
+    ] = 600.0,
+    hang_s: Annotated[
+        float, typer.Option(help="A step of the engine that takes longer is a hang.", min=1)
+    ] = 120.0,
+    load_on_first_use: Annotated[
+        bool, typer.Option("--load-on-first-use", help="Of several models: not at the start.")
+    ] = False,
+    idle_unload_s: Annotated[
+        float | None,
+        typer.Option(help="Of several: one that nobody uses for so long is unloaded.", min=0.1),
+    ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Serve a model with OpenAI's API."""
+    """Serve a model with OpenAI's API, or several."""
+    from infer.server.models import configs_of
     from infer.server.serve import serve_config
 
+    if model is not None and models:
+        raise ConfigError("model", "is given twice: as an argument and with --model")
     serve_config(
-        EngineConfig.from_kwargs(model=model, **settings),
+        configs_of(models or ([] if model is None else [model]), settings),
         host,
         port,
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
         unknown_params=unknown_params,
+        request_timeout_s=request_timeout_s,
+        hang_s=hang_s,
+        load_on_first_use=load_on_first_use,
+        idle_unload_s=idle_unload_s,
     )
 
 

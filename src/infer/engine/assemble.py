@@ -168,7 +168,8 @@ def _runner(
     shape = model.config
     storage = KVStorage(shape, plan.num_pages + 1, plan.page_size, dtype=dtype, device=device)
     backend = _attention(wanted, storage, shape)
-    return ModelRunner(model, backend, restrictions, page_size=plan.page_size, device=device)
+    caches = (*storage.keys, *storage.values)
+    return ModelRunner(model, backend, restrictions, caches, device)
 
 
 def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:

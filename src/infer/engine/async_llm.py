@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 from infer.engine.intake import Intake
@@ -33,6 +33,17 @@ from infer.types import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_END: Mapping[FinishReason | None, str] = {
+    None: "num_requests_cancelled",  # the caller has left
+    FinishReason.ABORT: "num_requests_cancelled",
+    FinishReason.ERROR: "num_requests_failed",
+}
+COUNTS = (
+    *("num_requests_admitted", "num_requests_refused"),
+    *("num_requests_finished", "num_requests_cancelled", "num_requests_failed"),
+)
+"""the ledger: at any moment admitted = num_open + finished + cancelled + failed"""
 
 
 class Mailbox:
@@ -69,6 +80,8 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._draining = False
+        self._num_reserved = 0
+        self._counts = dict.fromkeys(COUNTS, 0)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -149,6 +162,20 @@ class AsyncLLM:
         """The text of a conversation beside its token ids; see `Intake.render_chat`."""
         return self._intake.render_chat_text(messages, **template_arguments)
 
+    @contextmanager
+    def reserved(self, count: int) -> Iterator[None]:
+        """Hold places for `count` requests while they are being made: who is refused costs nothing.
+
+        Enter their streams right behind the block, before anything else can happen on the loop.
+        Raises what `stream` raises.
+        """
+        self._check_room(count)
+        self._num_reserved += count
+        try:
+            yield
+        finally:
+            self._num_reserved -= count
+
     @asynccontextmanager
     async def stream(
         self, request: Request, *, merge: bool = True
@@ -163,8 +190,10 @@ class AsyncLLM:
             yield _pieces(mailbox, merge)
         finally:
             del self._mailboxes[request.request_id]
-            if mailbox.processor.finish_reason is None:
+            reason = mailbox.processor.finish_reason
+            if reason is None:
                 self._worker.abort(request.request_id)
+            self._counts[_END.get(reason, "num_requests_finished")] += 1
 
     async def generate(self, request: Request) -> RequestOutput:
         """Run a request to its end; cancelling the task aborts it.
@@ -181,21 +210,30 @@ class AsyncLLM:
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of the engine, and how many requests callers hold open."""
-        return {"num_open": self.num_open, **self._worker.stats()}
+        return {"num_open": self.num_open, **self._counts, **self._worker.stats()}
+
+    def _check_room(self, count: int) -> None:
+        num_taken = len(self._mailboxes) + self._num_reserved
+        try:
+            if not self.is_alive:
+                raise EngineDeadError("the engine is not running")
+            if self._draining:
+                raise EngineDeadError("the server is shutting down")
+            if num_taken + count > self._intake.limits.max_unfinished:
+                raise OverloadedError(
+                    f"the server is busy: {num_taken} requests are running or waiting"
+                )
+        except (EngineDeadError, OverloadedError):
+            self._counts["num_requests_refused"] += count
+            raise
 
     def _enter(self, request: Request) -> Mailbox:
-        if not self.is_alive:
-            raise EngineDeadError("the engine is not running")
-        if self._draining:
-            raise EngineDeadError("the server is shutting down")
-        if len(self._mailboxes) >= self._intake.limits.max_unfinished:
-            raise OverloadedError(
-                f"the server is busy: {len(self._mailboxes)} requests are running or waiting"
-            )
+        self._check_room(1)
         if request.request_id in self._mailboxes:
             raise ValueError(f"a request with id {request.request_id!r} is already running")
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer))
         self._mailboxes[request.request_id] = mailbox
+        self._counts["num_requests_admitted"] += 1
         self._worker.add(request)
         return mailbox
 

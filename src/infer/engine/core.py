@@ -24,6 +24,13 @@ log = logging.getLogger(__name__)
 
 MAX_LOST_STEPS = 3
 """steps in a row of which nothing could be computed: it is the engine that is broken"""
+GAUGES = frozenset(
+    {
+        *("num_waiting", "num_running", "num_preempted"),
+        *("num_pages", "num_free_pages", "num_indexed_pages"),
+    }
+)
+"""of the names in `EngineCore.stats`; the others count, and never go down"""
 _FAILED = "the engine failed while computing this request"
 
 

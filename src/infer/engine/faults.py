@@ -5,6 +5,8 @@
                                 kind is raise, nan, memory (when not alone), crash or hang
 `INFER_FAULT_SLOW_STEP_MS=ms`   each step takes so much longer
 `INFER_FAULT_STRICT_LEDGER=1`   the scheduler's invariants are checked after each step
+`INFER_FAULT_POISON=1`          a page that a sequence takes is full of NaN until it is written;
+                                (there are no other rows that outlive a sequence)
 
 Read once, when `engine.child` starts; if any is set, the log says so first. Without them nothing
 here touches the engine.
@@ -19,7 +21,9 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
+from typing import Any
 
+from infer.cache.allocator import PageAllocator, PageTable
 from infer.engine.core import EngineCore, Runner
 from infer.errors import ConfigError
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
@@ -39,6 +43,7 @@ class Faults:
     at: tuple[int, int, str] | None = None
     slow_step_ms: float = 0.0
     strict_ledger: bool = False
+    poison: bool = False
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Faults:
@@ -71,7 +76,7 @@ class _FaultyRunner:
     """Poison sticks to a request: a step that is executed in halves finds it in one of them."""
 
     def __init__(self, runner: Runner, at: tuple[int, int, str] | None) -> None:
-        self._runner = runner
+        self.runner = runner
         self._at = at
         self._num_steps = 0
         self._poisonous: str | None = None
@@ -79,14 +84,14 @@ class _FaultyRunner:
     def execute(self, plan: Plan) -> Seq[Sampled]:
         self._num_steps += 1
         if self._at is None:
-            return self._runner.execute(plan)
+            return self.runner.execute(plan)
         step, row, kind = self._at
         if self._num_steps >= step and self._poisonous is None and row < len(plan):
             self._poisonous = plan[row].sequence.request_id
         ids = [chunk.sequence.request_id for chunk in plan]
         if self._poisonous in ids:
             _fail(kind, len(plan))
-        results = self._runner.execute(plan)
+        results = self.runner.execute(plan)
         if kind != "nan":
             return results
         sampling = [chunk.sequence.request_id for chunk in plan if chunk.samples]
@@ -107,6 +112,19 @@ def _fail(kind: str, num_rows: int) -> None:
         time.sleep(1e6)
 
 
+def _poison_what_is_taken(allocator: PageAllocator, runner: Any) -> None:
+    take = allocator.grow
+
+    def grow(table: PageTable, num_tokens: int) -> bool:
+        num_before = len(table.pages)
+        taken = take(table, num_tokens)
+        if len(table.pages) > num_before:
+            runner.poison(table.pages[num_before:])
+        return taken
+
+    allocator.grow = grow  # type: ignore[method-assign]
+
+
 class FaultyCore(EngineCore):
     """An engine core to which `faults` happen."""
 
@@ -114,6 +132,8 @@ class FaultyCore(EngineCore):
         super().__init__(core.scheduler, _FaultyRunner(core.runner, faults.at))
         self._faults = faults
         self._num_steps = 0
+        if faults.poison:
+            _poison_what_is_taken(self.scheduler.allocator, core.runner)
 
     def step(self, *, flush: bool = False) -> list[StepOutput]:
         """Like the core's, with everything that can go wrong between two steps."""

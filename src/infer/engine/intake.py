@@ -19,6 +19,8 @@ from infer.text import grammar
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, SamplingParams
 
+_MAX_SHRINKING = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -106,6 +108,7 @@ class Intake:
                 raise RequestError(
                     "the prompt contains a lone surrogate, which is not text", param="prompt"
                 ) from None
+            self._check_chars(len(prompt))
             return tuple(self.tokenizer.encode(prompt))
         if not isinstance(prompt, (list, tuple, range)):
             raise RequestError(
@@ -126,6 +129,18 @@ class Intake:
         if not prompt:
             raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
         return tuple(prompt)
+
+    def _check_chars(self, num_chars: int) -> None:
+        """A text that cannot fit even if it were all longest tokens (and its normal form as much
+        shorter as it gets) is not tokenised at all: that takes memory, a hundred times its size."""
+        limit = self.limits.max_seq_len
+        if num_chars > limit * self.tokenizer.max_token_chars * _MAX_SHRINKING:
+            raise UnprocessableError(
+                f"the prompt has {num_chars} characters; this model serves at most {limit} tokens"
+                " of prompt and output together",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def _check_ids(self, sampling: SamplingParams) -> None:
         for name, ids in (

@@ -22,10 +22,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from infer.engine.child import DUMP_SIGNAL, HEARTBEAT_S
+from infer.engine.core import GAUGES
 from infer.engine.intake import Limits
 from infer.engine.ledger import Ledger
 from infer.engine.messages import (
@@ -166,6 +168,8 @@ class EngineProcess:
         self._num_failures = 0
         self._num_restarts = 0
         self._stats: dict[str, int | float] = {}
+        self._counted: Counter[str] = Counter()
+        """what the processes before this one have counted"""
         self._stopping = threading.Event()
         self._deliver: Callable[[list[StepOutput]], None] = lambda outputs: None
         self._died: Callable[[], None] = lambda: None
@@ -246,8 +250,9 @@ class EngineProcess:
             ready.reap()
 
     def stats(self) -> dict[str, int | float]:
-        """Of the process that works; `num_restarts`: how many have died."""
-        return {**self._stats, "num_restarts": self._num_restarts}
+        """Gauges of the process that works, counts of all; `num_restarts`: how many have died."""
+        stats = {name: value + self._counted[name] for name, value in self._stats.items()}
+        return {**stats, "num_restarts": self._num_restarts}
 
     def _run(self) -> None:
         try:
@@ -277,6 +282,9 @@ class EngineProcess:
                     self._deliver(outputs)
         with self._lock:
             self._ready = None
+        ended = {name: value for name, value in self._stats.items() if name not in GAUGES}
+        self._counted.update(ended)
+        self._stats = dict.fromkeys((*self._stats, *ended), 0)
         code = life.reap()
         if self._stopping.is_set():
             return

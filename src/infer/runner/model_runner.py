@@ -7,6 +7,8 @@ compares with the plan before it uses it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,15 +30,16 @@ class ModelRunner:
         model: Model,
         backend: AttentionBackend,
         restrictions: Restrictions,
-        *,
-        page_size: int,
+        caches: Sequence[Tensor],
         device: torch.device,
     ) -> None:
+        """`caches`: the backend's keys and values, each [pages, page_size, G, D]."""
         self.model = model
         self.backend = backend
         self.device = device
         self._restrictions = restrictions
-        self._packer = Packer(page_size, device)
+        self._caches = caches
+        self._packer = Packer(caches[0].shape[1], device)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[Sampled]:
@@ -72,3 +75,8 @@ class ModelRunner:
                     scores = score(self.model.logits(rows), following, count)
                     sequence.prompt_scores.update(enumerate(scores, at + 1))
             begin += chunk.num_tokens
+
+    def poison(self, pages: list[int]) -> None:
+        """Fill pages with NaN; for tests, which then see whether anybody reads what is not his."""
+        for cache in self._caches:
+            cache[pages] = float("nan")

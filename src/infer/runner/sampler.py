@@ -60,6 +60,8 @@ def sample(
 
     A row in which there is NaN or infinity, or no token that is allowed, gets an error, and no
     other row notices."""
+    if not sequences:
+        return []  # no row was good
     rows = blocks.padded(logits)
     tops = blocks.maxima(rows)
     finite = tops.amax(dim=-1).isfinite()  # of a row with a NaN that is the maximum

@@ -11,15 +11,24 @@ from typing import Annotated, Any
 
 import typer
 
-from infer.config import EngineConfig
+from infer.engine.process import HANG_S
 from infer.errors import LoadError
 from infer.server import serve
-from infer.server.failures import WRITE_STALL_S
+from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
+from infer.server.models import configs_of
 from infer.server.options import UnknownParams, with_engine_options
 
 
-@with_engine_options()
+@with_engine_options(leave_out=("model",))
 def command(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Folder, GGUF file or hub id; several: NAME=PATH, again and again.",
+            metavar="[NAME=]PATH",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = serve.DEFAULT_HOST,
     port: Annotated[int, typer.Option(help="0 = any free one.")] = serve.DEFAULT_PORT,
     drain_timeout_s: Annotated[
@@ -31,20 +40,36 @@ def command(
     unknown_params: Annotated[
         UnknownParams, typer.Option(help="Fields of a body that nobody knows.")
     ] = UnknownParams.REFUSE,
+    request_timeout_s: Annotated[
+        float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
+    ] = REQUEST_TIMEOUT_S,
+    hang_s: Annotated[
+        float, typer.Option(help="A step of the engine that takes longer is a hang.", min=1)
+    ] = HANG_S,
+    load_on_first_use: Annotated[
+        bool, typer.Option("--load-on-first-use", help="Of several models: not at the start.")
+    ] = False,
+    idle_unload_s: Annotated[
+        float | None,
+        typer.Option(help="Of several: one that nobody uses for so long is unloaded.", min=0.1),
+    ] = None,
     engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API."""
-    config = EngineConfig.from_kwargs(**settings)
     serve.serve_config(
-        config,
+        configs_of(model or [], settings),
         host,
         port,
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
         unknown_params=unknown_params,
+        request_timeout_s=request_timeout_s,
         in_thread=engine_thread,
+        hang_s=hang_s,
+        load_on_first_use=load_on_first_use,
+        idle_unload_s=idle_unload_s,
     )
 
 

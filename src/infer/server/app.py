@@ -25,9 +25,16 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
-from infer.server.body import computed, read_object
-from infer.server.failures import IGNORED, WRITE_STALL_S, Edge, HttpError, respond
-from infer.server.stream import EventStream, all_of, unless_gone, within
+from infer.server.body import TextPool
+from infer.server.failures import (
+    IGNORED,
+    REQUEST_TIMEOUT_S,
+    WRITE_STALL_S,
+    Edge,
+    HttpError,
+    respond,
+)
+from infer.server.stream import EventStream, all_of, unless_gone
 from infer.server.wire import (
     Body,
     ChatBody,
@@ -58,18 +65,25 @@ GET  /health/live           200 while requests are taken, else 503 (also: /healt
 
 
 class Endpoints:
-    """What the paths lead to; holds the engine and how it is to be served."""
+    """What the paths lead to."""
 
-    def __init__(self, engine: AsyncLLM, *, ignores_unknown: bool) -> None:
+    def __init__(
+        self, engine: AsyncLLM, pool: TextPool, timeout_s: float, *, ignores_unknown: bool
+    ) -> None:
         self._engine = engine
+        self._pool = pool
+        self._timeout_s = timeout_s
         self._ignores_unknown = ignores_unknown
         self._started = int(time.time())
 
+    async def _read(self, http: HttpRequest, model: type[B]) -> B:
+        body = await self._pool.read_object(http)
+        return await self._pool.computed(http, self._checked, http, model, body)
+
     def _checked(self, http: HttpRequest, model: type[B], body: dict[str, Any]) -> B:
         """There is one model; a request may leave its name out."""
-        ignored: list[str] | None = [] if self._ignores_unknown else None
+        ignored = http.scope[IGNORED] if self._ignores_unknown else None
         wire = validation.read(model, body, ignored)
-        http.scope[IGNORED] = ignored
         if wire.model not in (None, self._engine.model_name):
             message = f"there is no such model here; this server has {self._engine.model_name!r}"
             raise UnprocessableError(message, param="model", code="model_not_found")
@@ -92,16 +106,18 @@ class Endpoints:
         kind: type[CompletionAnswer],
     ) -> Response:
         engine = self._engine
-        wire = self._checked(http, model, await read_object(http))
+        wire = await self._read(http, model)
         answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
-        arguments = (engine, wire, answer_id)
-        requests = await computed(http, make_requests, *arguments, heavy=wire.is_heavy)
+        computed, heavy = self._pool.computed, wire.is_heavy
+        with engine.reserved(wire.num_choices):
+            requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
         answer = kind(engine, wire, requests, answer_id)
+        timeout_s = min(self._timeout_s, wire.timeout or self._timeout_s)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer
-            return EventStream(engine, requests, events, wire.timeout)
-        work = within(wire.timeout, all_of(map(engine.generate, requests)))
-        outputs = await unless_gone(http.receive, work)
+            return EventStream(engine, requests, events, timeout_s)
+        generating = all_of(map(engine.generate, requests), timeout_s)
+        outputs = await unless_gone(http.receive, generating)
         return JSONResponse(answer.body(outputs))
 
     async def absent(self, http: HttpRequest) -> Response:
@@ -114,17 +130,17 @@ class Endpoints:
     # ---- asking the tokenizer
 
     async def render(self, http: HttpRequest) -> Response:
-        wire = self._checked(http, ChatBody, await read_object(http))
-        prompt, ids = await computed(http, intake.rendered_chat, self._engine, wire)
+        wire = await self._read(http, ChatBody)
+        prompt, ids = await self._pool.computed(http, intake.rendered_chat, self._engine, wire)
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
         return JSONResponse(fields)
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body = await read_object(http)
+        body = await self._pool.read_object(http)
         model = TokenizeBody if body.get("messages") is None else TokenizeChatBody
-        wire = self._checked(http, model, body)
-        return JSONResponse(await computed(http, self._tokenized, wire))
+        wire = await self._pool.computed(http, self._checked, http, model, body)
+        return JSONResponse(await self._pool.computed(http, self._tokenized, wire))
 
     def _tokenized(self, wire: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
         engine = self._engine
@@ -141,8 +157,8 @@ class Endpoints:
         return {"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": pieces}
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        wire = self._checked(http, DetokenizeBody, await read_object(http))
-        return JSONResponse({"prompt": await computed(http, self._text, wire.tokens)})
+        wire = await self._read(http, DetokenizeBody)
+        return JSONResponse({"prompt": await self._pool.computed(http, self._text, wire.tokens)})
 
     def _text(self, ids: Sequence[int]) -> str:
         size = self._engine.vocab_size
@@ -199,11 +215,17 @@ class Endpoints:
 
 
 def create_app(
-    engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S, unknown_params: str = "refuse"
+    engine: AsyncLLM,
+    *,
+    write_stall_s: float = WRITE_STALL_S,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+    unknown_params: str = "refuse",
+    is_inner: bool = False,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. No paths but the ones below, and no redirects. `unknown_params`: "refuse", or
-    "ignore" fields of a body that nobody knows and list them in `X-Ignored-Params`."""
+    "ignore" fields of a body that nobody knows and list them in `X-Ignored-Params`. `is_inner`:
+    another app is around this one: it has the outermost layer, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -212,8 +234,11 @@ def create_app(
             yield
         finally:
             await engine.close()
+            pool.close()
 
-    endpoints = Endpoints(engine, ignores_unknown=unknown_params == "ignore")
+    pool = TextPool()
+    ignores = unknown_params == "ignore"
+    endpoints = Endpoints(engine, pool, request_timeout_s, ignores_unknown=ignores)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -232,7 +257,7 @@ def create_app(
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond},
-        middleware=[Middleware(Edge, write_stall_s=write_stall_s)],
+        middleware=[] if is_inner else [Middleware(Edge, write_stall_s=write_stall_s)],
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

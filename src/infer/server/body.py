@@ -13,21 +13,26 @@ import json
 import math
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
-from infer.errors import RequestError
+from infer.errors import OverloadedError, RequestError
 from infer.server.failures import ClientGone, HttpError
 
 T = TypeVar("T")
 
+PARSED = "infer.body"
+"""in a scope: the object, where somebody has read it before"""
 MAX_BODY_BYTES = 2 * 1024 * 1024
 BODY_TIMEOUT_S = 30.0
 """a body that is not there by then is answered with 408"""
 LONG_BODY_BYTES = 32 * 1024
-"""from here on the prompt is turned into tokens off the event loop, not to delay other streams"""
+"""from here on it is parsed, checked and tokenised off the event loop, not to delay the streams"""
+MAX_LONG_BODIES = 64
+"""of them that are worked on, or wait for it; further ones are refused (503)"""
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 50_000
 """objects and arrays in one body: bounds the time the parser may keep the event loop"""
@@ -42,31 +47,57 @@ _NOT_BRACKET = re.compile(r"[^\[\]{}]++")
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-async def read_object(request: Request) -> dict[str, Any]:
-    """The JSON object that the body is."""
-    _check_media_type(request.headers)
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await _read(request)
-    except TimeoutError:
-        message = f"the body was not complete after {BODY_TIMEOUT_S:g} s"
-        raise HttpError(408, message, code="request_timeout") from None
-    except ClientDisconnect:
-        raise ClientGone from None
+class TextPool:
+    """Two threads for what is done with long bodies, and a queue for them that has an end."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(2, "infer-text")
+        self._num_open = 0
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """The JSON object that the body is."""
+        if PARSED in request.scope:
+            parsed: dict[str, Any] = request.scope[PARSED]
+            return parsed
+        _check_media_type(request.headers)
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                body = await _read(request)
+        except TimeoutError:
+            message = f"the body was not complete after {BODY_TIMEOUT_S:g} s"
+            raise HttpError(408, message, code="request_timeout") from None
+        except ClientDisconnect:
+            raise ClientGone from None
+        return await self.computed(request, _parse_object, body)
+
+    async def computed(
+        self, request: Request, work: Callable[..., T], *arguments: Any, heavy: bool = False
+    ) -> T:
+        """`work(*arguments)`; in a thread if it is heavy, or the body so long, that others would
+        notice."""
+        declared = request.headers.get("content-length", "")
+        if not heavy and declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
+            return work(*arguments)
+        if self._num_open >= MAX_LONG_BODIES:
+            raise OverloadedError("too many long bodies are being read")
+        self._num_open += 1
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        running.add_done_callback(self._count_down)  # also when nobody waits for it any more
+        return await running
+
+    def _count_down(self, _: asyncio.Future[Any]) -> None:
+        self._num_open -= 1
+
+    def close(self) -> None:
+        """Waits for nothing."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _parse_object(body: bytes) -> dict[str, Any]:
     value = parse_json(body)
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_type")
     return value
-
-
-async def computed(
-    request: Request, work: Callable[..., T], *arguments: Any, heavy: bool = False
-) -> T:
-    """`work(*arguments)`; in a thread if it is heavy, or the body so long, that others notice."""
-    declared = request.headers.get("content-length", "")
-    if not heavy and declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
-        return work(*arguments)
-    return await asyncio.to_thread(work, *arguments)
 
 
 def _check_media_type(headers: Headers) -> None:

@@ -29,6 +29,9 @@ WRITE_STALL_S = 30.0
 """a reader that takes nothing for so long has lost its answer"""
 IGNORED = "infer.ignored"
 """where in a request's scope the names of fields are that were not understood and not refused"""
+REQUEST_TIMEOUT_S = 600.0
+"""from a request's body to the end of its answer"""
+_ENGINE_CODES = {503: "engine_unavailable", 504: "deadline_exceeded"}
 _UNEXPECTED = "the server failed to process this request"
 _ROUTER = {
     404: "there is no such route; see / for what there is",
@@ -40,6 +43,13 @@ _HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 class ClientGone(Exception):
     """The client has left (or reads nothing any more): there is nobody to answer."""
+
+
+class DeadlineError(EngineError):
+    """An answer was not complete in time; what there was of it has been given up."""
+
+    status = 504
+    type = "timeout_error"
 
 
 class HttpError(RequestError):
@@ -61,7 +71,9 @@ def describe(error: BaseException) -> Response:
         if isinstance(error, RequestError):
             param, code = error.param, error.code
         else:
-            code = "engine_unavailable" if status == 503 else "engine_error"
+            code = _ENGINE_CODES.get(status, "engine_error")
+        if status == 408:  # nothing that comes now could be told from the rest of it
+            headers = {"connection": "close"}
         if status == 503:
             headers = {"retry-after": str(getattr(error, "retry_after_s", DEAD_RETRY_AFTER_S))}
     elif isinstance(error, HTTPException):  # from the router: no such route, not with this method
@@ -81,7 +93,7 @@ async def respond(_: Request, error: Exception) -> Response:
 
 def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
     """A header for what was ignored; names that are no names are shown as `?`."""
-    names = [name.encode("utf-8") for name in scope.get(IGNORED) or ()][:_MAX_IGNORED_SHOWN]
+    names = [name.encode("utf-8") for name in scope[IGNORED][:_MAX_IGNORED_SHOWN]]
     shown = [name if _HARMLESS_ID.fullmatch(name) else b"?" for name in names]
     return [(b"x-ignored-params", b", ".join(shown))] if shown else []
 
@@ -103,6 +115,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[IGNORED] = []
         request_id = secrets.token_hex(16)
         offered = [value for name, value in scope["headers"] if name == b"x-request-id"]
         if len(offered) == 1 and _HARMLESS_ID.fullmatch(offered[0]):

@@ -17,7 +17,6 @@ from typing import Any
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import RequestError, UnprocessableError
 from infer.server.wire import (
-    MAX_CHOICES,
     ChatBody,
     CompletionBody,
     Conversation,
@@ -30,10 +29,6 @@ from infer.types import Request, SamplingParams
 
 
 def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) -> list[Request]:
-    if len(wire.prompt) * wire.n > MAX_CHOICES:
-        raise UnprocessableError(
-            f"{len(wire.prompt)} prompts x n={wire.n} is more than {MAX_CHOICES} choices", param="n"
-        )
     with _retold(_grammar_name(wire)):
         # To look at a prompt only: a token is sampled all the same, and not shown.
         looks = wire.max_tokens == 0 and (wire.echo or wire.prompt_logprobs is not None)

@@ -15,18 +15,21 @@ import functools
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 
 import uvicorn
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
+from infer.engine.process import HANG_S
 from infer.errors import ConfigError
 from infer.server.app import create_app
-from infer.server.failures import WRITE_STALL_S
+from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
+from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
 
 DEFAULT_HOST = "127.0.0.1"
@@ -34,6 +37,9 @@ DEFAULT_PORT = 8000
 MAX_HEADER_BYTES = 16 * 1024
 DRAIN_TIMEOUT_S = 30
 KEEP_ALIVE_S = 75
+SEND_BUFFER_BYTES = 128 * 1024
+"""in the kernel, a connection (which takes twice of it): by default it may be megabytes, and who
+reads nothing is noticed only when they are full"""
 _LAST_WORDS_S = 5
 """from the engine's end to uvicorn's: time for the streams to send their error"""
 
@@ -51,6 +57,7 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
     sock = socket.socket(family, kind)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a reader has not taken by then is dropped
             stall_ms = int(WRITE_STALL_S * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
@@ -82,18 +89,28 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        engine: AsyncLLM,
+        engine: AsyncLLM | Models,
         sock: socket.socket,
         *,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
         write_stall_s: float = WRITE_STALL_S,
         unknown_params: str = "refuse",
+        request_timeout_s: float = REQUEST_TIMEOUT_S,
         announce: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(engine, write_stall_s=write_stall_s, unknown_params=unknown_params),
-                http=BoundedProtocol,
+                engine.make_app(write_stall_s=write_stall_s)
+                if isinstance(engine, Models)
+                else create_app(
+                    engine,
+                    write_stall_s=write_stall_s,
+                    request_timeout_s=request_timeout_s,
+                    unknown_params=unknown_params,
+                ),
+                http=functools.partial(  # type: ignore[arg-type]
+                    BoundedProtocol, write_stall_s=write_stall_s
+                ),
                 ws="none",
                 lifespan="on",
                 log_level="warning",
@@ -198,35 +215,61 @@ def _log_on_stderr() -> Iterator[None]:
 
 
 def serve_config(
-    config: EngineConfig,
+    config: EngineConfig | Mapping[str, EngineConfig],
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     *,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     write_stall_s: float = WRITE_STALL_S,
     unknown_params: str = "refuse",
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
     in_thread: bool = False,
+    hang_s: float = HANG_S,
+    load_on_first_use: bool = False,
+    idle_unload_s: float | None = None,
 ) -> None:
     """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
 
-    `in_thread`: the engine is no process of its own. For comparisons: nothing survives its death.
+    `config` by name: an engine for each, see `Models`. `in_thread`: the engine is no process of its
+    own. For comparisons: nothing survives its death.
     """
+    if isinstance(config, EngineConfig) and (load_on_first_use or idle_unload_s is not None):
+        field = "load_on_first_use" if load_on_first_use else "idle_unload_s"
+        raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     with _log_on_stderr(), bind(host, port) as sock:
+        launch: Callable[[EngineConfig], AsyncLLM]
         if in_thread:
             from infer.engine.assemble import build_async_llm as launch  # brings in torch
         else:
-            from infer.engine.launch import launch
+            from infer.engine.launch import launch as launch_process
+
+            launch = functools.partial(launch_process, hang_s=hang_s)
+        engine: AsyncLLM | Models
+        if isinstance(config, EngineConfig):
+            engine = launch(config)
+        else:
+            launches = {name: functools.partial(launch, each) for name, each in config.items()}
+            make_app = functools.partial(
+                create_app,
+                is_inner=True,
+                request_timeout_s=request_timeout_s,
+                unknown_params=unknown_params,
+            )
+            engine = Models(launches, make_app, idle_unload_s=idle_unload_s)
+            if not load_on_first_use:
+                engine.load_all()
         run(
-            launch(config),
+            engine,
             sock=sock,
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
             unknown_params=unknown_params,
+            request_timeout_s=request_timeout_s,
         )
 
 
 def run(
-    engine: AsyncLLM,
+    engine: AsyncLLM | Models,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     *,
@@ -234,8 +277,10 @@ def run(
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     write_stall_s: float = WRITE_STALL_S,
     unknown_params: str = "refuse",
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
+    sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
     with sock or bind(host, port) as held:
         Server(
             engine,
@@ -243,5 +288,6 @@ def run(
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
             unknown_params=unknown_params,
+            request_timeout_s=request_timeout_s,
             announce=functools.partial(print, flush=True),
         ).serve_until_stopped()

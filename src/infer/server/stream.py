@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineError, InferError
 from infer.server.answer import CompletionAnswer, TypedEvents, wire_reason
-from infer.server.failures import ClientGone, HttpError, describe, log
+from infer.server.failures import ClientGone, DeadlineError, describe, log
 from infer.types import Request, TextDelta
 
 T = TypeVar("T")
@@ -36,13 +36,10 @@ class EventStream(Response):
     """A `Response` only in that Starlette calls it. Choices are written as they come."""
 
     def __init__(
-        self,
-        engine: AsyncLLM,
-        requests: Sequence[Request],
-        events: Events,
-        timeout_s: float | None = None,
+        self, engine: AsyncLLM, requests: Sequence[Request], events: Events, timeout_s: float
     ) -> None:
         super().__init__()
+        self._timeout_s = timeout_s
         self._engine = engine
         self._requests = requests
         self._events = events
@@ -63,8 +60,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             await self._write(send, self._events.opening())
-            following = all_of(self._follow(i, s, send) for i, s in enumerate(streams))
-            await within(self._timeout_s, following)
+            follows = (self._follow(i, stream, send) for i, stream in enumerate(streams))
+            await all_of(follows, self._timeout_s)
             await self._write(send, self._events.closing())
         except ClientGone:
             raise
@@ -106,21 +103,15 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await _end(working, watching)
 
 
-async def within(timeout_s: float | None, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, or `HttpError` 504 when its time is up."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await work
-    except TimeoutError:
-        message = f"the answer was not complete within the request's timeout of {timeout_s:g} s"
-        raise HttpError(504, message, code="timeout", param="timeout") from None
-
-
-async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order; the first error cancels the others and is raised itself."""
+async def all_of(works: Iterable[Coroutine[Any, Any, T]], timeout_s: float) -> list[T]:
+    """The results of all, in order; the first error cancels the others and is raised itself, and
+    so is a `DeadlineError` when they take too long."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        return await asyncio.gather(*tasks)
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.gather(*tasks)
+    except TimeoutError:
+        raise DeadlineError(f"the answer was not complete after {timeout_s:g} s") from None
     finally:
         await _end(*tasks)
 

@@ -256,6 +256,11 @@ class Generation(Body):
         given = {name: getattr(self, name) for name in structured.FIELDS}
         return {name: grammar for name, grammar in given.items() if grammar is not None}
 
+    @property
+    def num_choices(self) -> int:
+        """Of the whole answer; so many places it needs."""
+        return self.n
+
     @model_validator(mode="after")
     def _streaming(self) -> Generation:
         if self.stream_options is not None and not self.stream:
@@ -277,6 +282,19 @@ class CompletionBody(Generation):
     max_tokens: int = 16
     logprobs: int | None = None
     echo: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt) * self.n
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> CompletionBody:
+        if self.num_choices > MAX_CHOICES:
+            raise UnprocessableError(
+                f"{len(self.prompt)} prompts x n={self.n} is more than {MAX_CHOICES} choices",
+                param="n",
+            )
+        return self
 
 
 class Message(Wire):

@@ -36,6 +36,9 @@ _NO_TEMPLATE = (
 )
 
 
+LONG_CHARS = 8192
+
+
 class Tokenizer:
     """See the module. Made by `from_folder`.
 
@@ -49,6 +52,7 @@ class Tokenizer:
         self._parser = _library_tokenizer(files)
         vocab = self._parser.get_vocab()
         added = self._parser.get_added_tokens_decoder()
+        self.max_token_chars = max(map(len, vocab), default=1)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
         self.named_tokens: Mapping[str, str] = (named := dict(files.named_tokens))
@@ -164,7 +168,11 @@ def _encode(
             f" U+{ord(text[error.start]):04X}",
             param=param,
         ) from None
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    if len(text) <= LONG_CHARS:
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+    # Other threads of this program can run meanwhile, and no offsets are made.
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    return encoding.ids
 
 
 def _library_tokenizer(files: TextFiles) -> tokenizers.Tokenizer:

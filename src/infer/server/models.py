@@ -1,0 +1,281 @@
+"""`Models`: several models behind one address, each with an engine and an app of its own.
+
+A request's `model` says whose app answers it (a GET says it in the query; the first one is the
+default). Engines are loaded one at a time, at the start or when the first request comes, and
+unloaded when nobody has used them for a while. One that cannot be loaded, or crashes, is a 503 for
+those who ask for it and nothing to the others. To `serve.Server` this is what an engine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infer.config import EngineConfig
+from infer.engine.async_llm import AsyncLLM
+from infer.errors import ConfigError, EngineDeadError, InferError, LoadError, UnprocessableError
+from infer.server.body import PARSED, TextPool
+from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
+
+log = logging.getLogger("infer.server")
+
+RETRY_LOAD_S = 15.0
+"""a model that could not be loaded is not tried again for so long"""
+_NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}=.+")
+
+
+def configs_of(
+    models: Sequence[str], settings: Mapping[str, Any]
+) -> EngineConfig | dict[str, EngineConfig]:
+    """What `--model` means: one model; or, from `NAME=PATH-OR-HUB-ID` …, one for each name."""
+    if not models or (len(models) == 1 and not _NAMED.match(models[0])):
+        return EngineConfig.from_kwargs(model=next(iter(models), None), **settings)
+    configs: dict[str, EngineConfig] = {}
+    for text in models:
+        name, _, model = text.partition("=")
+        if not _NAMED.fullmatch(text):
+            raise ConfigError("model", f"with several, each is NAME=PATH-OR-HUB-ID; not {text!r}")
+        if name in configs:
+            raise ConfigError("model", f"the name {name!r} is given twice")
+        if "served_model_name" in settings:
+            raise ConfigError("served_model_name", "each --model NAME=… has its name already")
+        configs[name] = EngineConfig.from_kwargs(**settings, model=model, served_model_name=name)
+    return configs
+
+
+@dataclass(eq=False)
+class _Model:
+    """A name, and the engine behind it if one is loaded."""
+
+    name: str
+    launch: Callable[[], AsyncLLM]
+    engine: AsyncLLM | None = None
+    app: ASGIApp | None = None
+    used_s: float = 0.0
+    refused_until_s: float = 0.0
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """held to load and to unload"""
+
+    @property
+    def status(self) -> str:
+        if self.engine is not None:
+            return "loaded" if self.engine.is_ready else "restarting"
+        if self.changing.locked():
+            return "loading"
+        return "failed" if time.monotonic() < self.refused_until_s else "unloaded"
+
+
+class Models:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        launches: Mapping[str, Callable[[], AsyncLLM]],
+        make_app: Callable[[AsyncLLM], ASGIApp],
+        *,
+        idle_unload_s: float | None = None,
+    ) -> None:
+        """`launches`: how each is loaded, in a thread (which lives on: an engine dies with the
+        thread that started it). `make_app`: the app over one engine, without `Edge`."""
+        self._models = {name: _Model(name, launch) for name, launch in launches.items()}
+        self._make_app = make_app
+        self._idle_unload_s = idle_unload_s
+        self._loader = ThreadPoolExecutor(1, "infer-load")
+        self._pool = TextPool()
+        self._created = int(time.time())
+        self._draining = False
+
+    # ---- what `serve.Server` asks of an engine
+
+    @property
+    def model_name(self) -> str:
+        """The names of all."""
+        return ", ".join(self._models)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that run in any of them."""
+        return sum(engine.num_open for engine in self._engines())
+
+    def drain(self) -> None:
+        """From now on finish what there is and refuse what comes."""
+        self._draining = True
+        for engine in self._engines():
+            engine.drain()
+
+    async def close(self) -> None:
+        """End what runs with an error, then stop the engines."""
+        self._draining = True
+        await asyncio.gather(*[engine.close() for engine in self._engines()])
+
+    def _engines(self) -> list[AsyncLLM]:
+        return [model.engine for model in self._models.values() if model.engine is not None]
+
+    # ---- loading and unloading
+
+    def load_all(self) -> None:
+        """Before the server starts. Raises `LoadError` if not even one can be loaded."""
+        errors = []
+        for model in self._models.values():
+            try:
+                model.engine = self._loader.submit(model.launch).result()
+            except LoadError as error:
+                errors.append(error)
+                self._note_failure(model, error)
+        if len(errors) == len(self._models):
+            raise errors[0]
+
+    def _note_failure(self, model: _Model, error: LoadError) -> None:
+        log.error("the model %r cannot be loaded: %s", model.name, error)
+        model.refused_until_s = time.monotonic() + RETRY_LOAD_S
+
+    async def _app_of(self, model: _Model) -> ASGIApp:
+        model.used_s = time.monotonic()
+        if model.app is not None:
+            return model.app
+        async with model.changing:
+            if model.app is None:
+                await self._load(model)
+            model.used_s = time.monotonic()
+            assert model.app is not None
+            return model.app
+
+    async def _load(self, model: _Model) -> None:
+        if self._draining:
+            raise EngineDeadError("the server is shutting down")
+        if time.monotonic() < model.refused_until_s:
+            raise EngineDeadError(f"the model {model.name!r} could not be loaded")
+        loop = asyncio.get_running_loop()
+        try:
+            engine = await loop.run_in_executor(self._loader, model.launch)
+        except LoadError as error:
+            self._note_failure(model, error)
+            raise EngineDeadError(f"the model {model.name!r} could not be loaded") from None
+        await self._begin(model, engine)
+
+    async def _begin(self, model: _Model, engine: AsyncLLM) -> None:
+        engine.model_name = model.name
+        await engine.start()
+        if self._draining:
+            await engine.close()
+        model.engine, model.app = engine, self._make_app(engine)
+
+    async def _unload_idle(self, after_s: float) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, after_s / 4))
+            now_s = time.monotonic()
+            for model in self._models.values():
+                engine = model.engine
+                if engine is None or model.changing.locked():
+                    continue
+                if engine.num_open:
+                    model.used_s = now_s
+                elif now_s - model.used_s >= after_s:
+                    async with model.changing:
+                        model.engine = model.app = None
+                        await engine.close()
+                    log.info("the model %r is unloaded", model.name)
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        for model in self._models.values():
+            if model.engine is not None:
+                model.used_s = time.monotonic()
+                await self._begin(model, model.engine)
+        idle_s = self._idle_unload_s
+        unloading = None if idle_s is None else asyncio.create_task(self._unload_idle(idle_s))
+        try:
+            yield
+        finally:
+            if unloading is not None:
+                unloading.cancel()
+            await self.close()
+            self._pool.close()
+            self._loader.shutdown(wait=False, cancel_futures=True)
+
+    # ---- answering
+
+    def make_app(self, *, write_stall_s: float = WRITE_STALL_S) -> Starlette:
+        """The ASGI app over all of them."""
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._list, methods=["GET"]),
+                Route("/v1/models/{name:path}", self._one, methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/health/live", self._health, methods=["GET"]),
+                Route("/health/ready", self._ready, methods=["GET"]),
+                Mount("/", self._pass_on),
+            ],
+            exception_handlers={HTTPException: respond, InferError: respond},
+            middleware=[Middleware(Edge, write_stall_s=write_stall_s)],
+            lifespan=self._lifespan,
+        )
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        name = request.query_params.get("model")
+        if scope["method"] == "POST" and "content-type" in request.headers:
+            scope[PARSED] = body = await self._pool.read_object(request)
+            name = body.get("model", name)
+        app = await self._app_of(self._find(name))
+        await app(scope, receive, send)
+
+    def _find(self, name: Any) -> _Model:
+        if name is None:
+            return next(iter(self._models.values()))
+        if not isinstance(name, str) or name not in self._models:
+            message = f"there is no such model here; this server has {self.model_name}"
+            raise UnprocessableError(message, param="model", code="model_not_found")
+        return self._models[name]
+
+    async def _list(self, _: Request) -> Response:
+        data = [self._shown(model) for model in self._models.values()]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _one(self, request: Request) -> Response:
+        model = self._models.get(request.path_params["name"])
+        if model is None:
+            message = f"there is no such model here; this server has {self.model_name}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+        return JSONResponse(self._shown(model))
+
+    def _shown(self, model: _Model) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "infer",
+            "max_model_len": None if model.engine is None else model.engine.max_seq_len,
+            "status": model.status,
+        }
+
+    async def _health(self, _: Request) -> Response:
+        if not any(model.engine is None or model.engine.is_alive for model in self._all()):
+            raise EngineDeadError("no engine is running")
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, _: Request) -> Response:
+        """As long as any model can answer: a crash of one must not keep requests from the others;
+        /v1/models says how each of them is."""
+        statuses = {model.name: model.status for model in self._all()}
+        if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
+            raise EngineDeadError("no model is ready")
+        return JSONResponse({"status": "ready", "models": statuses})
+
+    def _all(self) -> list[_Model]:
+        return list(self._models.values())

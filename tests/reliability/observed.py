@@ -1,0 +1,87 @@
+"""A server that can be looked into: `infer serve` with one more route, for the tests here only.
+
+`python observed.py OPTIONS` is `python -m infer.server OPTIONS` on the model that ships;
+`python observed.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
+answers in microseconds). `GET /test/stats` tells counts, memory, files, threads, tasks, and the
+longest time since the last look that the event loop was not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from infer.engine.async_llm import AsyncLLM
+from infer.server import __main__ as command
+from infer.server import serve
+
+make_app = serve.create_app
+
+
+class Observer:
+    """What the route shows."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self._engine = engine
+        self._lag_s = 0.0
+        self._watching: asyncio.Task[None] | None = None
+
+    async def _watch(self) -> None:
+        while True:
+            before_s = time.monotonic()
+            await asyncio.sleep(0.01)
+            self._lag_s = max(self._lag_s, time.monotonic() - before_s - 0.01)
+
+    async def stats(self, _: Request) -> JSONResponse:
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        engine = getattr(self._engine._worker, "pid", None)
+        lag_s, self._lag_s = self._lag_s, 0.0
+        return JSONResponse(
+            {
+                **self._engine.stats(),
+                "memory": memory("self"),
+                "engine_memory": memory(engine) if engine else 0,
+                "fds": len(list(Path("/proc/self/fd").iterdir())),
+                "threads": len(list(Path("/proc/self/task").iterdir())),
+                "tasks": len(asyncio.all_tasks()),
+                "lag_s": lag_s,
+                "engine_pid": engine,
+            }
+        )
+
+
+def memory(pid: object) -> int:
+    """Bytes that no file backs, swapped ones included."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    kinds = ("RssAnon:", "VmSwap:")
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.split()[0] in kinds)
+
+
+def create_app(engine: AsyncLLM, **how: Any) -> Starlette:
+    app = make_app(engine, **how)
+    app.router.routes.insert(0, Route("/test/stats", Observer(engine).stats))
+    return app
+
+
+if __name__ == "__main__":
+    serve.create_app = create_app
+    if sys.argv[1] != "hash":
+        sys.exit(command.main(sys.argv[1:]))
+    from doubles import launch_hash_llm
+
+    how = json.loads(sys.argv[2])
+    serving = {name: how.pop(name) for name in ("drain_timeout_s", "write_stall_s") if name in how}
+    serve.run(launch_hash_llm(**how), port=0, **serving)

@@ -1,0 +1,238 @@
+"""Scorecard 8 and 28: ends that a client, a deadline or an operator chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from load import Findings, Served, bodies, follow, hash_server, model_server, send, served
+from serving import COMPLETIONS, App, completion_body, is_idle, serving
+
+from doubles import make_hash_llm
+from infer.engine.async_llm import AsyncLLM
+from infer.server.app import create_app
+
+LONG = {"max_tokens": 60, "ignore_eos": True}
+
+# ---- 8: the cancel matrix
+
+
+MOMENTS = ("in the queue", "in the prompt", "first token", "decoding", "last token", "preempted")
+WAYS = ("leaves", "deadline")
+
+
+def reached(engine: AsyncLLM, moment: str, writes: list[bytes]) -> bool:
+    stats = engine.stats()
+    if moment == "in the queue":
+        return stats["num_waiting"] >= 1
+    if moment == "in the prompt":
+        return stats["num_running"] >= 1 and not writes
+    if moment == "preempted":
+        return stats["num_preempted"] >= 1
+    return len(writes) >= {"first token": 1, "decoding": 20, "last token": 59}[moment]
+
+
+async def cancel_once(engine: AsyncLLM, app: App, moment: str, way: str, pause_s: float) -> None:
+    """A neighbour runs all the time and must not notice."""
+    neighbour = completion_body(stream=True, prompt="neighbour", **LONG)
+    expected = (await app.post(COMPLETIONS, neighbour)).events()[-1]
+    near = asyncio.create_task(app.post(COMPLETIONS, neighbour))
+    others = 3 if moment == "in the queue" else 1 if moment == "preempted" else 0
+    extra = [
+        asyncio.create_task(app.post(COMPLETIONS, completion_body(prompt=f"{i}", **LONG)))
+        for i in range(others)
+    ]
+    await asyncio.sleep(0.002)
+    gone, writes = asyncio.Event(), []
+    prompt = "victim " * (20 if moment == "in the prompt" else 1)
+    body = completion_body(stream=True, prompt=prompt, **LONG)
+    before = engine.stats()
+    task = asyncio.create_task(
+        app.post(COMPLETIONS, body, leave=gone, on_write=lambda data: writes.append(data))
+    )
+    if way == "leaves":
+        async with asyncio.timeout(3):
+            while not task.done() and not reached(engine, moment, writes):
+                await asyncio.sleep(0.0003)
+        await asyncio.sleep(pause_s)
+        gone.set()
+        gone.set()
+    reply = await asyncio.wait_for(task, 2)
+    if way == "deadline":
+        assert b"deadline_exceeded" in reply.body or b"[DONE]" in reply.body
+    events = (await near).events()
+    assert {**events[-1], "id": 0, "created": 0} == {**expected, "id": 0, "created": 0}
+    await asyncio.gather(*extra)
+    async with asyncio.timeout(0.5):
+        while not is_idle(engine):
+            await asyncio.sleep(0.001)
+    after = engine.stats()
+    ended = sum(
+        after[f"num_requests_{end}"] - before[f"num_requests_{end}"]
+        for end in ("finished", "cancelled", "failed")
+    )
+    assert ended == 2 + others
+    assert after["num_requests_failed"] == 0
+
+
+def cancel_everywhere(repeats: int) -> None:
+    count = 0
+
+    async def main(way: str, moment: str) -> None:
+        nonlocal count
+        engine = make_hash_llm(
+            num_pages=40 if moment == "preempted" else 60,
+            **{"max_batch_size": 3, "max_num_batched_tokens": 16, "step_s": 0.0005},
+        )
+        async with serving(engine) as app:
+            dice, whole = random.Random(8), app.app
+            for _ in range(repeats):
+                if way == "deadline":
+                    hurried = create_app(engine, request_timeout_s=dice.uniform(0.001, 0.05))
+                    app.app = _by_victim(hurried, whole)
+                await cancel_once(engine, app, moment, way, dice.uniform(0, 0.003))
+                count += 1
+
+    for way in WAYS:
+        for moment in MOMENTS:
+            asyncio.run(main(way, moment))
+    load = f"{len(MOMENTS)} moments x {len(WAYS)} ways x {repeats}, a neighbour beside each"
+    Findings().note(8, "cancel matrix", load, cancelled=count, neighbours_exact=count, left=0)
+
+
+def _by_victim(short: Any, long: Any) -> Any:
+    """The victim's app has the short deadline, the others have none to speak of."""
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        again = [message]
+
+        async def received() -> Any:
+            return again.pop() if again else await receive()
+
+        chosen = short if b"victim" in message.get("body", b"") else long
+        await chosen(scope, received, send)
+
+    return app
+
+
+def test_cancelling_at_every_moment() -> None:
+    cancel_everywhere(3)
+
+
+@pytest.mark.slow
+def test_cancelling_at_every_moment_a_hundred_times() -> None:
+    cancel_everywhere(100)
+
+
+# ---- 28: the drain, and one server after the other
+
+
+async def roll(
+    tmp_path: Path, arguments: list[str], rounds: int, wanted: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Two servers, restarted in turn; clients that try one server, then the other, then the first
+    again. Every request must be answered with the right tokens."""
+    running: list[tuple[Served, contextlib.ExitStack]] = []
+
+    def start(name: str) -> tuple[Served, contextlib.ExitStack]:
+        stack = contextlib.ExitStack()
+        return stack.enter_context(served(arguments, tmp_path / name)), stack
+
+    running = [start("first"), start("second")]
+    calm = [await follow(running[0][0].port, body) for body in wanted]
+    done, tries, over = 0, [0, 0, 0, 0], False
+
+    async def client(i: int) -> None:
+        nonlocal done
+        number = i
+        while not over:
+            body = number % len(wanted)
+            for attempt in range(3):
+                server = running[(number + attempt) % 2][0]
+                with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                    heard = await follow(server.port, wanted[body])
+                    if heard.status == 200:
+                        assert heard.answer == calm[body].answer, (heard.error, body)
+                        tries[attempt] += 1
+                        break
+                    assert heard.status == 503, heard
+                await asyncio.sleep(0.05)
+            else:
+                tries[3] += 1
+            done += 1
+            number += 1
+
+    clients = [asyncio.create_task(client(i)) for i in range(16)]
+    slowest = 0.0
+    for i in range(rounds):
+        await asyncio.sleep(0.3)
+        old, stack = running[i % 2]
+        before = asyncio.get_running_loop().time()
+        # `served` sends SIGTERM, and asserts that the code is 0 and no engine is left.
+        await asyncio.to_thread(stack.close)
+        slowest = max(slowest, asyncio.get_running_loop().time() - before)
+        assert old.process.returncode == 0
+        running[i % 2] = await asyncio.to_thread(start, f"again{i}")
+    over = True
+    await asyncio.gather(*clients)
+    for _, stack in running:
+        await asyncio.to_thread(stack.close)
+    assert tries[3] == 0, f"{tries[3]} requests found no server in three tries"
+    return {
+        "restarts": rounds,
+        "requests, all exact": done,
+        "at the first, second, third try": tuple(tries[:3]),
+        "failed": tries[3],
+        "longest drain [s]": round(slowest, 2),
+    }
+
+
+def test_one_server_after_the_other(tmp_path: Path) -> None:
+    arguments = hash_server(step_s=0.002)
+    counted = asyncio.run(roll(tmp_path, arguments, 3, bodies(10, 100)))
+    load = "two servers restarted in turn, 16 clients with two retries, hash model"
+    Findings().note(28, "rolling restart", load, **counted)
+
+
+@pytest.mark.slow
+def test_one_server_after_the_other_twenty_times(tmp_path: Path) -> None:
+    arguments = model_server()
+    counted = asyncio.run(roll(tmp_path, arguments, 20, bodies(20, 200)))
+    load = "two servers restarted in turn, 16 clients with two retries, shipped model"
+    Findings().note(28, "rolling restart", load, **counted)
+
+
+async def drain(server: Served, streams: int) -> dict[str, Any]:
+    body = {"prompt": "Once upon a time", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    running = [asyncio.create_task(follow(server.port, body)) for _ in range(streams)]
+    while (await server.stats())["num_open"] < streams:
+        await asyncio.sleep(0.02)
+    server.process.send_signal(signal.SIGTERM)
+    refused = 0
+    with contextlib.suppress(OSError):
+        while not all(task.done() for task in running):
+            reader, writer = await send(server.port, body)
+            head = await reader.read()
+            writer.close()
+            assert b" 503 " in head.splitlines()[0], head[:100]
+            assert b"retry-after: " in head
+            refused += 1
+            await asyncio.sleep(0.05)
+    heard = await asyncio.gather(*running)
+    assert all(each.is_done for each in heard)
+    assert refused > 0
+    return {"finished": len(heard), "refused with 503 meanwhile": refused}
+
+
+@pytest.mark.slow
+def test_two_hundred_streams_at_sigterm(tmp_path: Path) -> None:
+    with served(model_server(), tmp_path / "log") as server:
+        counted = asyncio.run(drain(server, 200))
+        assert server.process.wait(10) == 0
+    Findings().note(28, "SIGTERM drain", "200 streams, 30 s to finish, shipped model", **counted)

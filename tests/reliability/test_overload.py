@@ -1,0 +1,297 @@
+"""Scorecard 1, 20, 21, 23: more work than there is room for; whoever is let in loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from load import (
+    Findings,
+    Heard,
+    Served,
+    bodies,
+    follow,
+    hash_server,
+    model_server,
+    percentile,
+    send,
+    served,
+)
+
+
+async def ask(port: int, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Status and body of a plain answer."""
+    reader, writer = await send(port, body)
+    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), json.loads(answer)
+
+
+# ---- 1: the ledger
+
+
+async def mixed_load(server: Served, count: int, width: int) -> dict[str, Any]:
+    """Streams and plain answers, one to four choices, some refused, some cut; counted exactly."""
+    dice = random.Random(5)
+    await server.stats()
+    baseline = await server.stats()
+    seen: Counter[str] = Counter()
+    free = asyncio.Semaphore(width)
+    done = False
+
+    async def scrape() -> int:
+        looks = 0
+        while not done:
+            await server.stats()  # asserts that the ledger is exact
+            looks += 1
+            await asyncio.sleep(0.1)
+        return looks
+
+    async def one(i: int) -> None:
+        n, num_tokens = dice.choice([1, 1, 2, 4]), dice.choice([1, 5, 30, 100])
+        body = {"prompt": f"x{i}", "max_tokens": num_tokens, "n": n, "ignore_eos": True, "seed": i}
+        async with free:
+            if i % 10 == 0:
+                status, answer = await ask(server.port, {**body, "temperature": -1})
+                assert (status, answer["error"]["param"]) == (422, "temperature")
+                seen["bad requests"] += 1
+            elif i % 2:
+                status, answer = await ask(server.port, body)
+                assert status == 200, answer
+                assert answer["usage"]["completion_tokens"] == n * num_tokens
+                assert len(answer["choices"]) == n
+                seen["choices"] += n
+            else:
+                options = {"stream": True, "stream_options": {"include_usage": True}}
+                reader, writer = await send(server.port, {**body, **options})
+                *_, usage, last = (await reader.read()).split(b"\n\n")[:-1]
+                writer.close()
+                assert last.endswith(b"data: [DONE]") or b"[DONE]" in last, last
+                counted = json.loads(usage.rpartition(b"data: ")[2])["usage"]
+                assert counted["completion_tokens"] == n * num_tokens
+                seen["choices"] += n
+
+    scraping = asyncio.create_task(scrape())
+    await asyncio.gather(*map(one, range(count)))
+    done = True
+    looks = await scraping
+    await server.is_back(baseline, 3.0)
+    stats = await server.stats()
+    assert stats["num_requests_finished"] == stats["num_requests_admitted"] == seen["choices"]
+    assert stats["num_requests_failed"] == stats["num_requests_cancelled"] == 0
+    return {"requests": count, **seen, "ledger looked at": looks, "lost": 0}
+
+
+def run_mixed_load(count: int, tmp_path: Path) -> None:
+    arguments = hash_server(max_batch_size=64, max_waiting_requests=5000, num_pages=8000)
+    with served(arguments, tmp_path / "log") as server:
+        counted = asyncio.run(mixed_load(server, count, 1000))
+    load = "1,000 at a time, streamed and not, 1 to 4 choices, hash model"
+    Findings().note(1, "the ledger under load", load, **counted)
+
+
+def test_the_ledger(tmp_path: Path) -> None:
+    run_mixed_load(1000, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_ledger_for_longer(tmp_path: Path) -> None:
+    run_mixed_load(40_000, tmp_path)
+
+
+# ---- 20: ten times too much
+
+
+async def overload(server: Served, seconds: float) -> dict[str, Any]:
+    wanted = [{**body, "max_tokens": 256, "ignore_eos": True} for body in bodies(32, 256)]
+    for body in wanted:
+        body.pop("stop", None)
+    calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
+    # What it can do: as many clients as there are seats, each with the next request at once.
+    finished, until_s = 0, time.monotonic() + 15
+
+    async def client(i: int) -> None:
+        nonlocal finished
+        while time.monotonic() < until_s:
+            await follow(server.port, wanted[i % 32])
+            finished += time.monotonic() < until_s
+
+    await asyncio.gather(*[client(i) for i in range(32)])
+    capacity = finished / 15
+    await asyncio.sleep(1)
+    baseline = await server.stats()
+    refused: list[Heard] = []
+    admitted: list[tuple[int, Heard]] = []
+    ended_s: list[float] = []
+    tasks: set[asyncio.Task[None]] = set()
+    lag_s, highest, memory = 0.0, 0, []
+
+    async def one(i: int) -> None:
+        heard = await follow(server.port, wanted[i % 32])
+        if heard.status == 200:
+            admitted.append((i % 32, heard))
+            ended_s.append(time.monotonic())
+        else:
+            refused.append(heard)
+
+    started_s, number, looked_s = time.monotonic(), 0, 0.0
+    while (now_s := time.monotonic() - started_s) < seconds:
+        while number < now_s * 10 * capacity:
+            task = asyncio.create_task(one(number))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            number += 1
+        if now_s > looked_s + 1:
+            stats = await server.stats()
+            highest = max(highest, stats["num_open"])
+            if now_s > seconds / 4:
+                memory.append(stats["memory"] + stats["engine_memory"])
+            looked_s = now_s
+        await asyncio.sleep(0.005)
+    sent_s = time.monotonic() - started_s
+    while tasks:
+        await asyncio.sleep(0.1)
+    await server.is_back(baseline, 3.0)
+    lag_s = (await server.stats())["lag_s"]
+    assert all(heard.answer == calm[i].answer for i, heard in admitted), "an admitted one differs"
+    assert {heard.status for heard in refused} <= {429, 503}
+    assert all("retry-after: " in heard.headers for heard in refused)
+    late = [heard.status_s for heard in refused]
+    goodput = sum(started_s + 5 < end < started_s + sent_s for end in ended_s) / (sent_s - 5)
+    quarter = len(memory) // 4
+    growth = (max(memory[-quarter:]) - max(memory[:quarter])) / 1e6
+    assert highest <= 32 + 256
+    return {
+        "capacity [requests/s]": round(capacity, 1),
+        "sent [requests/s]": round(number / sent_s, 1),
+        "seconds": round(sent_s),
+        "admitted, all exact": len(admitted),
+        "refused, all with Retry-After": len(refused),
+        "refused after, median / p99 / longest [ms]": tuple(
+            round(1000 * percentile(late, q), 1) for q in (50, 99, 100)
+        ),
+        "goodput / capacity": round(goodput / capacity, 3),
+        "most in flight": highest,
+        "memory, last quarter above second [MB]": round(growth, 2),
+        "longest absence of the event loop in the last second [ms]": round(1000 * lag_s, 1),
+    }
+
+
+@pytest.mark.slow
+def test_ten_times_too_much(tmp_path: Path) -> None:
+    seconds = float(os.environ.get("INFER_OVERLOAD_S", "120"))
+    with served(model_server(), tmp_path / "log") as server:
+        counted = asyncio.run(overload(server, seconds))
+    load = "open loop, 256 tokens each, shipped model, queue of 256"
+    Findings().note(20, "ten times too much", load, **counted)
+    assert counted["refused after, median / p99 / longest [ms]"][1] < 50
+    assert counted["goodput / capacity"] >= 0.95
+    assert counted["memory, last quarter above second [MB]"] < 4
+
+
+# ---- 21: all at once
+
+
+async def burst(server: Served, count: int, cap: int) -> dict[str, Any]:
+    await server.stats()
+    baseline = await server.stats()
+    body = {"prompt": "Once upon a time", "max_tokens": 100, "stream": True, "temperature": 0}
+    highest, done = 0, False
+
+    async def watch() -> None:
+        nonlocal highest
+        while not done:
+            with contextlib.suppress(KeyError, OSError):  # no connection for this either
+                highest = max(highest, (await server.stats())["num_open"])
+            await asyncio.sleep(0.01)
+
+    watching = asyncio.create_task(watch())
+
+    async def ask_once() -> Heard:
+        try:
+            return await follow(server.port, body)
+        except (OSError, asyncio.IncompleteReadError):
+            return Heard()  # above twice the connections there may be, nobody is told why
+
+    heard = await asyncio.gather(*[ask_once() for _ in range(count)])
+    done = True
+    await watching
+    await server.is_back(baseline, 3.0)
+    stats = await server.stats()
+    statuses = Counter(each.status for each in heard)
+    assert set(statuses) <= {200, 503, 0}
+    assert not statuses[0] or count > 2048
+    assert all(each.is_done and each.answer == heard[0].answer for each in heard if each.is_done)
+    assert sum(each.is_done for each in heard) == statuses[200]
+    assert stats["num_requests_admitted"] - baseline["num_requests_admitted"] == statuses[200]
+    assert stats["num_requests_refused"] + statuses[200] <= count  # the rest had no connection
+    assert highest <= cap
+    return {
+        "at once": count,
+        "admitted, all exact": statuses[200],
+        "refused before tokenising": stats["num_requests_refused"],
+        "refused as connections with 503": statuses[503] - stats["num_requests_refused"],
+        "reset above 2,048 connections": statuses[0],
+        "most in flight": highest,
+        "cap": cap,
+    }
+
+
+def run_burst(count: int, tmp_path: Path) -> None:
+    arguments = hash_server(
+        step_s=0.002, max_batch_size=32, max_waiting_requests=96, num_pages=8000
+    )
+    with served(arguments, tmp_path / "log") as server:
+        counted = asyncio.run(burst(server, count, 128))
+    Findings().note(21, "burst admission race", f"{count} at once, hash model", **counted)
+
+
+def test_a_small_burst(tmp_path: Path) -> None:
+    run_burst(400, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_burst(tmp_path: Path) -> None:
+    run_burst(5000, tmp_path)
+
+
+# ---- 23: what never fits, and what just does
+
+
+async def exhausted(server: Served) -> dict[str, Any]:
+    await server.stats()
+    baseline = await server.stats()
+    impossible = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}
+    longest = {"prompt": "Once", "max_tokens": 380, "ignore_eos": True, "stream": True}
+    never = [ask(server.port, impossible) for _ in range(50)]
+    fits = [follow(server.port, {**longest, "seed": i, "temperature": 1}) for i in range(60)]
+    async with asyncio.timeout(60):
+        refusals, heard = await asyncio.gather(asyncio.gather(*never), asyncio.gather(*fits))
+    assert {status for status, _ in refusals} == {422}
+    assert all(each.is_done and each.finish_reason == "length" for each in heard)
+    await server.is_back(baseline, 2.0)
+    stats = await server.stats()
+    assert stats["num_preemptions"] > 50
+    return {
+        "impossible, refused with 422": len(refusals),
+        "longest possible, all finished": len(heard),
+        "preemptions": stats["num_preemptions"],
+    }
+
+
+def test_a_cache_that_is_too_small_for_ever(tmp_path: Path) -> None:
+    """A pool of four of the longest requests, eight seats; one that fits no pool is refused."""
+    arguments = hash_server(num_pages=400, max_batch_size=8, max_seq_len=4096)
+    with served(arguments, tmp_path / "log") as server:
+        counted = asyncio.run(exhausted(server))
+    load = "8 seats, a pool for 4 of the longest requests, hash model"
+    Findings().note(23, "KV cache exhausted for ever", load, **counted)

@@ -1,0 +1,221 @@
+"""Several models behind one address: who answers, when they come and go, and who breaks whom."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import CHAT, COMPLETIONS, App, chat_body, check_refused, completion_body, until
+
+from doubles import launch_hash_llm, make_hash_llm
+from infer.config import EngineConfig
+from infer.engine.async_llm import AsyncLLM
+from infer.errors import ConfigError, LoadError
+from infer.server import models as module
+from infer.server.app import create_app
+from infer.server.models import Models, configs_of
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+def broken() -> AsyncLLM:
+    raise LoadError("no such file: /secret/path")
+
+
+def used(
+    body: Callable[[App, Models], Coroutine[Any, Any, None]],
+    launches: dict[str, Callable[[], AsyncLLM]],
+    *,
+    load: bool = True,
+    **how: Any,
+) -> None:
+    """`body` with an app over these models; at the end every engine must have ended."""
+
+    async def main() -> None:
+        models = Models(launches, partial(create_app, is_inner=True), **how)
+        if load:
+            await asyncio.to_thread(models.load_all)
+        app = App.__new__(App)
+        app.app = models.make_app()
+        async with app.app.router.lifespan_context(app.app):
+            await body(app, models)
+        assert not any(engine.is_alive for engine in models._engines())
+
+    asyncio.run(main())
+
+
+async def statuses(app: App) -> dict[str, str]:
+    data = (await app.get("/v1/models")).json()["data"]
+    return {each["id"]: each["status"] for each in data}
+
+
+def test_the_name_says_who_answers() -> None:
+    """The engines differ in how many tokens they serve."""
+
+    async def body(app: App, _: Models) -> None:
+        for name, size in (("small", 64), ("big", 128), (None, 64)):
+            reply = await app.post(COMPLETIONS, completion_body(model=name, stream=False))
+            assert (reply.status, reply.json()["model"]) == (200, name or "small")
+            assert len(reply.headers["x-request-id"]) == 32
+            long = await app.post(CHAT, chat_body(model=name, max_tokens=1000))
+            check_refused(long, 422, "max_tokens", "context_length_exceeded", f"most {size}")
+            stream = await app.post(CHAT, chat_body(model=name, stream=True))
+            assert {event["model"] for event in stream.events()} == {name or "small"}
+            tokens = await app.post("/tokenize", {"prompt": "x", "model": name})
+            assert tokens.json()["max_model_len"] == size
+            assert (await app.get(f"/v1/models/{name or 'small'}")).json()["max_model_len"] == size
+        for wrong in ("huge", "", 3, ["small"]):
+            reply = await app.post(COMPLETIONS, completion_body(model=wrong))
+            check_refused(reply, 422, "model", "model_not_found", "this server has small, big")
+        assert (await app.get("/v1/models/huge")).status == 404
+        assert (await app.get("/nowhere")).status == 404
+        assert (await app.post(COMPLETIONS, b"{")).status == 400
+        assert (await app.get("/tokenizer_info?model=big")).status == 200
+        assert await statuses(app) == {"small": "loaded", "big": "loaded"}
+
+    sizes = {"small": 64, "big": 128}
+    used(body, {name: partial(make_hash_llm, max_seq_len=size) for name, size in sizes.items()})
+
+
+def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
+    loads: list[str] = []
+
+    def launch(name: str) -> AsyncLLM:
+        loads.append(name)
+        return make_hash_llm(step_s=0.002)
+
+    async def body(app: App, models: Models) -> None:
+        assert await statuses(app) == {"a": "unloaded", "b": "unloaded"}
+        assert (await app.get("/health/ready")).status == 200
+        many = [app.post(COMPLETIONS, completion_body(model="b")) for _ in range(10)]
+        assert {reply.status for reply in await asyncio.gather(*many)} == {200}
+        assert (loads, await statuses(app)) == (["b"], {"a": "unloaded", "b": "loaded"})
+        (engine,) = models._engines()
+        long = await app.post(COMPLETIONS, completion_body(model="b", **LONG))  # 0.8 s
+        assert (long.status, loads) == (200, ["b"])
+        async with asyncio.timeout(3):
+            while models._engines():
+                await asyncio.sleep(0.02)
+        assert not engine.is_alive
+        assert (await app.post(COMPLETIONS, completion_body(model="b"))).status == 200
+        assert loads == ["b", "b"]
+
+    launches = {name: partial(launch, name) for name in "ab"}
+    used(body, launches, load=False, idle_unload_s=0.3)
+
+
+def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "RETRY_LOAD_S", 0.3)
+
+    async def body(app: App, models: Models) -> None:
+        for _ in range(2):
+            reply = await app.post(COMPLETIONS, completion_body(model="bad"))
+            assert (reply.status, reply.error()["code"]) == (503, "engine_unavailable")
+            assert "'bad' could not be loaded" in reply.error()["message"]
+            assert "secret" not in reply.body.decode()
+            assert reply.headers["retry-after"]
+        assert (await app.post(COMPLETIONS, completion_body(model="good"))).status == 200
+        assert await statuses(app) == {"bad": "failed", "good": "loaded"}
+        assert (await app.get("/health/ready")).status == 200
+        models._models["bad"].launch = make_hash_llm
+        await asyncio.sleep(0.3)
+        assert (await app.post(COMPLETIONS, completion_body(model="bad"))).status == 200
+
+    used(body, {"bad": broken, "good": make_hash_llm})
+    assert "/secret/path" in caplog.text
+    with pytest.raises(LoadError, match="no such file"):
+        used(body, {"bad": broken, "worse": broken})
+
+
+def test_a_crash_of_one_is_nothing_to_the_others() -> None:
+    async def body(app: App, models: Models) -> None:
+        tasks = [
+            asyncio.create_task(app.post(COMPLETIONS, completion_body(model=name, **LONG)))
+            for name in "ab"
+        ]
+        a, b = models._engines()
+        async with asyncio.timeout(5):
+            while not (a.stats()["num_running"] and b.stats()["num_running"]):
+                await asyncio.sleep(0.005)
+        os.kill(a._worker.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        async with asyncio.timeout(5):
+            while a.is_ready:
+                await asyncio.sleep(0.002)
+        assert await statuses(app) == {"a": "restarting", "b": "loaded"}
+        assert (await app.get("/health/ready")).status == 200
+        first, second = [(await task).json() for task in tasks]
+        assert first["choices"] == second["choices"]
+        assert (a.stats()["num_restarts"], b.stats()["num_restarts"]) == (1, 0)
+
+    used(body, dict.fromkeys("ab", partial(launch_hash_llm, step_s=0.004)))
+
+
+def test_a_server_that_drains_loads_nothing() -> None:
+    async def body(app: App, models: Models) -> None:
+        models.drain()
+        for name in "ab":
+            reply = await app.post(COMPLETIONS, completion_body(model=name))
+            assert (reply.status, reply.error()["code"]) == (503, "engine_unavailable")
+        assert (await app.get("/health/ready")).status == 503
+        assert (await app.get("/health/live")).status == 200
+
+    used(body, {"a": make_hash_llm, "b": make_hash_llm})
+    used(body, {"a": make_hash_llm, "b": make_hash_llm}, load=False)
+
+
+def test_what_model_options_mean() -> None:
+    assert configs_of([], {"seed": 3}) == EngineConfig(seed=3)
+    for one in ("org/name", "./a=b", "/a/b=c"):
+        assert configs_of([one], {}) == EngineConfig(model=one)
+    assert configs_of(["a=org/name", "b-1=/x=y"], {"seed": 3}) == {
+        "a": EngineConfig(model="org/name", served_model_name="a", seed=3),
+        "b-1": EngineConfig(model="/x=y", served_model_name="b-1", seed=3),
+    }
+    wrong: list[tuple[list[str], dict[str, Any], str]] = [
+        (["a=x", "y"], {}, "each is NAME=PATH-OR-HUB-ID; not 'y'"),
+        (["a=x", "a=y"], {}, "'a' is given twice"),
+        (["a=x", "b="], {}, "not 'b='"),
+        (["a=x"], {"served_model_name": "z"}, "served_model_name: "),
+    ]
+    for models, settings, message in wrong:
+        with pytest.raises(ConfigError, match=message):
+            configs_of(models, settings)
+
+
+def test_the_command_line(tmp_path: Path) -> None:
+    """Two names for the model that ships, one of which does not exist at the start."""
+    import infer
+
+    demo = Path(infer.__file__).parent / "demo_model"
+    arguments = ["serve", "--port", "0", "--max-seq-len", "128", "--idle-unload-s", "60"]
+    arguments += ["--model", f"tiny={demo}", "--model", "none=/no/such/folder"]
+    command = [sys.executable, "-m", "infer.cli.main", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+        try:
+            assert p.stdout is not None
+            line = p.stdout.readline()
+            assert "infer serves tiny, none at http://" in line
+            url = line.split(" at ")[1].split()[0]
+            body = json.dumps({"model": "tiny", "prompt": "One day", "max_tokens": 3}).encode()
+            headers = {"content-type": "application/json"}
+            request = urllib.request.Request(url + COMPLETIONS, body, headers)
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                assert json.load(answer)["model"] == "tiny"
+            p.send_signal(signal.SIGTERM)
+            until(lambda: p.poll() == 0, 15)
+            assert p.stderr is not None
+            assert "the model 'none' cannot be loaded" in p.stderr.read()
+        finally:
+            p.kill()
