@@ -365,3 +365,59 @@ def test_what_the_kernel_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     cache = [torch.zeros(2, 16, 2, 64)]
     with pytest.raises(ValueError, match="avx1024"):
         NativeBackend(cache, cache, num_heads=4, scale=1.0)
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 64), (7, 1, 24), (40, 1, 32), (3, 3, 16)], ids=str)
+@pytest.mark.parametrize("page_size", [16, 7])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_a_shared_prefix_is_read_once_and_changes_no_bit(
+    isa: str, dtype: torch.dtype, page_size: int, shape: tuple[int, int, int]
+) -> None:
+    """Decodes side by side whose tables begin alike, among others, against tables of their own."""
+    heads, groups, size = shape
+    # Five begin alike for long, two more for 512 keys, one not, and two share all they have.
+    lengths = [1130, 1101, 1664, 1536, 1200, 700, 513, 40, 1024, 1024]
+    origins = [0] * 5 + [0] * 2 + [7] + [8] * 2
+    common = [1100] * 5 + [512 + page_size] * 2 + [0] + [1024] * 2
+    generator = torch.Generator().manual_seed(1)
+    pages_of = [-(-n // page_size) for n in lengths]
+    shape_of_cache = (sum(pages_of) + 1, page_size, groups, size)
+    keys, values = (
+        (torch.randn(shape_of_cache, generator=generator) * 1.5).to(dtype) for _ in range(2)
+    )
+    pool = iter(range(1, sum(pages_of) + 1))
+    own = [[next(pool) for _ in range(n)] for n in pages_of]
+    shared = [list(pages) for pages in own]
+    for i, (origin, num) in enumerate(zip(origins, common, strict=True)):
+        for page in range(min(num, lengths[i] - 1) // page_size):
+            shared[i][page] = own[origin][page]
+            for cache in (keys, values):
+                cache[own[i][page]] = cache[own[origin][page]]
+    q = torch.randn(len(lengths), heads, size, generator=generator).to(dtype)
+    k, v = (torch.randn(len(lengths), groups, size, generator=generator).to(dtype) for _ in "kv")
+    slots = [
+        table[(n - 1) // page_size] * page_size + (n - 1) % page_size
+        for table, n in zip(shared, lengths, strict=True)
+    ]
+    results, items = [], []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 5):
+        for tables in (own, shared):
+            torch.set_num_threads(threads)
+            width = max(pages_of)
+            backend = NativeBackend([keys], [values], num_heads=heads, scale=size**-0.5)
+            padded = torch.tensor([(table + [0] * width)[:width] for table in tables])
+            starts = list(range(len(lengths) + 1))
+            arguments = starts, lengths, torch.tensor(slots), padded, 1, max(lengths)
+            backend.plan(BatchLayout(*arguments))
+            for _ in range(2):  # a plan serves all layers
+                results.append(backend.attend(0, q, k, v))
+            step = torch.tensor(slots), padded
+            items.append(
+                backend._kernel.plan(
+                    *(starts, lengths, step[0].data_ptr(), padded.data_ptr(), width, threads)
+                )
+            )
+    torch.set_num_threads(before)
+    assert all(same_bits(result, results[0]) for result in results)
+    assert items[1] != items[0]  # with one thread: an item a sequence, and one each for a prefix

@@ -1,7 +1,9 @@
-"""The promise in bfloat16 on a CPU: tokens and log-probabilities bitwise equal in any company.
+"""The promise in bfloat16 and int8 on a CPU: tokens and log-probabilities bitwise equal in any
+company.
 
-On the model that ships, with the defaults (its own dtype, the native attention kernel). Where the
-kernel was not compiled there is no promise, and the start-up says so; then this is skipped.
+On the model that ships, with the defaults (its own dtype, the native attention kernel) and with
+int8 layers. Where the kernel was not compiled there is no promise, and the start-up says so; then
+this is skipped.
 """
 
 from __future__ import annotations
@@ -28,12 +30,12 @@ def run(llm: LLM, order: list[int] | None = None) -> Result:
     return [(by_prompt[i].token_ids, by_prompt[i].logprobs) for i in range(len(PROMPTS))]
 
 
-@pytest.fixture(scope="module")
-def alone() -> Result:
+@pytest.fixture(scope="module", params=["auto", "int8"])
+def alone(request: pytest.FixtureRequest) -> tuple[str, Result]:
     settings = {"batching_mode": "sequential", "enable_prefix_caching": False, "max_seq_len": 512}
-    with LLM(**settings) as llm:
+    with LLM(dtype=request.param, **settings) as llm:
         assert llm._core.runner.model.embedding.dtype.itemsize == 2
-        return run(llm)
+        return request.param, run(llm)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +51,26 @@ def alone() -> Result:
     ],
     ids=str,
 )
-def test_bitwise_as_alone(settings: dict[str, Any], alone: Result) -> None:
-    with LLM(**{"max_seq_len": 512, **settings}) as llm:
-        assert run(llm) == alone
-        assert run(llm, order=[5, 2, 7, 0, 4, 1, 6, 3]) == alone  # warm, and in another order
+def test_bitwise_as_alone(settings: dict[str, Any], alone: tuple[str, Result]) -> None:
+    dtype, wanted = alone
+    with LLM(**{"max_seq_len": 512, "dtype": dtype, **settings}) as llm:
+        assert run(llm) == wanted
+        assert run(llm, order=[5, 2, 7, 0, 4, 1, 6, 3]) == wanted  # warm, and in another order
         stats = llm.stats()
         if "kv_cache_memory_bytes" in settings:
             assert stats["num_preemptions"] > 0
         if settings.get("kv_cache_backend") is None:
             assert stats["num_cached_tokens"] > 0
+
+
+def test_int8_is_another_model_than_bfloat16() -> None:
+    """Its layers do compute in int8: the log-probabilities are near, not equal."""
+    results = []
+    for dtype in ("auto", "int8"):
+        with LLM(dtype=dtype, max_seq_len=512) as llm:
+            one = params(0).replace(temperature=0.0, logprobs=0, max_tokens=1)
+            output = llm.generate([PROMPTS[0]], one, progress=False)[0]
+            assert output.logprobs is not None
+            results.append(output.logprobs[0].logprob)
+    assert results[0] != results[1]
+    assert results[0] == pytest.approx(results[1], abs=0.3)

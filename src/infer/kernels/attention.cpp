@@ -7,7 +7,8 @@
 // few whole segments of 512 keys if one sequence must feed several threads. attend() writes the
 // step's cells, then threads take items from a counter; which thread computes an item, and how a
 // step was cut, changes no bit of the result (attention_isa.h says why; segments lie at absolute
-// positions and are always folded in order). The arithmetic is in attention_isa.h, compiled once
+// positions and are always folded in order). Sequences that decode side by side and begin with the
+// same pages have one item for the whole segments they share, which so are read once for all. The arithmetic is in attention_isa.h, compiled once
 // per instruction set and chosen when a plan is made; this file is built for the plain baseline.
 
 #include <algorithm>
@@ -45,6 +46,7 @@ struct Item {
   int group, group_end, join;  // join < 0: the item is complete by itself
   int64_t segment, segment_end;
   double cost;
+  int members;  // 0; or its tokens are of so many sequences, with a join each, and see all its keys
 };
 
 struct Span {
@@ -54,7 +56,7 @@ struct Span {
 // The keys that some row of an item sees, from the start of a block.
 inline Span visible(const Item& item, int64_t window) {
   const int64_t low = window ? std::max<int64_t>(0, item.position - window + 1) : 0;
-  return {low / BLOCK * BLOCK, item.position + item.tokens};
+  return {low / BLOCK * BLOCK, item.position + (item.members ? 1 : item.tokens)};
 }
 
 struct Job {  // one layer of one step
@@ -319,11 +321,87 @@ void cut_item(const Engine& e, Cut& cut, Item item, int64_t window, double share
   }
 }
 
+// The segments that are shared, by a few items; what follows them, by one for each sequence.
+void cut_shared(const Engine& e, Cut& cut, Item shared, const int64_t* lengths, double share,
+                size_t& floats) {
+  const int rep = e.H / e.G;
+  const double cost = cost_of(e, shared, 0);
+  const int64_t num_segments = (shared.position + 1) / SEGMENT;
+  const int64_t wish = (int64_t)std::ceil(cost * e.G / share);
+  const int64_t parts = std::clamp<int64_t>(wish, 1, num_segments);
+  const int groups = (int)(wish > parts ? std::max<int64_t>(1, e.G * parts / wish) : e.G);
+  for (int group = 0; group < e.G; group += groups) {
+    shared.group = group;
+    shared.group_end = std::min(group + groups, e.G);
+    shared.join = (int)cut.joins.size();
+    shared.cost = cost * (shared.group_end - group) / parts;
+    for (int64_t i = 0; i < parts; ++i) {
+      shared.segment = num_segments * i / parts;
+      shared.segment_end = num_segments * (i + 1) / parts;
+      cut.items.push_back(shared);
+    }
+    for (int m = 0; m < shared.members; ++m) {
+      Item own = shared;
+      own.sequence += m;
+      own.row += m;
+      own.tokens = 1;
+      own.members = 0;
+      own.position = lengths[own.sequence] - 1;
+      own.join += m;
+      own.segment = num_segments;
+      own.segment_end = own.position / SEGMENT + 1;
+      own.cost = double(own.position - shared.position + BLOCK) * (rep + 16) *
+                 (own.group_end - group);
+      const bool is_more = own.segment_end > own.segment;
+      if (is_more) cut.items.push_back(own);
+      const int all = (int)parts + is_more;
+      cut.joins.push_back({(long)floats, 0, own.segment_end, all, all});
+      floats += own.segment_end * (own.group_end - group) * round_up(rep, 16) *
+                (size_t)(round_up(e.D, 32) + 32);
+    }
+  }
+}
+
+// How many sequences from `s` on have one token each and begin with the same whole segments; and
+// the last position in these.
+int shared_from(const Engine& e, int s, int B, const int64_t* starts, const int64_t* lengths,
+                int64_t& position) {
+  const int most = std::max(1, TILE_ROWS / (e.H / e.G));
+  int64_t segments = lengths[s] / SEGMENT;
+  int members = 1;
+  for (; segments && members < most && s + members < B; ++members) {
+    const int other = s + members;
+    if (starts[other + 1] - starts[s] != members + 1) break;
+    const int64_t *a = e.tables + s * e.table_width, *b = e.tables + other * e.table_width;
+    const int64_t keys = std::min(lengths[s], lengths[other]);
+    int64_t same = 0;
+    while (same * e.page_size < keys && a[same] == b[same]) ++same;
+    const int64_t common = std::min(keys, same * e.page_size) / SEGMENT;
+    if (!common || (members > 1 && common < segments)) break;
+    segments = std::min(segments, common);
+  }
+  position = segments * SEGMENT - 1;
+  return members;
+}
+
 size_t cut_step(const Engine& e, Cut& cut, int64_t window, int B, const int64_t* starts,
                 const int64_t* lengths) {
   const int most = std::max(1, TILE_ROWS / (e.H / e.G));
   std::vector<Item> whole;
-  for (int s = 0; s < B; ++s)
+  for (int s = 0; s < B; ++s) {
+    if (!window && starts[s + 1] - starts[s] == 1) {
+      Item item{};
+      const int members = shared_from(e, s, B, starts, lengths, item.position);
+      if (members > 1) {
+        item.sequence = s;
+        item.row = (int)starts[s];
+        item.tokens = item.members = members;
+        whole.push_back(item);
+        cut.cost += cost_of(e, item, 0) * e.G;
+        s += members - 1;
+        continue;
+      }
+    }
     for (int64_t row = starts[s]; row < starts[s + 1]; row += most) {
       Item item{};
       item.sequence = s;
@@ -333,9 +411,12 @@ size_t cut_step(const Engine& e, Cut& cut, int64_t window, int B, const int64_t*
       whole.push_back(item);
       cut.cost += cost_of(e, item, window) * e.G;
     }
+  }
   const double share = e.threads > 1 ? std::max(cut.cost / (4 * e.threads), 20000.) : INFINITY;
   size_t floats = 0;
-  for (const Item& item : whole) cut_item(e, cut, item, window, share, floats);
+  for (const Item& item : whole)
+    if (item.members) cut_shared(e, cut, item, lengths, share, floats);
+    else cut_item(e, cut, item, window, share, floats);
   std::stable_sort(cut.items.begin(), cut.items.end(),
                    [](const Item& a, const Item& b) { return a.cost > b.cost; });
   return floats;

@@ -574,6 +574,31 @@ inline void clear(const Job& job, int rows, float* state) {
   for (int r = 0; r < rows; ++r) state[(long)r * job.state_words + job.padded + 16] = LOWEST;
 }
 
+// Whoever comes last folds all segments, in their order.
+template <class M>
+void fold(const Job& job, const Item& item, Join& join, long state_size, float* total) {
+  if (__atomic_sub_fetch(&join.missing, 1, __ATOMIC_ACQ_REL) > 0) return;
+  join.missing = join.parts;
+  const int groups = item.group_end - item.group, rows = groups * (int)(state_size / job.state_words);
+  clear(job, rows, total);
+  for (int64_t s = 0; s < join.num_segments; ++s)
+    combine(job, rows, total, job.workspace + join.offset + s * groups * state_size);
+  for (int g = 0; g < groups; ++g)
+    finish<M>(job, item, item.group + g, total + g * state_size);
+}
+
+// Hand a segment's partial results to the sequences that share it.
+inline void hand_out(const Job& job, const Item& item, int64_t segment, long state_size,
+                     const float* state) {
+  const int groups = item.group_end - item.group;
+  const long own = job.rep * job.state_words, own_size = round_up(job.rep, 16) * job.state_words;
+  for (int m = 0; m < item.members; ++m)
+    for (int g = 0; g < groups; ++g)
+      __builtin_memcpy(
+          job.workspace + job.joins[item.join + m].offset + (segment * groups + g) * own_size,
+          state + g * state_size + m * own, sizeof(float) * own);
+}
+
 template <class M>
 void run_item(const Job& job, const Item& item, Scratch& scratch) {
   const int groups = item.group_end - item.group, rows = item.tokens * job.rep;
@@ -598,7 +623,8 @@ void run_item(const Job& job, const Item& item, Scratch& scratch) {
   Cells cells(job, item.sequence, keys.end);
   for (int64_t segment = item.segment; segment < item.segment_end; ++segment) {
     const bool is_first = segment == item.segment;
-    float* state = join ? job.workspace + join->offset +
+    float* state = item.members ? total
+                   : join       ? job.workspace + join->offset +
                               (segment - join->segment) * groups * state_size
                         : (is_first ? total : part);
     clear(job, groups * padded_rows, state);
@@ -609,16 +635,16 @@ void run_item(const Job& job, const Item& item, Scratch& scratch) {
       cells.move_to(first);
       attend_block<M>(job, item, cells, at, first, n, words, state_size, state);
     }
-    if (!join && !is_first) combine(job, groups * padded_rows, total, part);
+    if (item.members) hand_out(job, item, segment, state_size, state);
+    else if (!join && !is_first) combine(job, groups * padded_rows, total, part);
   }
-  if (join) {  // whoever comes last folds all segments, in their order
-    if (__atomic_sub_fetch(&join->missing, 1, __ATOMIC_ACQ_REL) > 0) return;
-    join->missing = join->parts;
-    clear(job, groups * padded_rows, total);
-    for (int64_t s = 0; s < join->num_segments; ++s)
-      combine(job, groups * padded_rows, total,
-              job.workspace + join->offset + s * groups * state_size);
+  if (item.members) {
+    Item one = item;
+    for (one.tokens = 1; one.row < item.row + item.members; ++one.row, ++join)
+      fold<M>(job, one, *join, round_up(job.rep, 16) * job.state_words, total);
+    return;
   }
+  if (join) return fold<M>(job, item, *join, state_size, total);
   for (int g = 0; g < groups; ++g)
     finish<M>(job, item, item.group + g, total + g * state_size);
 }
