@@ -122,6 +122,9 @@ class HashRunner:
             page = sequence.table.pages[position // self.page_size]
             assert page != 0
             self.cells[page][position % self.page_size] = cell
+            count = sequence.request.sampling.prompt_logprobs
+            if count is not None and position + 1 < sequence.num_prompt:
+                sequence.prompt_scores[position + 1] = TokenLogprobs(-0.5, ((0, -0.5),) * count)
         return self._read(sequence, start + num_tokens - 1)
 
     def _read(self, sequence: Sequence, position: int) -> int:

@@ -20,6 +20,7 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 # Longest prefix wins. A module imports only from rows below its own, or from its own package.
 ROWS = {
     "errors": 0,
+    "grammar": 0,
     "version": 0,
     "types": 1,
     "config": 1,
@@ -81,7 +82,16 @@ BANNED = [
     ("models", "infer.attention"),
     ("schedule", "infer.models"),
 ]
-STDLIB_ONLY = ("errors", "types", "config", "version", "cache", "schedule", "engine.core")
+STDLIB_ONLY = (
+    "errors",
+    "grammar",
+    "types",
+    "config",
+    "version",
+    "cache",
+    "schedule",
+    "engine.core",
+)
 # Concrete parts that only the composition root may name.
 CONCRETE = (
     "infer.attention.native",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from infer.config import EngineConfig
 from infer.errors import InferError, LoadError, RequestError
+from infer.grammar import Grammar
 from infer.types import FinishReason, RequestOutput, SamplingParams, TextDelta
 from infer.version import VERSION
 
@@ -24,6 +25,7 @@ __all__ = [
     "AsyncLLM",
     "EngineConfig",
     "FinishReason",
+    "Grammar",
     "InferError",
     "LoadError",
     "RequestError",

@@ -82,9 +82,9 @@ class Reply:
 class App:
     """An app whose lifespan runs, called without a socket."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, **how: Any) -> None:
         self.engine = engine
-        self.app = create_app(engine)
+        self.app = create_app(engine, **how)
 
     async def send(
         self,
@@ -162,17 +162,17 @@ def is_idle(engine: AsyncLLM) -> bool:
 
 
 @asynccontextmanager
-async def serving(engine: AsyncLLM) -> AsyncIterator[App]:
-    app = App(engine)
+async def serving(engine: AsyncLLM, **how: Any) -> AsyncIterator[App]:
+    app = App(engine, **how)
     async with app.app.router.lifespan_context(app.app):
         yield app
 
 
-def with_app(engine: AsyncLLM, use: Callable[[App], Coroutine[Any, Any, T]]) -> T:
+def with_app(engine: AsyncLLM, use: Callable[[App], Coroutine[Any, Any, T]], **how: Any) -> T:
     """`asyncio.run` of `use(app)`; afterwards nothing may be left in the engine."""
 
     async def main() -> T:
-        async with serving(engine) as app:
+        async with serving(engine, **how) as app:
             result = await use(app)
             await app.idle()
             return result

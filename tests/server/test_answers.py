@@ -23,6 +23,8 @@ from serving import (
 )
 
 from doubles import make_hash_llm, small_tokenizer
+from infer.grammar import Grammar
+from infer.server import structured
 from infer.server.wire import ChatBody, CompletionBody
 
 USAGE_OF_8 = {
@@ -239,8 +241,14 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
+        "prompt_logprobs": 1,
     }
-    lists = {"stop": ["x", "y"], "stop_token_ids": [3, 4]}
+    lists = {
+        "stop": ["x", "y"],
+        "stop_token_ids": [3, 4],
+        "allowed_token_ids": [*range(60)],
+        "bad_words": ["z"],
+    }
     for path, extra, logprobs in (
         (COMPLETIONS, {"logprobs": 3}, 3),
         (CHAT, {"logprobs": True, "top_logprobs": 3}, 3),
@@ -257,15 +265,19 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(engine, "make_request", make)
         body = BODIES[path](**sampling, **lists, **extra, priority=-5, logit_bias={"65": 1.5})
+        body["guided_choice"] = ["a", "b"]
         assert ask(engine, path, body).status == 200
         [request] = made
         assert request.priority == -5
         assert {name: getattr(request.sampling, name) for name in sampling} == sampling
         assert {name: list(getattr(request.sampling, name)) for name in lists} == lists
         assert request.sampling.bias_pairs == ((65, 1.5),)
+        assert request.sampling.grammar == Grammar.choice(["a", "b"])
         assert request.sampling.logprobs == logprobs
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
-        hints = {"user", "metadata"}
+        hints = {"user", "metadata", *structured.FIELDS}
+        hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
+        hints |= {"echo", "return_token_ids", "timeout"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
         model = CompletionBody if path == COMPLETIONS else ChatBody

@@ -9,13 +9,32 @@ from serving import (
     BODIES,
     CHAT,
     COMPLETIONS,
+    App,
     ask,
     check_refused,
+    with_app,
 )
 
 from doubles import make_hash_llm
 from infer.server.inert import REQUEST_FIELDS
 from infer.server.wire import CompletionBody
+
+
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    named = {"name": "x", "schema": schema, "strict": True}
+    return {"response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def tool(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def choose(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+TOOL = tool({"type": "object"})
+
 
 # ---- fields that both endpoints have: value → status, param, code, a word of the message
 SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
@@ -51,17 +70,43 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"stream_format": 1, "stream": True}, 400, "stream_format", "invalid_type", "string"),
     ({"logprobs": "x"}, 400, "logprobs", "invalid_type", "string"),
     # known, but not with this value: 400 by name
-    ({"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter", "tools"),
-    ({"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter", "none"),
     ({"functions": [{}]}, 400, "functions", "unsupported_parameter", "functions"),
-    (
-        {"response_format": {"type": "json_object"}},
-        *(400, "response_format", "unsupported_parameter", "text"),
-    ),
+    # structured output: the shape is the wire's, the meaning the compiler's
+    ({"response_format": 5}, 400, "response_format", None, "an object with a type"),
+    ({"response_format": {"type": "xml"}}, 422, "response_format", None, "'json_object'"),
+    ({"response_format": {"type": "text", "a": 1}}, 422, "response_format", None, "'a'"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format", None, "a name"),
+    (schema_format({"type": "nope"}), 400, "response_format", None, "Invalid type: nope"),
+    (schema_format({"$ref": "#"}), 400, "response_format", None, "no text satisfies"),
+    (schema_format({"not": {}}), 400, "response_format", None, "Unimplemented keys"),
+    (schema_format({"const": "x" * 65536}), 400, "response_format", None, "65536"),
+    ({"structured_outputs": {}}, 400, "structured_outputs", None, "exactly one"),
+    ({"structured_outputs": {"json_object": 1}}, 400, "structured_outputs", None, "true"),
+    ({"structured_outputs": {"regexp": "a"}}, 422, "structured_outputs", None, "'regexp'"),
+    ({"structured_outputs": {"regex": "("}}, 400, "structured_outputs", None, "invalid regex"),
+    ({"structured_outputs": {"choice": []}}, 400, "structured_outputs", None, "at least one"),
+    ({"structured_outputs": {"grammar": "aaa"}}, 400, "structured_outputs", None, "Expected ::="),
+    ({"guided_json": "{"}, 400, "guided_json", None, "guided_json (json)"),
+    ({"guided_regex": 5}, 400, "guided_regex", None, "string"),
+    ({"guided_choice": ["a", 1]}, 400, "guided_choice", None, "string"),
+    ({"guided_grammar": "start: start"}, 400, "guided_grammar", None, "no text satisfies"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_choice", None, "send one"),
+    # what may be sampled
+    ({"allowed_token_ids": []}, 422, "allowed_token_ids", None, "empty"),
+    ({"allowed_token_ids": [262]}, 422, "allowed_token_ids", None, "vocabulary"),
+    ({"allowed_token_ids": ["a"]}, 400, "allowed_token_ids[0]", "invalid_type", "integer"),
+    ({"allowed_token_ids": [1] * 4097}, 422, "allowed_token_ids", None, "at most 4096"),
+    ({"bad_words": [""]}, 422, "bad_words", None, "1 to 256"),
+    ({"bad_words": [5]}, 400, "bad_words", None, "list of strings"),
+    ({"bad_words": ["a"] * 65}, 422, "bad_words", None, "at most 64"),
     ({"suffix": "x"}, 400, "suffix", "unsupported_parameter", "suffix"),
     ({"best_of": 2}, 400, "best_of", "unsupported_parameter", "1"),
     ({"best_of": True}, 400, "best_of", "unsupported_parameter", "1"),
-    ({"echo": True}, 400, "echo", "unsupported_parameter", "false"),
+    ({"prompt_logprobs": 21}, 422, "prompt_logprobs", None, "between 0 and 20"),
+    ({"return_token_ids": 1}, 400, "return_token_ids", "invalid_type", "true or false"),
+    ({"timeout": 0}, 422, "timeout", None, "above 0"),
+    ({"timeout": 10**6}, 422, "timeout", None, "at most 86400"),
+    ({"timeout": "5"}, 400, "timeout", "invalid_type", "number"),
     ({"modalities": ["audio"]}, 400, "modalities", "unsupported_parameter", "text"),
     ({"audio": {}}, 400, "audio", "unsupported_parameter", "null"),
     ({"prediction": {}}, 400, "prediction", "unsupported_parameter", "null"),
@@ -159,7 +204,10 @@ COMPLETION_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"logprobs": 21}, 422, "logprobs", None, "between 0 and 20"),
     ({"logprobs": -1}, 422, "logprobs", None, "between 0 and 20"),
     ({"logprobs": True}, 400, "logprobs", "invalid_type", "integer"),
+    ({"echo": 1}, 400, "echo", "invalid_type", "true or false"),
     ({"messages": []}, 422, "messages", "unknown_parameter", "prompt"),
+    ({"tools": [TOOL]}, 400, "tools", "unsupported_parameter", "tools"),
+    ({"tool_choice": "required"}, 400, "tool_choice", "unsupported_parameter", "none"),
     ({"max_completion_tokens": 5}, 422, "max_completion_tokens", "unknown_parameter", "max_tokens"),
     (
         {"stream_format": "events", "stream": True, "prompt": ["a", "b"]},
@@ -181,6 +229,7 @@ def part(**fields: Any) -> dict[str, Any]:
 
 
 CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
+    ({"echo": True}, 400, "echo", "unsupported_parameter", "false"),
     ({"messages": None}, 400, "messages", "missing_required_parameter", "required"),
     ({"messages": []}, 400, "messages", None, "empty"),
     ({"messages": "x"}, 400, "messages", "invalid_type", "list"),
@@ -212,7 +261,21 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     (part(type="text", text="x", extra=1), 400, "messages[0].content", None, "text part"),
     (
         said({"role": "assistant", "content": "x", "tool_calls": [{}]}),
-        *(400, "messages[0].tool_calls", "unsupported_parameter", "tool_calls"),
+        *(400, "messages[0].tool_calls", None, "`function`"),
+    ),
+    ({"tools": [{"type": "function"}]}, 400, "tools", None, "`function`"),
+    ({"tools": [TOOL]}, 400, "tools", None, "shows it no tools"),
+    ({"tool_choice": "required"}, 400, "tool_choice", None, "none of the tools"),
+    ({"tools": [TOOL], "tool_choice": "any"}, 400, "tool_choice", None, "'required'"),
+    ({"tools": [TOOL], "tool_choice": choose("g")}, 400, "tool_choice", None, "none of the tools"),
+    (
+        {"tools": [tool({"type": "nope"})], "tool_choice": choose("f")},
+        *(400, "tools", None, "Invalid type"),
+    ),
+    ({"tools": [tool(5)]}, 400, "tools", None, "a JSON schema"),
+    (
+        {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
+        *(400, "guided_regex", None, "exclude"),
     ),
     (
         said({"role": "user", "content": "x", "nme": "y"}),
@@ -270,7 +333,7 @@ def test_a_field_is_refused(
     [
         row
         for row in FIELD_ROWS
-        if not {"stream", "stream_options", "stream_format"} & row[1].keys()
+        if not {"stream", "stream_options", "stream_format", "prompt_logprobs"} & row[1].keys()
     ],
 )
 def test_a_field_is_refused_before_a_stream_begins(
@@ -317,3 +380,25 @@ def test_null_is_absent(path: str) -> None:
     reply = ask(make_hash_llm(), path, BODIES[path](**nulls))
     plain = ask(make_hash_llm(), path, BODIES[path]())
     assert reply.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_names_are_left_out_and_told_where_that_is_wanted(path: str) -> None:
+    unknown: dict[str, Any] = {"temprature": 5, "\r\nx: y": 1}
+    for i in range(40):
+        unknown[f"u{i}"] = [i]
+
+    async def use(app: App) -> None:
+        plain = await app.post(path, BODIES[path]())
+        assert "x-ignored-params" not in plain.headers
+        told = await app.post(path, BODIES[path](**unknown))
+        assert told.json()["choices"] == plain.json()["choices"]
+        names = told.headers["x-ignored-params"].split(", ")
+        assert names == ["temprature", "?", *(f"u{i}" for i in range(30))]
+        options = {"stream": True, "stream_options": {"include_usge": True}}
+        streamed = await app.post(path, BODIES[path](**options))
+        assert (streamed.status, streamed.headers["x-ignored-params"]) == (200, "include_usge")
+        refused = await app.post(path, BODIES[path](echo=5, store=True))
+        assert refused.status == 400  # known names stay known
+
+    with_app(make_hash_llm(), use, unknown_params="ignore")

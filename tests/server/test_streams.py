@@ -382,6 +382,42 @@ def test_load_generators_understand_it(path: str) -> None:
         assert vllm_bench(torn)[:2] == (text, num)
 
 
+def vllm_first_tokens(raw: list[bytes]) -> list[int]:
+    """In which chunks its clock of the first and of further tokens ticks: with completions every
+    chunk that has choices; with chats one with text, or empty text and no role beside it."""
+    ticks = []
+    for number, data in enumerate(raw):
+        value = json.loads(data[6:]) if b"[DONE]" not in data else {}
+        for choice in value.get("choices", ()):
+            delta = choice.get("delta")
+            if (
+                delta is None
+                or delta.get("content")
+                or ("content" in delta and "role" not in delta)
+            ):
+                ticks.append(number)
+    return ticks
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_load_generators_clock_ticks_once_a_token(path: str) -> None:
+    """Neither the opening chunk of a chat nor its end nor the usage count as tokens."""
+    body = BODIES[path](stream=True, stream_options=WITH_USAGE, max_tokens=5)
+    writes = ask(scripted(spelled("abcde"), step_s=0.005), path, body).writes
+    first = 1 if path == CHAT else 0
+    assert vllm_first_tokens(writes) == list(range(first, first + 5))
+
+
+def test_a_stream_that_breaks_has_no_text_that_load_generators_count() -> None:
+    """A stream that breaks after some tokens has nothing that they take for text."""
+    body = completion_body(stream=True, max_tokens=400, ignore_eos=True, timeout=0.05)
+    writes = ask(make_hash_llm(step_s=0.005), COMPLETIONS, body).writes
+    assert "error" in json.loads(writes[-1].removeprefix(b"data: "))
+    text, usage, _ = vllm_bench(writes)
+    assert text == "".join(json.loads(w[6:])["choices"][0]["text"] for w in writes[:-1])
+    assert usage == 0
+
+
 def test_what_guidellm_sends() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = chat_body(stream=True, stream_options=options, stop=None, ignore_eos=True)

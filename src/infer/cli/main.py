@@ -15,7 +15,7 @@ from rich.console import Console
 from infer.cli.bench import app as bench_app
 from infer.config import EngineConfig
 from infer.errors import ConfigError, InferError, LoadError, RequestError
-from infer.server.options import with_engine_options
+from infer.server.options import UnknownParams, with_engine_options
 from infer.version import VERSION
 
 app = typer.Typer(
@@ -71,6 +71,9 @@ def serve(
     write_stall_s: Annotated[
         float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
     ] = 30.0,
+    unknown_params: Annotated[
+        UnknownParams, typer.Option(help="Fields of a body that nobody knows.")
+    ] = UnknownParams.REFUSE,
     request_timeout_s: Annotated[
         float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
     ] = 600.0,
@@ -99,6 +102,7 @@ def serve(
         port,
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
+        unknown_params=unknown_params,
         request_timeout_s=request_timeout_s,
         hang_s=hang_s,
         load_on_first_use=load_on_first_use,

@@ -37,8 +37,10 @@ from infer.kernels.invariance import batch_invariance_problem
 from infer.models.config import ModelConfig
 from infer.models.model import Model, build_model
 from infer.runner.model_runner import ModelRunner
+from infer.runner.restrict import Restrictions
 from infer.runner.storage import KVStorage
 from infer.schedule.scheduler import Scheduler
+from infer.text.grammar import Compiler
 from infer.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -136,7 +138,10 @@ def _build(
         f"{plan.num_cached_tokens:,}",
         time.perf_counter() - started_s,
     )
-    runner = _runner(config.attention_backend, model, plan, dtype, device)
+    restrictions = Restrictions(
+        lambda: Compiler(Tokenizer(checkpoint.text()), model_config.vocab_size), device
+    )
+    runner = _runner(config.attention_backend, model, restrictions, plan, dtype, device)
     return EngineCore(scheduler, runner), limits
 
 
@@ -153,12 +158,18 @@ def build_async_llm(config: EngineConfig) -> AsyncLLM:
 
 
 def _runner(
-    wanted: str, model: Model, plan: MemoryPlan, dtype: torch.dtype, device: torch.device
+    wanted: str,
+    model: Model,
+    restrictions: Restrictions,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> ModelRunner:
     shape = model.config
     storage = KVStorage(shape, plan.num_pages + 1, plan.page_size, dtype=dtype, device=device)
     backend = _attention(wanted, storage, shape)
-    return ModelRunner(model, backend, (*storage.keys, *storage.values), device)
+    caches = (*storage.keys, *storage.values)
+    return ModelRunner(model, backend, restrictions, caches, device)
 
 
 def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from infer.errors import RequestError, UnprocessableError
+from infer.grammar import Grammar
+from infer.text import grammar
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, SamplingParams
 
@@ -58,8 +60,13 @@ class Intake:
         sampling = sampling or SamplingParams()
         token_ids = self.tokenize(prompt)
         self._check_ids(sampling)
+        if isinstance(sampling.grammar, Grammar):
+            grammar.check(sampling.grammar)
+        request_id = request_id or secrets.token_urlsafe(16)
+        if sampling.prompt_logprobs is not None:  # what others have computed has no logits
+            cache_scope = request_id
         return Request(
-            request_id=request_id or secrets.token_urlsafe(16),
+            request_id=request_id,
             prompt_token_ids=token_ids,
             sampling=sampling,
             seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
@@ -67,6 +74,7 @@ class Intake:
             eos_token_ids=() if sampling.ignore_eos else self._eos,
             priority=priority,
             cache_scope=cache_scope,
+            bad_token_ids=self._spellings(sampling.bad_words),
         )
 
     def render_chat(
@@ -138,6 +146,7 @@ class Intake:
         for name, ids in (
             ("logit_bias", [token for token, _ in sampling.bias_pairs]),
             ("stop_token_ids", list(sampling.stop_token_ids)),
+            ("allowed_token_ids", list(sampling.allowed_token_ids or ())),
         ):
             for token in ids:
                 if token >= self.limits.vocab_size:
@@ -146,6 +155,12 @@ class Intake:
                         f" (0 to {self.limits.vocab_size - 1})",
                         param=name,
                     )
+
+    def _spellings(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """The token ids of words, at the beginning of a text and behind a space."""
+        texts = [text for word in words for text in (word, " " + word)]
+        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts}
+        return tuple(sorted(ids for ids in found if ids and max(ids) < self.limits.vocab_size))
 
     def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
         limit = self.limits.max_seq_len

@@ -61,6 +61,7 @@ class OutputProcessor:
             reason,
             output.num_cached,
             output.error,
+            output.prompt_logprobs,
         )
 
     def _show(self, text: str) -> tuple[str, bool]:
@@ -85,6 +86,7 @@ class OutputCollector:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self._last: TextDelta | None = None
 
     def add(self, delta: TextDelta) -> None:
@@ -92,6 +94,7 @@ class OutputCollector:
         self._text.append(delta.text)
         self._token_ids += delta.token_ids
         self._logprobs += delta.logprobs
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         self._last = delta
 
     def result(self) -> RequestOutput:
@@ -107,4 +110,5 @@ class OutputCollector:
             finish_reason=self._last.finish_reason,
             logprobs=tuple(self._logprobs) if wanted else None,
             num_cached=self._last.num_cached,
+            prompt_logprobs=self._prompt_logprobs,
         )

@@ -15,8 +15,11 @@ from torch import Tensor
 from infer.attention.layout import AttentionBackend
 from infer.models.model import Model
 from infer.runner.pack import Packer
-from infer.runner.sampler import sample
+from infer.runner.restrict import Restrictions
+from infer.runner.sampler import sample, score
 from infer.schedule.sequence import Plan, Sampled
+
+_SCORED_ROWS = 64
 
 
 class ModelRunner:
@@ -26,6 +29,7 @@ class ModelRunner:
         self,
         model: Model,
         backend: AttentionBackend,
+        restrictions: Restrictions,
         caches: Sequence[Tensor],
         device: torch.device,
     ) -> None:
@@ -33,21 +37,44 @@ class ModelRunner:
         self.model = model
         self.backend = backend
         self.device = device
+        self._restrictions = restrictions
         self._caches = caches
         self._packer = Packer(caches[0].shape[1], device)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> list[Sampled]:
         """Compute every chunk; one result per chunk that samples, in the plan's order."""
+        restricting = self._restrictions.begin(plan)
         step = self._packer.pack(plan)
         self.backend.plan(step.layout)
         hidden = self.model.forward(step.tokens, step.positions, self.backend.attend)
+        self._score_prompts(plan, hidden)
         if not step.sampled:
             return []
         if len(step.sampled) < len(hidden):
             rows = torch.tensor(step.sampled_rows, device=self.device)
             hidden = hidden.index_select(0, rows)
-        return sample(self.model.logits(hidden), step.sampled)
+        logits = self.model.logits(hidden)
+        if restricting is None:
+            return sample(logits, step.sampled)
+        forbidden = restricting.result()
+        sampled = sample(logits, step.sampled, forbidden)
+        return self._restrictions.settle(step.sampled, sampled, forbidden)
+
+    def _score_prompts(self, plan: Plan, hidden: Tensor) -> None:
+        """Log-probabilities of prompts whose requests want them; a few rows of logits at a time."""
+        begin = 0
+        for chunk in plan:
+            sequence, start = chunk.sequence, chunk.start
+            count = sequence.request.sampling.prompt_logprobs
+            if count is not None:
+                end = min(start + chunk.num_tokens, sequence.num_prompt - 1)
+                for at in range(start, end, _SCORED_ROWS):
+                    following = sequence.tokens[at + 1 : min(end, at + _SCORED_ROWS) + 1]
+                    rows = hidden[begin + at - start :][: len(following)]
+                    scores = score(self.model.logits(rows), following, count)
+                    sequence.prompt_scores.update(enumerate(scores, at + 1))
+            begin += chunk.num_tokens
 
     def poison(self, pages: list[int]) -> None:
         """Fill pages with NaN; for tests, which then see whether anybody reads what is not his."""

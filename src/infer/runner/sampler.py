@@ -1,6 +1,7 @@
 """`sample`: logits → tokens and log-probabilities.
 
-The order, stated once: logit bias and penalties → temperature → top-k → top-p and min-p → draw.
+The order, stated once: logit bias and penalties → what is not allowed (minimum length, bad words,
+allowed ids, grammar) → temperature → top-k → top-p and min-p → draw.
 Log-probabilities come from the raw logits. A step that is the same for no row is skipped, so an
 all-greedy step is one argmax. Ranks are by value, among equals by id, the lowest first.
 
@@ -14,16 +15,17 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import compress, count
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from infer.runner import blocks
-from infer.schedule.sequence import NOT_FINITE, Sampled, Sequence
+from infer.schedule.sequence import NONE_LEFT, NOT_FINITE, Sampled, Sequence
 from infer.types import SamplingParams, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
@@ -46,23 +48,33 @@ def _splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
+Forbidden = Mapping[str, Tensor | None]
+"""by request id: the tokens that its grammar forbids, [V] bool"""
+NOTHING: Forbidden = MappingProxyType({})
+
+
+def sample(
+    logits: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING
+) -> list[Sampled]:
     """One token per row: `logits` [R, V] float32 belong to `sequences` [R]; may change `logits`.
 
-    A row in which there is NaN or infinity gets an error, and no other row notices."""
+    A row in which there is NaN or infinity, or no token that is allowed, gets an error, and no
+    other row notices."""
     if not sequences:
         return []  # no row was good
     rows = blocks.padded(logits)
     tops = blocks.maxima(rows)
     finite = tops.amax(dim=-1).isfinite()  # of a row with a NaN that is the maximum
     if not finite.all():
-        good = iter(sample(logits[finite], list(compress(sequences, finite.tolist()))))
+        good = iter(sample(logits[finite], list(compress(sequences, finite.tolist())), forbidden))
         return [next(good) if ok else Sampled(0, error=NOT_FINITE) for ok in finite.tolist()]
     logprobs_of = _logprobs(rows, tops, sequences, logits.shape[1])
-    if any(_is_adjusted(sequence) for sequence in sequences):
+    dead: list[bool] = []
+    if forbidden or any(_is_adjusted(sequence) for sequence in sequences):
         rows = rows if logprobs_of is None else rows.clone()
-        adjust(rows, sequences)
+        adjust(rows, sequences, forbidden)
         tops = blocks.maxima(rows)
+        dead = (tops.amax(dim=-1) == -torch.inf).tolist()
     drawn = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
     tokens = [0] * len(sequences)
     if len(drawn) < len(sequences):
@@ -71,11 +83,12 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[Sampled]:
         for row, token in _draw(rows, tops, sequences, drawn, logits.shape[1]).items():
             tokens[row] = token
     if logprobs_of is None:
-        return [Sampled(token) for token in tokens]
-    return [
-        Sampled(token, logprobs)
-        for token, logprobs in zip(tokens, logprobs_of(tokens), strict=True)
-    ]
+        sampled = [Sampled(token) for token in tokens]
+    else:
+        sampled = list(map(Sampled, tokens, logprobs_of(tokens)))
+    for row in compress(range(len(dead)), dead):
+        sampled[row] = Sampled(0, error=NONE_LEFT)
+    return sampled
 
 
 # Log-probabilities.
@@ -93,12 +106,7 @@ def _logprobs(
     if not counts:
         return None
     members = _tensor(list(counts), rows, torch.int64)
-    ones = torch.ones(len(counts), device=rows.device)
-    weights = blocks.weights(_rows_of(rows, members), tops[members], ones)
-    # log Σ exp, as a column
-    total = blocks.running_sums(weights)[:, -1:].log() + tops[members].amax(dim=-1, keepdim=True)
-    values, ids = blocks.largest(rows, tops, members, max(1, *counts.values()))
-    best = list(zip(ids.tolist(), (values - total).tolist(), strict=True))
+    total, best = _most_probable(rows, tops, members, max(1, *counts.values()))
 
     def logprobs_of(tokens: list[int]) -> list[TokenLogprobs | None]:
         sampled = rows[members, _tensor(tokens, rows, torch.int64)[members]] - total[:, 0]
@@ -108,6 +116,30 @@ def _logprobs(
         return result
 
     return logprobs_of
+
+
+def _most_probable(
+    rows: Tensor, tops: Tensor, members: Tensor, k: int
+) -> tuple[Tensor, list[tuple[list[int], list[float]]]]:
+    """log Σ exp of some rows, as a column; ids and log-probabilities of the k most probable."""
+    ones = torch.ones(len(members), device=rows.device)
+    weights = blocks.weights(_rows_of(rows, members), tops[members], ones)
+    total = blocks.running_sums(weights)[:, -1:].log() + tops[members].amax(dim=-1, keepdim=True)
+    values, ids = blocks.largest(rows, tops, members, k)
+    return total, list(zip(ids.tolist(), (values - total).tolist(), strict=True))
+
+
+def score(logits: Tensor, tokens: Seq[int], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities of given tokens, one a row of the logits, with `count` alternatives."""
+    rows = blocks.padded(logits)
+    members = torch.arange(len(tokens), device=rows.device)
+    count = min(count, logits.shape[1])
+    total, best = _most_probable(rows, blocks.maxima(rows), members, max(1, count))
+    own = (rows[members, _tensor(tokens, rows, torch.int64)] - total[:, 0]).tolist()
+    return [
+        TokenLogprobs(logprob, tuple(zip(*top, strict=True))[:count])
+        for logprob, top in zip(own, best, strict=True)
+    ]
 
 
 # Bias and penalties.
@@ -121,11 +153,13 @@ def _is_adjusted(sequence: Sequence) -> bool:
         or params.presence_penalty
         or params.frequency_penalty
         or sequence.num_output < params.min_tokens
+        or params.allowed_token_ids is not None
+        or sequence.request.bad_token_ids
     )
 
 
-def adjust(rows: Tensor, sequences: Seq[Sequence]) -> None:
-    """Apply logit bias, penalties and minimum lengths to the logits [R, V], in place."""
+def adjust(rows: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING) -> None:
+    """Apply logit bias, penalties and everything that is not allowed to the logits, in place."""
     bias, seen, written, ends = (_Cells(rows) for _ in range(4))
     for row, sequence in enumerate(sequences):
         params = sequence.request.sampling
@@ -139,6 +173,10 @@ def adjust(rows: Tensor, sequences: Seq[Sequence]) -> None:
             written.add(row, list(times), amounts + params.presence_penalty)
         if sequence.num_output < params.min_tokens:
             ends.add(row, [i for i in sequence.end_token_ids if i < rows.shape[1]], -np.inf)
+        output = sequence.tokens[sequence.num_prompt :] if sequence.request.bad_token_ids else []
+        for *first, last in sequence.request.bad_token_ids:
+            if output[max(0, len(output) - len(first)) :] == first:
+                ends.add(row, [last], -np.inf)
     flat = rows.view(-1)
     if bias.ids:
         flat.index_add_(0, *bias.tensors())
@@ -152,6 +190,16 @@ def adjust(rows: Tensor, sequences: Seq[Sequence]) -> None:
     if ends.ids:
         index, by = ends.tensors()
         flat[index] = by
+    for row, sequence in enumerate(sequences):
+        allowed = sequence.request.sampling.allowed_token_ids
+        if allowed is not None:
+            ids = _tensor(list(allowed), rows, torch.int64)
+            logits = rows[row, ids]
+            rows[row] = -torch.inf
+            rows[row, ids] = logits
+        mask = forbidden.get(sequence.request_id)
+        if mask is not None:
+            rows[row, : len(mask)].masked_fill_(mask, -torch.inf)
 
 
 class _Cells:

@@ -281,7 +281,7 @@ class Scheduler:
                 continue
             result = next(results)
             sequence.tokens.append(result.token_id)
-            reason = self._finish_reason(sequence, result.token_id)
+            reason = self._finish_reason(sequence, result)
             outputs.append(
                 StepOutput(
                     sequence.request.request_id,
@@ -289,6 +289,7 @@ class Scheduler:
                     reason,
                     result.logprobs,
                     sequence.num_cached,
+                    prompt_logprobs=sequence.prompt_logprobs,
                 )
             )
             if reason is not None:
@@ -299,12 +300,15 @@ class Scheduler:
         return outputs
 
     @staticmethod
-    def _finish_reason(sequence: Sequence, token_id: int) -> FinishReason | None:
+    def _finish_reason(sequence: Sequence, result: Sampled) -> FinishReason | None:
+        token_id = result.token_id
         if token_id in sequence.end_token_ids:
             request = sequence.request
             if sequence.num_output > request.sampling.min_tokens:
                 ended = token_id in request.eos_token_ids
                 return FinishReason.EOS if ended else FinishReason.STOP
+        if result.completes:
+            return FinishReason.COMPLETE
         if sequence.num_output >= sequence.request.max_tokens:
             return FinishReason.LENGTH
         return None

@@ -50,6 +50,10 @@ class Sequence:
     admitted_s: float | None = None
     end_token_ids: frozenset[int] = frozenset()
     """end-of-sequence and stop tokens of the request, for one quick look-up per token"""
+    prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
+    """log-probabilities of prompt tokens by position, as far as the runner has computed them"""
+    constraint: object = None
+    """the runner's, of a request with a grammar; it follows from the tokens and is never asked"""
 
     @classmethod
     def from_request(cls, request: Request, arrival: int, now_s: float) -> Sequence:
@@ -85,6 +89,13 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """If they are wanted and the first token has just been sampled."""
+        if self.request.sampling.prompt_logprobs is None or self.num_output != 1:
+            return None
+        return tuple(self.prompt_scores[position] for position in range(1, self.num_prompt))
+
+    @property
     def num_remaining(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 while decoding."""
         return len(self.tokens) - self.num_computed
@@ -109,6 +120,10 @@ Plan = tuple[Chunk, ...]
 
 
 NOT_FINITE = "the model gave this request no finite numbers to choose a token from"
+NONE_LEFT = (
+    "no token is left to choose: what the grammar, allowed_token_ids, bad_words and min_tokens of"
+    " this request leave has nothing in common"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,3 +134,5 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
     error: str = ""
     """why there is no token; the request fails with it"""
+    completes: bool = False
+    """nothing may follow this token"""

@@ -16,7 +16,7 @@ from infer.errors import LoadError
 from infer.server import serve
 from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
 from infer.server.models import configs_of
-from infer.server.options import with_engine_options
+from infer.server.options import UnknownParams, with_engine_options
 
 
 @with_engine_options(leave_out=("model",))
@@ -37,6 +37,9 @@ def command(
     write_stall_s: Annotated[
         float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
     ] = WRITE_STALL_S,
+    unknown_params: Annotated[
+        UnknownParams, typer.Option(help="Fields of a body that nobody knows.")
+    ] = UnknownParams.REFUSE,
     request_timeout_s: Annotated[
         float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
     ] = REQUEST_TIMEOUT_S,
@@ -61,6 +64,7 @@ def command(
         port,
         drain_timeout_s=drain_timeout_s,
         write_stall_s=write_stall_s,
+        unknown_params=unknown_params,
         request_timeout_s=request_timeout_s,
         in_thread=engine_thread,
         hang_s=hang_s,

@@ -11,13 +11,22 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineError
+from infer.server.intake import tool_format
 from infer.server.logprobs import ChoiceLogprobs
-from infer.server.wire import Generation, StreamOptions
-from infer.types import ErrorRecord, FinishReason, Request, RequestOutput, TextDelta
+from infer.server.wire import ChatBody, CompletionBody, Generation, StreamOptions
+from infer.text.calls import parser_for
+from infer.types import (
+    ErrorRecord,
+    FinishReason,
+    Request,
+    RequestOutput,
+    TextDelta,
+    TokenLogprobs,
+)
 
 Part = RequestOutput | TextDelta
 
@@ -47,6 +56,15 @@ def event(line: str, name: str | None = None) -> bytes:
     return f"{head}data: {line}\n\n".encode("ascii")
 
 
+class Shown(NamedTuple):
+    """The part of an answer that the client sees."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+    """None: of the first token of a prompt"""
+
+
 class CompletionAnswer:
     """`/v1/completions`: the last text and the finish reason come together."""
 
@@ -65,6 +83,7 @@ class CompletionAnswer:
             "created": int(time.time()),
             "model": engine.model_name,
         }
+        self._tokenizer = engine.tokenizer
         self._options = wire.stream_options or StreamOptions()
         self._before = dump(self._head)[:-1] + ',"choices":['
         self._after = '],"usage":null}' if self._options.include_usage else "]}"
@@ -73,6 +92,18 @@ class CompletionAnswer:
         self._num_prompt = sum(len(request.prompt_token_ids) for request in requests[:: wire.n])
         self._num_completion = 0
         self._num_cached: dict[int, int] = {}
+        self._looks = wire.max_tokens == 0
+        """only the prompt is to be looked at: what was sampled is not shown"""
+        self._requests = requests
+        self._tells_ids = wire.return_token_ids
+        self._begun: set[int] = set()
+        self._num_prompt_logprobs = wire.prompt_logprobs
+        self._echoes: dict[int, str] = {}
+        """texts of the prompts that are still to be echoed, by choice"""
+        if isinstance(wire, CompletionBody) and wire.echo:
+            decode = engine.tokenizer.decode
+            texts = [decode(request.prompt_token_ids) for request in requests]
+            self._echoes = dict(enumerate(texts))
         self._writers: list[ChoiceLogprobs] = []
         if requests[0].sampling.logprobs is not None:
             skip = wire.skip_special_tokens
@@ -81,7 +112,7 @@ class CompletionAnswer:
     def count(self, index: int, part: Part) -> None:
         """Choice `index` has more tokens. Its siblings find its prompt in the cache, which is no
         hit that the caller could have had before; so the first one of a prompt counts."""
-        self._num_completion += len(part.token_ids)
+        self._num_completion += 0 if self._looks else len(part.token_ids)
         if index % self._n == 0:
             self._num_cached[index] = part.num_cached
 
@@ -100,12 +131,17 @@ class CompletionAnswer:
         choices = []
         for index, output in enumerate(outputs):
             self.count(index, output)
+            ids = self._ids(index, output, first=True)
+            shown = self._shown(index, output)
             choice = {
                 "index": index,
-                **self._text(output.text),
-                "logprobs": self._logprobs(index, output) if self._writers else None,
-                "finish_reason": wire_reason(output.finish_reason),
+                **self._text(index, shown.text),
+                "logprobs": self._logprobs(index, shown) if self._writers else None,
+                "finish_reason": self._reason(index, output.finish_reason),
+                **ids,
             }
+            if self._num_prompt_logprobs is not None:
+                choice["prompt_logprobs"] = self._prompt_logprobs(index, output)
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": self.usage()}
 
@@ -116,13 +152,14 @@ class CompletionAnswer:
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         """What is new in choice `index`."""
         self.count(index, delta)
-        logprobs, reason = "null", "null"
-        if self._writers and delta.token_ids:
-            logprobs = dump(self._logprobs(index, delta))
-        if delta.finish_reason is not None:
-            reason = f'"{wire_reason(delta.finish_reason)}"'
-        if delta.text or logprobs != "null" or reason != "null":
-            yield from self._chunks(index, delta.text, logprobs, reason)
+        logprobs, extra = "null", ""
+        if self._tells_ids:
+            extra = "," + dump(self._ids(index, delta, first=index not in self._begun))[1:-1]
+            self._begun.add(index)
+        shown = self._shown(index, delta)
+        if self._writers and shown.token_ids:
+            logprobs = dump(self._logprobs(index, shown))
+        yield from self._chunks(index, shown.text, delta.finish_reason, logprobs, extra)
 
     def closing(self) -> Iterator[bytes]:
         """After the last choice has ended."""
@@ -134,47 +171,151 @@ class CompletionAnswer:
         """The last event of a stream that broke."""
         return event(error)
 
-    def _text(self, text: str) -> dict[str, Any]:
+    def _text(self, index: int, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _logprobs(self, index: int, part: Part) -> dict[str, Any]:
-        return self._writers[index].completion(part.token_ids, part.logprobs or ())
+    def _shown(self, index: int, part: Part) -> Shown:
+        """With the prompt before it, if that is to be echoed; without what is not to be seen."""
+        shown = Shown(part.text, part.token_ids, tuple(part.logprobs or ()))
+        if self._looks:
+            shown = Shown("", (), ())
+        if index in self._echoes:
+            prompt, more = self._requests[index].prompt_token_ids, part.prompt_logprobs or ()
+            logprobs = (None, *map(self._cut, more), *shown.logprobs)
+            text = self._echoes.pop(index) + shown.text
+            shown = Shown(text, (*prompt, *shown.token_ids), logprobs)
+        return shown
 
-    def _chunks(self, index: int, text: str, logprobs: str, reason: str) -> Iterator[bytes]:
-        yield self._chunk(index, f'"text":{dump(text)}', logprobs, reason)
+    def _cut(self, entry: TokenLogprobs) -> TokenLogprobs:
+        return TokenLogprobs(entry.logprob, entry.top[: self._requests[0].sampling.logprobs])
 
-    def _chunk(self, index: int, text: str, logprobs: str = "null", reason: str = "null") -> bytes:
-        """The last three are JSON."""
+    def _ids(self, index: int, part: Part, *, first: bool) -> dict[str, Any]:
+        """What `return_token_ids` adds to a choice."""
+        if not self._tells_ids:
+            return {}
+        prompt = {"prompt_token_ids": self._requests[index].prompt_token_ids} if first else {}
+        return {**prompt, "token_ids": () if self._looks else part.token_ids}
+
+    def _prompt_logprobs(self, index: int, output: RequestOutput) -> list[dict[str, Any] | None]:
+        ids, count = self._requests[index].prompt_token_ids, self._num_prompt_logprobs
+        entries = output.prompt_logprobs or ()
+        cut = [TokenLogprobs(entry.logprob, entry.top[:count]) for entry in entries]
+        return ChoiceLogprobs(self._tokenizer, skip_special=False).prompt(ids, cut)
+
+    def _reason(self, index: int, reason: FinishReason) -> str:
+        return "length" if self._looks else wire_reason(reason)
+
+    def _logprobs(self, index: int, shown: Shown) -> dict[str, Any]:
+        return self._writers[index].completion(shown.token_ids, shown.logprobs)
+
+    def _chunks(
+        self, index: int, text: str, ended: FinishReason | None, logprobs: str, extra: str
+    ) -> Iterator[bytes]:
+        if text or logprobs != "null" or ended or extra:
+            reason = dump(ended and self._reason(index, ended))
+            yield self._chunk(index, f'"text":{dump(text)}', logprobs, reason, extra)
+
+    def _chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: str = "null",
+        reason: str = "null",
+        extra: str = "",
+    ) -> bytes:
+        """All but the first are JSON, `extra` further members with a comma before."""
         after = self._after
         if self._options.continuous_usage_stats:
             after = f'],"usage":{dump(self.usage())}}}'
         return event(
             f'{self._before}{{"index":{index},{text},"logprobs":{logprobs}'
-            f',"finish_reason":{reason}}}{after}'
+            f',"finish_reason":{reason}{extra}}}{after}'
         )
 
 
 class ChatAnswer(CompletionAnswer):
-    """`/v1/chat/completions`: the role comes first, the finish reason last and alone."""
+    """`/v1/chat/completions`: the role comes first, the finish reason last and alone.
+
+    The text goes through one parser, whole or in pieces, which finds reasoning and tool calls.
+    """
 
     prefix = "chatcmpl"
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, engine: AsyncLLM, wire: ChatBody, requests: Sequence[Request], answer_id: str
+    ) -> None:
+        super().__init__(engine, wire, requests, answer_id)
+        template, tools = engine.tokenizer.tool_template, tool_format(engine, wire)
+        first = requests[0]
+        end = ""  # of the prompt; a grammar is about the answer, so it leaves no room for thoughts
+        if first.sampling.grammar is None:
+            end = engine.tokenizer.decode(first.prompt_token_ids[-8:], skip_special_tokens=False)
+        source = template.source if template else ""
+        self._parsers = [parser_for(source, tools, prompt_end=end) for _ in requests]
+        self._num_calls = [0] * len(requests)
+        self._answer_id = answer_id.rpartition("-")[2]
+        self._shows_reasoning = wire.include_reasoning
 
     def opening(self) -> Iterator[bytes]:
         for index in range(self._num_choices):
             yield self._chunk(index, '"delta":{"role":"assistant","content":""}')
 
-    def _text(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _parsed(self, index: int, text: str, *, end: bool) -> dict[str, Any]:
+        """What is new in a choice, as members of its message."""
+        parser = self._parsers[index]
+        reasoning, content, calls = parser.push(text)
+        if end:
+            last = parser.finish()
+            reasoning, content, calls = (
+                reasoning + last.reasoning,
+                content + last.content,
+                calls + last.calls,
+            )
+        new: dict[str, Any] = {}
+        if reasoning and self._shows_reasoning:
+            new["reasoning_content"] = reasoning
+        if content:
+            new["content"] = content
+        if calls:
+            first = self._num_calls[index]
+            self._num_calls[index] += len(calls)
+            new["tool_calls"] = [
+                {
+                    "index": number,
+                    "id": f"call_{self._answer_id}_{index}_{number}",
+                    "type": "function",
+                    "function": call._asdict(),
+                }
+                for number, call in enumerate(calls, first)
+            ]
+        return new
 
-    def _logprobs(self, index: int, part: Part) -> dict[str, Any]:
-        return self._writers[index].chat(part.token_ids, part.logprobs or ())
+    def _text(self, index: int, text: str) -> dict[str, Any]:
+        new = self._parsed(index, text, end=True)
+        empty = None if new else ""
+        message = {"role": "assistant", "content": empty, "refusal": None, **new}
+        for call in message.get("tool_calls", ()):
+            del call["index"]  # only pieces of a list say where they belong
+        return {"message": message}
 
-    def _chunks(self, index: int, text: str, logprobs: str, reason: str) -> Iterator[bytes]:
-        if text or logprobs != "null":
-            yield self._chunk(index, f'"delta":{{"content":{dump(text)}}}', logprobs)
-        if reason != "null":
-            yield self._chunk(index, '"delta":{}', reason=reason)
+    def _reason(self, index: int, reason: FinishReason) -> str:
+        word = wire_reason(reason)
+        return "tool_calls" if word == "stop" and self._num_calls[index] else word
+
+    def _logprobs(self, index: int, shown: Shown) -> dict[str, Any]:
+        return self._writers[index].chat(shown.token_ids, shown.logprobs)
+
+    def _chunks(
+        self, index: int, text: str, ended: FinishReason | None, logprobs: str, extra: str
+    ) -> Iterator[bytes]:
+        new = self._parsed(index, text, end=ended is not None)
+        if logprobs != "null" or extra:
+            new.setdefault("content", "")
+        if new:
+            yield self._chunk(index, f'"delta":{dump(new)}', logprobs, extra=extra)
+        if ended is not None:
+            yield self._chunk(index, '"delta":{}', reason=dump(self._reason(index, ended)))
 
 
 class TypedEvents:

@@ -26,7 +26,14 @@ from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import TextPool
-from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S, Edge, HttpError, respond
+from infer.server.failures import (
+    IGNORED,
+    REQUEST_TIMEOUT_S,
+    WRITE_STALL_S,
+    Edge,
+    HttpError,
+    respond,
+)
 from infer.server.stream import EventStream, all_of, unless_gone
 from infer.server.wire import (
     Body,
@@ -34,7 +41,6 @@ from infer.server.wire import (
     CompletionBody,
     DetokenizeBody,
     Generation,
-    RenderBody,
     TokenizeBody,
     TokenizeChatBody,
 )
@@ -61,19 +67,23 @@ GET  /health/live           200 while requests are taken, else 503 (also: /healt
 class Endpoints:
     """What the paths lead to."""
 
-    def __init__(self, engine: AsyncLLM, pool: TextPool, timeout_s: float) -> None:
+    def __init__(
+        self, engine: AsyncLLM, pool: TextPool, timeout_s: float, *, ignores_unknown: bool
+    ) -> None:
         self._engine = engine
         self._pool = pool
         self._timeout_s = timeout_s
+        self._ignores_unknown = ignores_unknown
         self._started = int(time.time())
 
     async def _read(self, http: HttpRequest, model: type[B]) -> B:
         body = await self._pool.read_object(http)
-        return await self._pool.computed(http, self._checked, model, body)
+        return await self._pool.computed(http, self._checked, http, model, body)
 
-    def _checked(self, model: type[B], body: dict[str, Any]) -> B:
+    def _checked(self, http: HttpRequest, model: type[B], body: dict[str, Any]) -> B:
         """There is one model; a request may leave its name out."""
-        wire = validation.read(model, body)
+        ignored = http.scope[IGNORED] if self._ignores_unknown else None
+        wire = validation.read(model, body, ignored)
         if wire.model not in (None, self._engine.model_name):
             message = f"there is no such model here; this server has {self._engine.model_name!r}"
             raise UnprocessableError(message, param="model", code="model_not_found")
@@ -98,20 +108,29 @@ class Endpoints:
         engine = self._engine
         wire = await self._read(http, model)
         answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
+        computed, heavy = self._pool.computed, wire.is_heavy
         with engine.reserved(wire.num_choices):
-            requests = await self._pool.computed(http, make_requests, engine, wire, answer_id)
+            requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
         answer = kind(engine, wire, requests, answer_id)
+        timeout_s = min(self._timeout_s, wire.timeout or self._timeout_s)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer
-            return EventStream(engine, requests, events, self._timeout_s)
-        generating = all_of(map(engine.generate, requests), self._timeout_s)
+            return EventStream(engine, requests, events, timeout_s)
+        generating = all_of(map(engine.generate, requests), timeout_s)
         outputs = await unless_gone(http.receive, generating)
         return JSONResponse(answer.body(outputs))
+
+    async def absent(self, http: HttpRequest) -> Response:
+        name = http.scope["path"].rpartition("/")[2]
+        message = (
+            f"this server has no {name}: it completes texts and chats; see / for what there is"
+        )
+        raise HttpError(404, message, code="not_found")
 
     # ---- asking the tokenizer
 
     async def render(self, http: HttpRequest) -> Response:
-        wire = await self._read(http, RenderBody)
+        wire = await self._read(http, ChatBody)
         prompt, ids = await self._pool.computed(http, intake.rendered_chat, self._engine, wire)
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
@@ -120,7 +139,7 @@ class Endpoints:
     async def tokenize(self, http: HttpRequest) -> Response:
         body = await self._pool.read_object(http)
         model = TokenizeBody if body.get("messages") is None else TokenizeChatBody
-        wire = await self._pool.computed(http, self._checked, model, body)
+        wire = await self._pool.computed(http, self._checked, http, model, body)
         return JSONResponse(await self._pool.computed(http, self._tokenized, wire))
 
     def _tokenized(self, wire: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
@@ -200,11 +219,13 @@ def create_app(
     *,
     write_stall_s: float = WRITE_STALL_S,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
+    unknown_params: str = "refuse",
     is_inner: bool = False,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
-    it at the end. No paths but the ones below, and no redirects. `is_inner`: another
-    app is around this one, which has the outermost layer, and starts and ends the engine."""
+    it at the end. No paths but the ones below, and no redirects. `unknown_params`: "refuse", or
+    "ignore" fields of a body that nobody knows and list them in `X-Ignored-Params`. `is_inner`:
+    another app is around this one: it has the outermost layer, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -216,12 +237,15 @@ def create_app(
             pool.close()
 
     pool = TextPool()
-    endpoints = Endpoints(engine, pool, request_timeout_s)
+    ignores = unknown_params == "ignore"
+    endpoints = Endpoints(engine, pool, request_timeout_s, ignores_unknown=ignores)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
             Route("/v1/chat/completions/render", endpoints.render, methods=["POST"]),
+            Route("/v1/embeddings", endpoints.absent, methods=["POST"]),
+            Route("/v1/responses", endpoints.absent, methods=["POST"]),
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),
             Route("/detokenize", endpoints.detokenize, methods=["POST"]),
             Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),

@@ -70,10 +70,13 @@ class TextPool:
             raise ClientGone from None
         return await self.computed(request, _parse_object, body)
 
-    async def computed(self, request: Request, work: Callable[..., T], *arguments: Any) -> T:
-        """`work(*arguments)`; in a thread if the body is so long that others would notice."""
+    async def computed(
+        self, request: Request, work: Callable[..., T], *arguments: Any, heavy: bool = False
+    ) -> T:
+        """`work(*arguments)`; in a thread if it is heavy, or the body so long, that others would
+        notice."""
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
+        if not heavy and declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
             return work(*arguments)
         if self._num_open >= MAX_LONG_BODIES:
             raise OverloadedError("too many long bodies are being read")

@@ -27,6 +27,8 @@ DEAD_RETRY_AFTER_S = 5
 """Retry-After of a 503 that says nothing about when"""
 WRITE_STALL_S = 30.0
 """a reader that takes nothing for so long has lost its answer"""
+IGNORED = "infer.ignored"
+"""where in a request's scope the names of fields are that were not understood and not refused"""
 REQUEST_TIMEOUT_S = 600.0
 """from a request's body to the end of its answer"""
 _ENGINE_CODES = {503: "engine_unavailable", 504: "deadline_exceeded"}
@@ -35,6 +37,7 @@ _ROUTER = {
     404: "there is no such route; see / for what there is",
     405: "this route is there, but not with this method; see the Allow header",
 }
+_MAX_IGNORED_SHOWN = 32
 _HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -88,6 +91,13 @@ async def respond(_: Request, error: Exception) -> Response:
     return describe(error)
 
 
+def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """A header for what was ignored; names that are no names are shown as `?`."""
+    names = [name.encode("utf-8") for name in scope[IGNORED][:_MAX_IGNORED_SHOWN]]
+    shown = [name if _HARMLESS_ID.fullmatch(name) else b"?" for name in names]
+    return [(b"x-ignored-params", b", ".join(shown))] if shown else []
+
+
 class Edge:
     """The outermost layer: ids on every response, and an answer to what nobody expected.
 
@@ -105,6 +115,7 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope[IGNORED] = []
         request_id = secrets.token_hex(16)
         offered = [value for name, value in scope["headers"] if name == b"x-request-id"]
         if len(offered) == 1 and _HARMLESS_ID.fullmatch(offered[0]):
@@ -119,6 +130,7 @@ class Edge:
                     *message.get("headers", ()),
                     (b"x-request-id", request_id.encode("ascii")),
                     (b"x-content-type-options", b"nosniff"),
+                    *_ignored_params(scope),
                 ]
             try:
                 async with asyncio.timeout(self._write_stall_s):

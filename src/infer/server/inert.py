@@ -23,35 +23,30 @@ REQUEST_FIELDS: Inert = {
     **dict.fromkeys(("echo", "store"), (False,)),
     "best_of": (1,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (bool,),
+    **dict.fromkeys(("include_reasoning", "parallel_tool_calls"), (bool,)),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": ("in_memory", "in-memory"),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "verbosity": ("medium",),
     # names that other servers have added
-    **dict.fromkeys(("add_special_tokens", "allowed_token_ids", "cache_salt", "chat_template"), ()),
-    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), ()),
-    **dict.fromkeys(("prompt_logprobs", "structured_outputs", "thinking"), ()),
-    "truncate_prompt_tokens": (),
-    **dict.fromkeys(("bad_words", "documents", "logits_processors"), ([],)),
-    **dict.fromkeys(("continue_final_message", "return_token_ids"), (False,)),
+    **dict.fromkeys(("add_special_tokens", "cache_salt", "chat_template"), ()),
+    **dict.fromkeys(("thinking", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("documents", "logits_processors"), ([],)),
+    "continue_final_message": (False,),
     **dict.fromkeys(("return_tokens_as_token_ids", "use_beam_search"), (False,)),
     **dict.fromkeys(("add_generation_prompt", "spaces_between_special_tokens"), (True,)),
     "chat_template_kwargs": ({},),
-    "include_reasoning": (bool,),
     "length_penalty": (1.0,),
 }
 MESSAGE_FIELDS: Inert = {
-    **dict.fromkeys(("audio", "function_call", "reasoning", "reasoning_content", "refusal"), ()),
-    **dict.fromkeys(("annotations", "tool_calls"), ([],)),
+    **dict.fromkeys(("audio", "function_call", "reasoning", "refusal"), ()),
+    "annotations": ([],),
 }
 TOKENIZE_CHAT_FIELDS: Inert = {
     "add_special_tokens": (False,),  # the template writes them
     "chat_template": (),
-    "tool_choice": ("none", "auto"),
 }
 STREAM_FIELDS: Inert = {"include_obfuscation": (False,)}
 

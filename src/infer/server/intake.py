@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
@@ -23,17 +23,26 @@ from infer.server.wire import (
     Generation,
     Prompt,
 )
+from infer.text import calls
+from infer.text.calls import ToolFormat
 from infer.types import Request, SamplingParams
 
 
 def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) -> list[Request]:
-    sampling = _sampling(wire, wire.max_tokens, wire.logprobs, len(wire.prompt))
-    return list(_choices(engine, wire, wire.prompt, sampling, answer_id))
+    with _retold(_grammar_name(wire)):
+        # To look at a prompt only: a token is sampled all the same, and not shown.
+        looks = wire.max_tokens == 0 and (wire.echo or wire.prompt_logprobs is not None)
+        limit = 1 if looks else wire.max_tokens
+        sampling = _sampling(wire, limit, wire.logprobs, len(wire.prompt))
+        if wire.echo and wire.logprobs is not None:
+            count = max(wire.logprobs, wire.prompt_logprobs or 0)
+            sampling = sampling.replace(prompt_logprobs=count)
+        return list(_choices(engine, wire, wire.prompt, sampling, answer_id))
 
 
 def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
     messages = plain_messages(wire)
-    with _chat_sampling(wire) as sampling:
+    with _chat_sampling(engine, wire) as sampling:
         ids = engine.render_chat(messages, **wire.template_arguments)
         return list(_choices(engine, wire, [tuple(ids)], sampling, answer_id))
 
@@ -42,7 +51,7 @@ def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
     """The text and the ids of the prompt that `chat_requests` would make; same refusals, but a
     prompt may be longer than the model serves: by how much is what a caller may want to know."""
     messages = plain_messages(wire)
-    with _chat_sampling(wire):
+    with _chat_sampling(engine, wire):
         return engine.render_chat_text(messages, **wire.template_arguments)
 
 
@@ -50,13 +59,28 @@ def plain_messages(wire: Conversation) -> list[dict[str, Any]]:
     """The messages for the template."""
     if not wire.messages:
         raise RequestError("messages is empty: it needs at least one message", param="messages")
-    return [{name: given for name, given in m if given is not None} for m in wire.messages]
+    return [{name: given for name, given in m if given not in (None, [])} for m in wire.messages]
+
+
+def tool_format(engine: AsyncLLM, wire: ChatBody) -> ToolFormat | None:
+    """How the answer writes its calls; None where it is not to make any."""
+    template = engine.tokenizer.tool_template
+    if not wire.tools or wire.tool_choice == "none" or template is None:
+        return None
+    found = calls.format_of(template.source, forced=bool(wire.forced_tools))
+    if found is None:
+        raise RequestError(
+            "this model's chat template shows it no tools; only a tool_choice of 'required' or of"
+            " a function works with it",
+            param="tools",
+        )
+    return found
 
 
 @contextmanager
-def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
+def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]:
     """A chat's sampling; errors inside of the block are told with the names of a chat."""
-    names = {"logprobs": "top_logprobs", "prompt": "messages"}
+    names = {"logprobs": "top_logprobs", "prompt": "messages", **_grammar_name(wire)}
     limit, logprobs = wire.max_tokens, wire.top_logprobs
     if wire.max_completion_tokens is not None:
         if limit not in (None, wire.max_completion_tokens):
@@ -65,11 +89,27 @@ def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
         limit, names["max_tokens"] = wire.max_completion_tokens, "max_completion_tokens"
     if logprobs is None and wire.logprobs:
         logprobs = 0
-    try:
+    with _retold(names):
         sampling = _sampling(wire, limit, logprobs)
+        way = tool_format(engine, wire)
+        if way is not None and wire.forced_tools:
+            parallel = wire.parallel_tool_calls and isinstance(wire.tool_choice, str)
+            grammar = calls.forced_calls(way, wire.forced_tools, parallel=parallel)
+            sampling = sampling.replace(grammar=grammar)
         if logprobs is not None and not wire.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         yield sampling
+
+
+def _grammar_name(wire: Generation) -> dict[str, str]:
+    return {"grammar": next(iter(wire.grammars), "tools")}
+
+
+@contextmanager
+def _retold(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside of the block are told with the caller's names in the place of ours."""
+    try:
+        yield
     except RequestError as error:
         theirs = names.get(error.param or "")
         if theirs is None:
@@ -81,16 +121,19 @@ def _chat_sampling(wire: ChatBody) -> Iterator[SamplingParams]:
 def _sampling(
     wire: Generation, max_tokens: int | None, logprobs: int | None, num_prompts: int = 1
 ) -> SamplingParams:
-    """The fields of `SamplingParams` have the same names on the wire, except for these two."""
-    if wire.stream_format == "events" and (logprobs is not None or wire.n * num_prompts > 1):
+    """The fields of `SamplingParams` have the same names on the wire, except for these three."""
+    extra = logprobs is not None or wire.return_token_ids or getattr(wire, "echo", False)
+    if wire.stream_format == "events" and (extra or wire.n * num_prompts > 1):
         raise UnprocessableError(
-            "stream_format 'events' carries one choice without logprobs;"
+            "stream_format 'events' carries one choice without logprobs, echo and token ids;"
             " use stream_format 'openai' for more",
             param="stream_format",
         )
-    names = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
+    own = {"max_tokens", "logprobs", "grammar"}
+    names = {field.name for field in fields(SamplingParams)} - own
     given = {name: getattr(wire, name) for name in names}
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
+    grammar = next(iter(wire.grammars.values()), None)
+    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
 
 def _choices(

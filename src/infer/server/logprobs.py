@@ -27,23 +27,28 @@ class ChoiceLogprobs:
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
 
-    def completion(self, ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """`choices[].logprobs` of a completion, for these further tokens."""
+    def completion(
+        self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        """`choices[].logprobs` of a completion, for these further tokens; None: the very first."""
         labels = [self._label(token_id) for token_id in ids]
-        tops = []
+        tops: list[dict[str, float] | None] = []
         for label, entry in zip(labels, entries, strict=True):
+            if entry is None:
+                tops.append(None)
+                continue
             top = {label: _number(entry.logprob)}
             for token_id, logprob in entry.top:  # best first: of two same labels the better stays
                 top.setdefault(self._label(token_id), _number(logprob))
             tops.append(top)
         return {
             "tokens": labels,
-            "token_logprobs": [_number(entry.logprob) for entry in entries],
+            "token_logprobs": [entry and _number(entry.logprob) for entry in entries],
             "top_logprobs": tops,
             "text_offset": [self._place(token_id) for token_id in ids],
         }
 
-    def chat(self, ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def chat(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
         """`choices[].logprobs` of a chat answer, for these further tokens."""
         content = [
             {
@@ -51,8 +56,24 @@ class ChoiceLogprobs:
                 "top_logprobs": [self._token(top_id, logprob) for top_id, logprob in entry.top],
             }
             for token_id, entry in zip(ids, entries, strict=True)
+            if entry is not None
         ]
         return {"content": content, "refusal": None}
+
+    def prompt(
+        self, ids: Sequence[int], entries: Sequence[TokenLogprobs]
+    ) -> list[dict[str, Any] | None]:
+        """`prompt_logprobs` as vLLM has them: by token id; the first token has none."""
+        positions: list[dict[str, Any] | None] = [None]
+        for token_id, entry in zip(ids[1:], entries, strict=True):
+            one = {token_id: entry.logprob, **dict(entry.top)}
+            positions.append(
+                {
+                    str(i): {"logprob": _number(logprob), "decoded_token": self._label(i)}
+                    for i, logprob in one.items()
+                }
+            )
+        return positions
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)

@@ -11,11 +11,22 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from infer.config import EngineConfig
+
+
+class UnknownParams(StrEnum):
+    """What becomes of a body with a field that nobody knows."""
+
+    REFUSE = "refuse"
+    """it is refused, and the nearest known name told"""
+    IGNORE = "ignore"
+    """the field is left out, and listed in `X-Ignored-Params`"""
+
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 

@@ -94,6 +94,7 @@ class Server(uvicorn.Server):
         *,
         drain_timeout_s: float = DRAIN_TIMEOUT_S,
         write_stall_s: float = WRITE_STALL_S,
+        unknown_params: str = "refuse",
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         announce: Callable[[str], None] | None = None,
     ) -> None:
@@ -102,7 +103,10 @@ class Server(uvicorn.Server):
                 engine.make_app(write_stall_s=write_stall_s)
                 if isinstance(engine, Models)
                 else create_app(
-                    engine, write_stall_s=write_stall_s, request_timeout_s=request_timeout_s
+                    engine,
+                    write_stall_s=write_stall_s,
+                    request_timeout_s=request_timeout_s,
+                    unknown_params=unknown_params,
                 ),
                 http=functools.partial(  # type: ignore[arg-type]
                     BoundedProtocol, write_stall_s=write_stall_s
@@ -217,6 +221,7 @@ def serve_config(
     *,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     write_stall_s: float = WRITE_STALL_S,
+    unknown_params: str = "refuse",
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     in_thread: bool = False,
     hang_s: float = HANG_S,
@@ -245,7 +250,10 @@ def serve_config(
         else:
             launches = {name: functools.partial(launch, each) for name, each in config.items()}
             make_app = functools.partial(
-                create_app, is_inner=True, request_timeout_s=request_timeout_s
+                create_app,
+                is_inner=True,
+                request_timeout_s=request_timeout_s,
+                unknown_params=unknown_params,
             )
             engine = Models(launches, make_app, idle_unload_s=idle_unload_s)
             if not load_on_first_use:
@@ -255,6 +263,7 @@ def serve_config(
             sock=sock,
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
+            unknown_params=unknown_params,
             request_timeout_s=request_timeout_s,
         )
 
@@ -267,6 +276,7 @@ def run(
     sock: socket.socket | None = None,
     drain_timeout_s: float = DRAIN_TIMEOUT_S,
     write_stall_s: float = WRITE_STALL_S,
+    unknown_params: str = "refuse",
     request_timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
@@ -277,6 +287,7 @@ def run(
             held,
             drain_timeout_s=drain_timeout_s,
             write_stall_s=write_stall_s,
+            unknown_params=unknown_params,
             request_timeout_s=request_timeout_s,
             announce=functools.partial(print, flush=True),
         ).serve_until_stopped()

@@ -43,6 +43,7 @@ class EventStream(Response):
         self._engine = engine
         self._requests = requests
         self._events = events
+        self._timeout_s = timeout_s
         self._writing = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

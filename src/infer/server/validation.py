@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
 
 from infer.errors import RequestError, UnprocessableError
 from infer.server import inert
@@ -35,7 +35,12 @@ _SENT = {
     dict: "an object",
     type(None): "null",
 }
-_LIMITS = {"ge": "at least {}", "le": "at most {}", "max_length": "a list of at most {}"}
+_LIMITS = {
+    "gt": "above {}",
+    "ge": "at least {}",
+    "le": "at most {}",
+    "max_length": "a list of at most {}",
+}
 
 # Of one endpoint in the place of another's, for the hint in an error.
 _OTHER_NAMES = {
@@ -54,8 +59,9 @@ class Wire(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _names(cls, value: Any) -> Any:
-        """Drops nulls and fields without effect; refuses the others that are not ours."""
+    def _names(cls, value: Any, info: ValidationInfo) -> Any:
+        """Drops nulls and fields without effect; refuses the others that are not ours, or adds
+        their names to the context, if that is a list."""
         if not isinstance(value, dict):
             return value  # pydantic says what is wrong
         kept = {}
@@ -65,7 +71,10 @@ class Wire(BaseModel):
             if name in cls.model_fields:
                 kept[name] = member
             elif name not in cls.inert_fields:
-                raise UnprocessableError(cls._unknown(name), param=name, code="unknown_parameter")
+                if info.context is None:
+                    code = "unknown_parameter"
+                    raise UnprocessableError(cls._unknown(name), param=name, code=code)
+                info.context.append(name)
             elif not inert.has_no_effect(member, cls.inert_fields[name]):
                 raise RequestError(
                     f"{name} is not supported with this value; leave it out or send"
@@ -87,10 +96,13 @@ class Wire(BaseModel):
 W = TypeVar("W", bound=Wire)
 
 
-def read(model: type[W], body: dict[str, Any]) -> W:
-    """`body` as a `model`; raises `RequestError` (400) or `UnprocessableError` (422)."""
+def read(model: type[W], body: dict[str, Any], ignored: list[str] | None = None) -> W:
+    """`body` as a `model`; raises `RequestError` (400) or `UnprocessableError` (422).
+
+    With `ignored`, unknown names are no error and are added to it.
+    """
     try:
-        return model.model_validate(body)
+        return model.model_validate(body, context=ignored)
     except ValidationError as error:
         raise _explained(error.errors(include_url=False)[0]) from None
 

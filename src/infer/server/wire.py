@@ -21,7 +21,8 @@ from pydantic import (
 )
 
 from infer.errors import RequestError, UnprocessableError
-from infer.server import inert
+from infer.grammar import Grammar
+from infer.server import inert, structured
 from infer.server.body import MAX_NAME_CHARS, parse_json
 from infer.server.validation import Wire
 
@@ -34,6 +35,7 @@ MAX_METADATA_ENTRIES = 16
 MAX_TOOLS = 128
 """OpenAI's limit too"""
 MAX_PRIORITY = 1000
+MAX_TIMEOUT_S = 86400
 
 Prompt = str | tuple[int, ...]
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
@@ -63,10 +65,10 @@ def _is_ids(items: list[Any]) -> bool:
     return all(type(item) is int for item in items)
 
 
-def _stop(value: Any) -> tuple[str, ...]:
+def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
-        raise RequestError("stop must be a string or a list of strings")
+        raise RequestError(f"{info.field_name} must be a string or a list of strings")
     return tuple(strings)
 
 
@@ -143,7 +145,23 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             words = "each needs a `function`, an object with a `name`"
             raise RequestError(f"{info.field_name}: {words}")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise RequestError(f"{info.field_name}: parameters must be an object, a JSON schema")
     return value
+
+
+def _tool_choice(value: Any) -> str | dict[str, str]:
+    """ "none", "auto", "required", or a function as `{"name": …}`."""
+    if isinstance(value, dict):
+        function = value.get("function")
+        if value == {"type": "function", "function": function} and isinstance(function, dict):
+            name = function.get("name")
+            if isinstance(name, str) and len(function) == 1:
+                return {"name": name}
+    elif value in ("none", "auto", "required"):
+        return str(value)
+    words = "{'type': 'function', 'function': {'name': string}}"
+    raise RequestError(f"tool_choice must be 'none', 'auto', 'required' or {words}")
 
 
 def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,6 +187,7 @@ Role = Annotated[
 ]
 Stop = Annotated[tuple[str, ...], PlainValidator(_stop)]
 TokenIds = Annotated[list[int], FailFast()]  # not a finding for each of a million wrong ones
+ToolChoice = Annotated[str | dict[str, str], PlainValidator(_tool_choice)]
 Functions = Annotated[list[dict[str, Any]], PlainValidator(_functions)]
 
 
@@ -212,7 +231,30 @@ class Generation(Body):
     stop_token_ids: TokenIds = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+    allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
+    bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+    response_format: Annotated[Grammar | None, PlainValidator(structured.response_format)] = None
+    structured_outputs: Annotated[Grammar | None, PlainValidator(structured.outputs)] = None
+    guided_json: Annotated[Grammar | None, PlainValidator(structured.json_schema)] = None
+    guided_regex: Annotated[Grammar | None, PlainValidator(structured.regex)] = None
+    guided_choice: Annotated[Grammar | None, PlainValidator(structured.choice)] = None
+    guided_grammar: Annotated[Grammar | None, PlainValidator(structured.grammar)] = None
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it takes a noticeable time to read: a grammar has to be compiled."""
+        return bool(self.grammars)
+
+    @property
+    def grammars(self) -> dict[str, Grammar]:
+        """What the answer's text must look like, by the name of the field that says so."""
+        given = {name: getattr(self, name) for name in structured.FIELDS}
+        return {name: grammar for name, grammar in given.items() if grammar is not None}
 
     @property
     def num_choices(self) -> int:
@@ -225,6 +267,11 @@ class Generation(Body):
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream_format == "events" and not self.stream:
             raise RequestError("stream_format 'events' needs stream: true", param="stream_format")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
+        if len(self.grammars) > 1:
+            one, other, *_ = self.grammars
+            raise RequestError(f"{one} and {other} are two grammars; send one", param=other)
         return self
 
 
@@ -234,6 +281,7 @@ class CompletionBody(Generation):
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
     max_tokens: int = 16
     logprobs: int | None = None
+    echo: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -250,17 +298,30 @@ class CompletionBody(Generation):
 
 
 class Message(Wire):
+    """It may call tools, and then needs no content."""
+
     inert_fields = inert.MESSAGE_FIELDS
     role: Role
-    content: Annotated[str, PlainValidator(_content)]
+    content: Annotated[str | None, PlainValidator(_content)] = None
     name: str | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            code = "missing_required_parameter"
+            raise RequestError("content is required", param="content", code=code)
+        return self
 
 
 class Conversation(Body):
     """What a chat template is given."""
 
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
+    tools: Functions = Field([])
+    tool_choice: ToolChoice = "auto"
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_variables)] = Field({})
@@ -274,50 +335,43 @@ class Conversation(Body):
         arguments = {**self.chat_template_kwargs, "add_generation_prompt": begin}
         if self.continue_final_message:
             arguments["continue_final_message"] = True
+        if self.tools and self.tool_choice != "none":
+            arguments["tools"] = self.tools
         return arguments
 
 
 class ChatBody(Conversation, Generation):
-    """`POST /v1/chat/completions`. It takes no tools: nothing reads calls out of the answers."""
+    """`POST /v1/chat/completions`, and `/render`, which shows the prompt it becomes."""
 
     max_completion_tokens: int | None = None
     stop: Annotated[Stop, AfterValidator(_few)] = ()
     logprobs: bool = False
     top_logprobs: int | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Those of which the answer must be a call."""
+        if isinstance(self.tool_choice, str):
+            return self.tools if self.tool_choice == "required" else []
+        return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
 
-class ToolMessage(Message):
-    """A message that may call tools, and then needs no content."""
-
-    content: Annotated[str | None, PlainValidator(_content)] = None  # type: ignore[assignment]
-    reasoning_content: str | None = None
-    tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
+    @property
+    def is_heavy(self) -> bool:
+        return bool(self.grammars or self.forced_tools)
 
     @model_validator(mode="after")
-    def _says_something(self) -> ToolMessage:
-        if self.content is None and not self.tool_calls:
-            code = "missing_required_parameter"
-            raise RequestError("content is required", param="content", code=code)
+    def _choosing(self) -> ChatBody:
+        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
+            raise RequestError("tool_choice names none of the tools", param="tool_choice")
+        if self.forced_tools and self.grammars:
+            other = next(iter(self.grammars))
+            raise RequestError(f"{other} and this tool_choice exclude each other", param=other)
         return self
 
 
-class ToolConversation(Conversation):
-    """A conversation with tools, to be rendered and not answered."""
-
-    messages: list[ToolMessage] = Field(max_length=MAX_MESSAGES)  # type: ignore[assignment]
-    tools: Functions = Field([])
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        tools = {"tools": self.tools} if self.tools else {}
-        return {**super().template_arguments, **tools}
-
-
-class RenderBody(ToolConversation, ChatBody):
-    """`POST /v1/chat/completions/render`: the body of a chat completion."""
-
-
-class TokenizeChatBody(ToolConversation):
+class TokenizeChatBody(Conversation):
     """`POST /tokenize` of messages."""
 
     inert_fields = inert.TOKENIZE_CHAT_FIELDS

@@ -62,7 +62,7 @@ class Tokenizer:
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in ends if i is not None))
         templates = {name: ChatTemplate(text, named) for name, text in files.templates.items()}
         self.chat_template: ChatTemplate | None = templates.get("default")
-        self._tool_template = templates.get("tool_use", self.chat_template)
+        self.tool_template = templates.get("tool_use", self.chat_template)
 
         # An end-of-sequence token is a control token even where the files forgot to say so.
         control_ids = self.special_token_ids | added.keys() & set(self.eos_token_ids)
@@ -103,6 +103,10 @@ class Tokenizer:
     def _spelling(self, token_id: int) -> str | None:
         return self._parser.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
+    def to_json(self) -> str:
+        """The `tokenizer.json` of what encodes and decodes here."""
+        return self._parser.to_str()
+
     def token_piece(self, token_id: int) -> str:
         """A token as the vocabulary spells it: `Ġworld`, `▁world`, `<0x0A>`; no such id: ""."""
         return self._spelling(token_id) or ""
@@ -132,7 +136,7 @@ class Tokenizer:
         The template writes BOS and control tokens itself, so none is added. Control literals in
         messages, tools and options stay text. Raises `RequestError` with `param="messages"`.
         """
-        template = self._tool_template if tools else self.chat_template
+        template = self.tool_template if tools else self.chat_template
         if template is None:
             raise RequestError(_NO_TEMPLATE, param="messages", code="no_chat_template")
         marked = self._control.mark(list(messages), list(tools or ()), options)

@@ -1,0 +1,226 @@
+"""`SamplingParams`: how the tokens of one request are chosen, checked where it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from infer.errors import RequestError, UnprocessableError
+from infer.grammar import KINDS, MAX_GRAMMAR_CHARS, Grammar
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 64
+MAX_TOKENS_CEILING = 2**31 - 1
+
+
+def _check_number(name: str, value: float, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise RequestError(f"{name} must be a number, not {type(value).__name__}", param=name)
+    if not low <= value <= high:  # also false for NaN
+        raise UnprocessableError(
+            f"{name} must be between {low:g} and {high:g}, not {value!r}", param=name
+        )
+
+
+def _check_int(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, not {type(value).__name__}", param=name)
+    if not low <= value <= high:
+        raise UnprocessableError(
+            f"{name} must be between {low} and {high}, not {value}", param=name
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    Order of application: logit bias and penalties, what is not allowed, temperature, top-k, top-p
+    and min-p, draw.
+    Log-probabilities are those of the model's raw logits. The draw is a pure function of the seed
+    and the token's position, so a seeded request gives the same text in any company.
+
+    Raises `RequestError` for a value of the wrong type, `UnprocessableError` for one out of range.
+    """
+
+    temperature: float = 1.0
+    """0 = greedy; else 0.01 to 2"""
+    top_k: int = 0
+    """keep the k most probable tokens; 0 or -1 = all"""
+    top_p: float = 1.0
+    """keep the smallest set of most probable tokens whose probabilities add up to this; (0, 1]"""
+    min_p: float = 0.0
+    """drop tokens less probable than this fraction of the most probable one; 0 to 1"""
+    repetition_penalty: float = 1.0
+    """divide (or, if negative, multiply) the logits of tokens in prompt and output; (0, 10]"""
+    presence_penalty: float = 0.0
+    """subtract once from the logits of tokens in the output; -2 to 2"""
+    frequency_penalty: float = 0.0
+    """subtract for each time a token is in the output; -2 to 2"""
+    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
+    """token id → value added to its logit, -100 to 100; kept as a sorted tuple of pairs"""
+    seed: int | None = None
+    """64-bit signed; None = one is chosen from the engine's seed"""
+    max_tokens: int | None = 16
+    """how many tokens to generate at most; None = as many as the context has room for"""
+    min_tokens: int = 0
+    """no end-of-sequence or stop token is sampled, and no stop string ends it, before this many"""
+    stop: str | Iterable[str] = ()
+    """strings that end the output; kept as a tuple"""
+    stop_token_ids: Iterable[int] = ()
+    """token ids that end the output; kept as a tuple"""
+    ignore_eos: bool = False
+    """go on after the model's end-of-sequence tokens"""
+    include_stop_str_in_output: bool = False
+    """keep the stop string (or stop token's text) that ended the output in its text"""
+    skip_special_tokens: bool = True
+    """leave special tokens out of the text"""
+    logprobs: int | None = None
+    """None = no log-probabilities; k = those of the sampled token and the k most probable ones"""
+    prompt_logprobs: int | None = None
+    """the same for each token of the prompt but the first; such a prompt is always computed"""
+    grammar: Grammar | Mapping[str, str] | None = None
+    """the text must be one of these; it ends when it is complete, whatever `ignore_eos` says"""
+    allowed_token_ids: Iterable[int] | None = None
+    """only these are sampled; kept as a tuple"""
+    bad_words: Iterable[str] = ()
+    """texts that are not generated, as far as they are spelled as alone; kept as a tuple"""
+
+    def __post_init__(self) -> None:
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        if 0.0 < self.temperature < 0.01:
+            raise UnprocessableError(
+                f"temperature must be 0 (greedy) or between 0.01 and 2, not {self.temperature!r}",
+                param="temperature",
+            )
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p <= 0.0:
+            raise UnprocessableError("top_p must be above 0 and at most 1", param="top_p")
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
+        if self.repetition_penalty <= 0.0:
+            raise UnprocessableError(
+                "repetition_penalty must be above 0 and at most 10", param="repetition_penalty"
+            )
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, MAX_TOKENS_CEILING)
+        _check_int("min_tokens", self.min_tokens, 0, MAX_TOKENS_CEILING)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise UnprocessableError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, flag), bool):
+                raise RequestError(f"{flag} must be true or false", param=flag)
+        object.__setattr__(self, "stop", _clean_strings("stop", self.stop, MAX_STOP_STRINGS))
+        stop_ids = _clean_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
+        if self.allowed_token_ids is not None:
+            name = "allowed_token_ids"
+            allowed = _clean_ids(name, self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+            if not allowed:
+                raise UnprocessableError(f"{name} is empty: nothing could be sampled", param=name)
+            object.__setattr__(self, name, allowed)
+        bad = _clean_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
+        object.__setattr__(self, "bad_words", bad)
+        object.__setattr__(self, "grammar", _clean_grammar(self.grammar))
+        object.__setattr__(self, "logit_bias", _clean_logit_bias(self.logit_bias))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as it is kept."""
+        assert isinstance(self.stop, tuple)
+        return self.stop
+
+    @property
+    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
+
+    def replace(self, **changes: object) -> SamplingParams:
+        """A copy with some fields changed; checked like a new one."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _clean_strings(name: str, strings: str | Iterable[str], limit: int) -> tuple[str, ...]:
+    if isinstance(strings, str):
+        strings = (strings,)
+    if not isinstance(strings, Iterable):
+        raise RequestError(f"{name} must be a string or a list of strings", param=name)
+    kept = tuple(strings)
+    if len(kept) > limit:
+        raise UnprocessableError(
+            f"{name} has {len(kept)} strings; at most {limit} are supported", param=name
+        )
+    for string in kept:
+        if not isinstance(string, str):
+            raise RequestError(
+                f"{name} must contain strings, not {type(string).__name__}", param=name
+            )
+        if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
+            raise UnprocessableError(
+                f"a string of {name} must have 1 to {MAX_STOP_STRING_CHARS} characters,"
+                f" not {len(string)}",
+                param=name,
+            )
+    return kept
+
+
+def _clean_ids(name: str, ids: Iterable[int], limit: int) -> tuple[int, ...]:
+    if not isinstance(ids, Iterable):
+        raise RequestError(f"{name} must be a list of integers", param=name)
+    kept = tuple(ids)
+    if len(kept) > limit:
+        raise UnprocessableError(
+            f"{name} has {len(kept)} entries; at most {limit} are supported", param=name
+        )
+    for token_id in kept:
+        _check_int(name, token_id, 0, 2**31 - 1)
+    return kept
+
+
+def _clean_grammar(grammar: Grammar | Mapping[str, str] | None) -> Grammar | None:
+    if grammar is None:
+        return None
+    if isinstance(grammar, Mapping):
+        grammar = Grammar(**grammar)
+    if grammar.kind not in KINDS or not isinstance(grammar.text, str):
+        raise RequestError(f"grammar must be a Grammar of {', '.join(KINDS)}", param="grammar")
+    if len(grammar.text) > MAX_GRAMMAR_CHARS:
+        raise RequestError(
+            f"grammar has {len(grammar.text)} characters; at most {MAX_GRAMMAR_CHARS} are taken",
+            param="grammar",
+        )
+    return grammar
+
+
+def _clean_logit_bias(
+    bias: Mapping[int, float] | Iterable[tuple[int, float]],
+) -> tuple[tuple[int, float], ...]:
+    pairs = tuple(bias.items()) if isinstance(bias, Mapping) else tuple(bias)
+    if len(pairs) > MAX_LOGIT_BIAS_ENTRIES:
+        raise UnprocessableError(
+            f"logit_bias has {len(pairs)} entries; at most {MAX_LOGIT_BIAS_ENTRIES} are supported",
+            param="logit_bias",
+        )
+    for token_id, value in pairs:
+        _check_int("logit_bias", token_id, 0, 2**31 - 1)
+        _check_number("logit_bias", value, -100.0, 100.0)
+    return tuple(sorted((token_id, float(value)) for token_id, value in pairs))

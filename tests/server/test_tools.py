@@ -1,0 +1,232 @@
+"""Tool calls and reasoning over HTTP; and a stream equal to the plain answer in all it says."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import chain
+from typing import Any
+
+import pytest
+from serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
+
+from checkpoints import END_ID, write_tokenizer
+from infer import Grammar
+from infer.engine.output import OutputCollector, OutputProcessor
+from infer.server import intake, validation
+from infer.server.answer import ChatAnswer, CompletionAnswer
+from infer.server.wire import ChatBody, CompletionBody
+from infer.text.tokenizer import Tokenizer
+from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}{% for m in messages %}"
+    "<|{{ m.role }}|>{{ m.content }}{% endfor %}<|assistant|>{% if open %}<think>{% endif %}"
+    "{# </think> #}"
+)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = write_tokenizer(tmp_path_factory.mktemp("tools"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer.from_folder(folder)
+
+
+def streamed(events: list[Any]) -> tuple[dict[str, Any], str]:
+    """The message that the pieces of one choice make, and the finish reason."""
+    message: dict[str, Any] = {"content": None}
+    calls: dict[int, dict[str, Any]] = {}
+    reason = None
+    for choice in (choice for event in events for choice in event["choices"]):
+        assert reason is None
+        reason, delta = choice["finish_reason"], choice["delta"]
+        for name in ("content", "reasoning_content"):
+            if delta.get(name):
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            assert call["index"] == len(calls)
+            calls[call["index"]] = {k: v for k, v in call.items() if k != "index"}
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    assert reason is not None
+    return message, reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "cities", "reason"),
+    [
+        ("Hello.", None, "Hello.", [], "stop"),
+        (CALL, None, None, ["Ulm"], "tool_calls"),
+        (f"<think>Hm</think>\n\nI see.\n{CALL}\n{CALL}", "Hm", "I see.", ["Ulm"] * 2, "tool_calls"),
+        (CALL[:-20], None, CALL[:-20], [], "stop"),
+    ],
+)
+def test_calls_and_reasoning(
+    tokenizer: Tokenizer,
+    text: str,
+    reasoning: str | None,
+    content: str | None,
+    cities: list[str],
+    reason: str,
+) -> None:
+    body = chat_body(tools=[WEATHER], max_tokens=300)
+    script = [*spelled(text), END_ID]
+    reply = ask(scripted(script, tokenizer=tokenizer), CHAT, body)
+    [choice] = reply.json()["choices"]
+    message = choice["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+    calls = message.get("tool_calls", [])
+    assert [json.loads(c["function"]["arguments"])["city"] for c in calls] == cities
+    assert all(set(c) == {"id", "type", "function"} for c in calls)
+    assert len({c["id"] for c in calls}) == len(cities)
+    assert choice["finish_reason"] == reason
+    stream = ask(scripted(script, tokenizer=tokenizer), CHAT, {**body, "stream": True})
+    told, ended = streamed(stream.events())
+    for one in (*told.get("tool_calls", ()), *calls):
+        del one["id"]  # of another answer
+    assert (told, ended) == (
+        {k: v for k, v in message.items() if k not in ("role", "refusal")},
+        reason,
+    )
+
+
+def test_a_call_that_is_cut_off_ends_with_length(tokenizer: Tokenizer) -> None:
+    body = chat_body(tools=[WEATHER], max_tokens=20)
+    [choice] = ask(scripted(spelled(CALL), tokenizer=tokenizer), CHAT, body).json()["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] == CALL[:20]
+
+
+def test_who_gets_to_see_what(tokenizer: Tokenizer) -> None:
+    def said(text: str, **fields: Any) -> dict[str, Any]:
+        body = chat_body(max_tokens=300, **fields)
+        engine = scripted([*spelled(text), END_ID], tokenizer=tokenizer)
+        return dict(ask(engine, CHAT, body).json()["choices"][0]["message"])
+
+    assert said(CALL)["content"] == CALL  # no tools, no calls
+    assert said(CALL, tools=[WEATHER], tool_choice="none")["content"] == CALL
+    hidden = said("<think>a</think>b", include_reasoning=False)
+    assert "reasoning_content" not in hidden
+    assert hidden["content"] == "b"
+    begun = said("a</think>b", chat_template_kwargs={"open": True})
+    assert (begun["reasoning_content"], begun["content"]) == ("a", "b")
+
+
+def test_a_forced_call_has_a_grammar(tokenizer: Tokenizer) -> None:
+    for choice, parallel, many in (
+        ("required", True, True),
+        ("required", False, False),
+        (NAMED, True, False),
+    ):
+        fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": parallel}
+        wire = validation.read(ChatBody, chat_body(**fields, max_tokens=300))
+        engine = scripted([], tokenizer=tokenizer)
+        [request] = intake.chat_requests(engine, wire, "a-1")
+        grammar = request.sampling.grammar
+        assert isinstance(grammar, Grammar)
+        assert ("{0,7}" in grammar.text) is many
+        assert "<tool_call>" in grammar.text
+
+
+# ---- a stream equals the plain answer, in everything
+
+ATOMS = ["<think>", "</think>\n", CALL, "<tool_call>", "Hi", " ", "\n", "é😀", "{", "stop", "<"]
+
+
+def outputs(draw: random.Random, request: Any, tokenizer: Tokenizer) -> list[TextDelta]:
+    """What an engine that says something at random delivers, token by token."""
+    ids = spelled("".join(draw.choices(ATOMS, k=draw.randint(0, 5))))
+    ids += draw.choices(range(262), k=draw.randint(0, 2))  # halves of characters, special tokens
+    ids = ids or [65]
+    processor, deltas = OutputProcessor(request, tokenizer), []
+    end = draw.choice([FinishReason.LENGTH, FinishReason.EOS, FinishReason.COMPLETE])
+    for i, token in enumerate(ids):
+        logprobs = None
+        if request.sampling.logprobs is not None:
+            logprobs = TokenLogprobs(-0.5, ((token, -0.5), ((token + 1) % 262, -1.5)))
+        reason = end if i == len(ids) - 1 else None
+        delta = processor.push(StepOutput(request.request_id, token, reason, logprobs))
+        if delta is not None:
+            deltas.append(delta)
+    return deltas
+
+
+def merged(draw: random.Random, deltas: list[TextDelta]) -> list[TextDelta]:
+    pieces = deltas[:1]
+    for delta in deltas[1:]:
+        if draw.random() < 0.5:
+            pieces[-1] = pieces[-1].merge(delta)
+        else:
+            pieces.append(delta)
+    return pieces
+
+
+def test_a_stream_equals_the_plain_answer_in_everything(tokenizer: Tokenizer) -> None:
+    draw = random.Random(3)
+    engine = scripted([], tokenizer=tokenizer)
+    num_cases = num_calls = num_thoughts = 0
+    for _ in range(1300):
+        chat = draw.random() < 0.7
+        fields: dict[str, Any] = {"stop": draw.choice([None, "stop", ["op", "{"]])}
+        if draw.random() < 0.5:
+            fields |= {"logprobs": True, "top_logprobs": 2} if chat else {"logprobs": 2}
+        if chat and draw.random() < 0.8:
+            fields["tools"] = [WEATHER]
+        path = CHAT if chat else COMPLETIONS
+        kind, model = (ChatAnswer, ChatBody) if chat else (CompletionAnswer, CompletionBody)
+        make = intake.chat_requests if chat else intake.completion_requests
+        plain_wire: Any = validation.read(model, BODIES[path](**fields, n=2))
+        requests = make(engine, plain_wire, "a-1")
+        deltas = [outputs(draw, request, tokenizer) for request in requests]
+        collectors = [OutputCollector(request) for request in requests]
+        for collector, some in zip(collectors, deltas, strict=True):
+            for delta in some:
+                collector.add(delta)
+        plain = kind(engine, plain_wire, requests, "a-1").body([c.result() for c in collectors])
+        for _ in range(4):
+            options = {"stream": True, "stream_options": {"include_usage": True}}
+            wire: Any = validation.read(model, BODIES[path](**fields, n=2, **options))
+            answer = kind(engine, wire, requests, "a-1")
+            events = list(answer.opening())
+            for index, some in enumerate(deltas):
+                for piece in merged(draw, some):
+                    events += answer.piece(index, piece)
+            events += answer.closing()
+            chunks = [json.loads(event[6:]) for event in events[:-1]]
+            assert chunks[-1]["usage"] == plain["usage"]
+            for index, expected in enumerate(plain["choices"]):
+                own = [
+                    {"choices": [choice]}
+                    for chunk in chunks
+                    for choice in chunk["choices"]
+                    if choice["index"] == index
+                ]
+                check(chat, own, expected)
+                num_cases += 1
+                num_calls += len(expected.get("message", {}).get("tool_calls", ()))
+                num_thoughts += "reasoning_content" in expected.get("message", {})
+    assert num_cases >= 10_000
+    assert num_calls > 500
+    assert num_thoughts > 500
+
+
+def check(chat: bool, events: list[Any], expected: dict[str, Any]) -> None:
+    choices = [event["choices"][0] for event in events]
+    logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    if chat:
+        message, reason = streamed(events)
+        whole = {k: v for k, v in expected["message"].items() if k not in ("role", "refusal")}
+        assert message == {**whole, "content": whole["content"] or None}
+        lists = [one["content"] for one in logprobs]
+        assert [*chain(*lists)] == (expected["logprobs"] or {}).get("content", [])
+    else:
+        assert "".join(choice["text"] for choice in choices) == expected["text"]
+        reason = choices[-1]["finish_reason"]
+        for name, values in (expected["logprobs"] or {}).items():
+            assert [*chain(*(one[name] for one in logprobs))] == values
+    assert reason == expected["finish_reason"]
