@@ -23,6 +23,7 @@ ROWS = {
     "version": 0,
     "types": 1,
     "config": 1,
+    "facts": 1,
     "cache": 2,
     "kernels": 2,
     "kernels.native": 1,  # the compiled kernel, used by a backend
@@ -81,7 +82,7 @@ BANNED = [
     ("models", "infer.attention"),
     ("schedule", "infer.models"),
 ]
-STDLIB_ONLY = ("errors", "types", "config", "version", "cache", "schedule", "engine.core")
+STDLIB_ONLY = ("errors", "types", "config", "facts", "version", "cache", "schedule", "engine.core")
 # Concrete parts that only the composition root may name.
 CONCRETE = (
     "infer.attention.native",

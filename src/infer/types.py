@@ -17,6 +17,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from infer.errors import (
+    CancelledError,
+    DeadlineError,
     EngineDeadError,
     EngineError,
     InferError,
@@ -264,7 +266,10 @@ class TokenLogprobs:
 
 _ERRORS: Mapping[str, type[InferError]] = {
     kind.__name__: kind
-    for kind in (RequestError, UnprocessableError, OverloadedError, EngineError, EngineDeadError)
+    for kind in (
+        *(RequestError, UnprocessableError, OverloadedError, CancelledError, DeadlineError),
+        *(EngineError, EngineDeadError),
+    )
 }
 
 

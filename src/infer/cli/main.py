@@ -140,6 +140,20 @@ def plan(
 
 
 @app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The `id` of an answer.")],
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
+    ] = None,
+) -> None:
+    """Say what happened to a request, and why it took so long."""
+    from infer.cli.explain import run_explain
+
+    run_explain(url, request_id, api_key)
+
+
+@app.command()
 def models() -> None:
     """List the model families that can be loaded, and the checkpoints in the local hub cache."""
     from infer.cli.planning import run_models

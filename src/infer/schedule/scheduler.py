@@ -17,7 +17,7 @@ Called by `engine.core` only. Knows no tensors, no text, no threads; its clock i
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect, insort
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from operator import attrgetter
@@ -25,6 +25,7 @@ from operator import attrgetter
 from infer.cache.allocator import Key, PageAllocator, PageTable
 from infer.config import SchedulerConfig
 from infer.errors import OverloadedError, RequestError, UnprocessableError
+from infer.facts import Happening
 from infer.schedule.door import make_door
 from infer.schedule.pace import Pace
 from infer.schedule.policy import MAX_IDLE_STEPS, POLICIES
@@ -34,6 +35,9 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 _rank = attrgetter("rank")
 _last_turn = attrgetter("last_turn")
+
+MAX_NAMED = 4
+"""of those before it that a request is told about"""
 
 
 class Scheduler:
@@ -48,9 +52,11 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
+        self.happened: list[Happening] = []
+        """since the last step; whoever steps takes it away"""
         self._door = make_door(config)
         self._policy = POLICIES[config.scheduler_policy]
-        self._clock = clock
+        self.clock = clock
         self._by_id: dict[str, Sequence] = {}
         self._num_arrived = 0
         self._num_turns = 0
@@ -83,12 +89,19 @@ class Scheduler:
             raise OverloadedError(
                 f"the queue is full: {self.num_unfinished} requests are running or waiting"
             )
-        sequence = Sequence.from_request(request, self._num_arrived, self._clock())
+        sequence = Sequence.from_request(request, self._num_arrived, self.clock())
         self._num_arrived += 1
         self._by_id[request.request_id] = sequence
+        self._note_queued(sequence)
         insort(self.waiting, sequence, key=_rank)
         self.stats.num_submitted += 1
         return sequence
+
+    def _note_queued(self, sequence: Sequence) -> None:
+        place = bisect(self.waiting, sequence.rank, key=_rank)
+        before = tuple(s.request_id for s in self.waiting[max(0, place - MAX_NAMED) : place])
+        kind = "resumed" if sequence.request.num_crashes else "queued"
+        self.happened.append(Happening(kind, sequence.request_id, place, len(self.running), before))
 
     def _check_fits(self, request: Request) -> None:
         num_prompt = len(request.prompt_token_ids)
@@ -131,7 +144,7 @@ class Scheduler:
     def schedule(self, *, flush: bool = False) -> Plan:
         """Decide the next step. `flush`: nobody else will come, so do not wait for company."""
         if self._pace:
-            self._planned_s = self._clock()
+            self._planned_s = self.clock()
         self._grow_running()
         self._admit(flush)
         return self._hand_out_tokens()
@@ -141,7 +154,7 @@ class Scheduler:
         opens_at_s = self._door.opens_at_s()
         if opens_at_s is None:
             return None
-        return max(0.0, opens_at_s - self._clock())
+        return max(0.0, opens_at_s - self.clock())
 
     # Pages: in order of rank, so that whoever must give way is behind whoever needs the page.
 
@@ -151,15 +164,18 @@ class Scheduler:
             sequence = self.running[i]
             while not self.allocator.grow(sequence.table, len(sequence.tokens)):
                 victim = self.running[-1]
-                self.preempt(victim)
+                self.preempt(victim, sequence)
                 if victim is sequence:
                     return
             i += 1
 
-    def preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: Sequence, needed_by: Sequence | None = None) -> None:
         """Take a running sequence's pages; it keeps its seat and its tokens, and recomputes."""
         assert sequence.status is Status.RUNNING
         self.running.remove(sequence)
+        others = () if needed_by is None else (needed_by.request_id,)
+        num_lost = sequence.num_computed
+        self.happened.append(Happening("preempted", sequence.request_id, num_lost, 0, others))
         self.allocator.release(sequence.table)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
@@ -174,7 +190,7 @@ class Scheduler:
             if not self._seat(self.preempted[0]):
                 return
             del self.preempted[0]
-        seats = self._door.seats(self._clock(), len(self.waiting), len(self.running))
+        seats = self._door.seats(self.clock(), len(self.waiting), len(self.running))
         if flush and seats == 0 and not self.running:
             seats = self.num_seats
         while seats > 0 and self.waiting and self._seat(self.waiting[0]):
@@ -197,8 +213,11 @@ class Scheduler:
         sequence.table = table
         self._skip_cached(sequence)
         if sequence.admitted_s is None:
-            sequence.admitted_s = self._clock()
+            sequence.admitted_s = self.clock()
             self.stats.num_prompt_tokens += sequence.num_prompt
+        self.happened.append(
+            Happening("admitted", sequence.request_id, sequence.num_computed, len(sequence.tokens))
+        )
         sequence.status = Status.RUNNING
         sequence.last_turn = self._num_turns
         insort(self.running, sequence, key=_rank)
@@ -270,12 +289,16 @@ class Scheduler:
         results: Iterator[Sampled] = iter(sampled)
         stats, allocator = self.stats, self.allocator
         if self._pace:
-            self._pace.record(plan, 1000 * (self._clock() - self._planned_s))
+            self._pace.record(plan, 1000 * (self.clock() - self._planned_s))
         for chunk in plan:
             sequence = chunk.sequence
             samples = chunk.samples
             sequence.num_computed += chunk.num_tokens
             stats.num_computed_tokens += chunk.num_tokens
+            if chunk.num_tokens > 1 or chunk.start < sequence.num_prompt:
+                self.happened.append(
+                    Happening("chunk", sequence.request_id, chunk.start, chunk.num_tokens)
+                )
             allocator.commit(sequence.table, sequence.tokens, sequence.num_computed)
             if not samples:
                 continue

@@ -8,7 +8,7 @@ written in a text are control tokens there.
 
 from __future__ import annotations
 
-import secrets
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,12 +22,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from infer.engine.async_llm import AsyncLLM
-from infer.errors import EngineDeadError, InferError, UnprocessableError
+from infer.errors import DeadlineError, EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import computed, read_object
 from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
+from infer.server.story import Stories, Story, summary, view
 from infer.server.stream import EventStream, all_of, unless_gone
+from infer.server.visit import Visit
 from infer.server.wire import (
     Body,
     ChatBody,
@@ -43,6 +45,9 @@ from infer.types import Request
 B = TypeVar("B", bound=Body)
 G = TypeVar("G", bound=Generation)
 
+REQUEST_TIMEOUT_S = 600.0
+"""a request that is not done by then is ended"""
+
 _INDEX = """\
 infer serves {model}.
 
@@ -53,16 +58,21 @@ POST /tokenize              text or messages to token ids
 POST /detokenize            token ids to text
 GET  /tokenizer_info        the special tokens and the chat template
 GET  /v1/models             the model's name
+GET  /v1/requests           the requests that run, and the latest that have ended
+GET  /v1/requests/ID        the story of one: what it waited for, and why
+POST /v1/requests/ID/cancel    end one (also: DELETE /v1/requests/ID)
 GET  /health/ready          200 while a request would be worked on at once, else 503
 GET  /health/live           200 while requests are taken, else 503 (also: /health)
 """
 
 
 class Endpoints:
-    """What the paths lead to; holds the engine and nothing else."""
+    """What the paths lead to; holds the engine and what is known about its requests."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, request_timeout_s: float) -> None:
         self._engine = engine
+        self._stories = Stories(engine)
+        self._request_timeout_s = request_timeout_s
         self._started = int(time.time())
 
     def _checked(self, model: type[B], body: dict[str, Any]) -> B:
@@ -91,14 +101,39 @@ class Endpoints:
     ) -> Response:
         engine = self._engine
         wire = self._checked(model, await read_object(http))
-        answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
+        visit = Visit.of(http.scope)
+        answer_id = f"{kind.prefix}-{visit.id}"
         requests = await computed(http, make_requests, engine, wire, answer_id)
         answer = kind(engine, wire, requests, answer_id)
+        story = self._stories.begin(answer_id, visit, "", requests, answer.num_prompt)
+        self._set_deadline(story, wire.timeout)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer
             return EventStream(engine, requests, events)
         outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
         return JSONResponse(answer.body(outputs))
+
+    def _set_deadline(self, story: Story, timeout_s: float | None) -> None:
+        limit_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
+        message = f"the request was not done after {limit_s:g} s"
+        error = DeadlineError(message, code="request_timeout")
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(limit_s, self._stories.cancel, story, error)
+        story.visit.leaving.callback(timer.cancel)
+
+    # ---- asking about requests
+
+    async def requests(self, _: HttpRequest) -> Response:
+        data = [summary(story) for story in self._stories.all(None)]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def request(self, http: HttpRequest) -> Response:
+        return JSONResponse(view(self._stories.find(http.path_params["id"], None)))
+
+    async def cancel(self, http: HttpRequest) -> Response:
+        story = self._stories.find(http.path_params["id"], None)
+        cancelled = self._stories.cancel(story)
+        return JSONResponse({"id": story.id, "object": "request.cancel", "cancelled": cancelled})
 
     # ---- asking the tokenizer
 
@@ -187,7 +222,12 @@ class Endpoints:
         return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
 
-def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Starlette:
+def create_app(
+    engine: AsyncLLM,
+    *,
+    write_stall_s: float = WRITE_STALL_S,
+    request_timeout_s: float = REQUEST_TIMEOUT_S,
+) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. No paths but the ones below, and no redirects."""
 
@@ -199,7 +239,7 @@ def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Sta
         finally:
             await engine.close()
 
-    endpoints = Endpoints(engine)
+    endpoints = Endpoints(engine, request_timeout_s)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -210,6 +250,10 @@ def create_app(engine: AsyncLLM, *, write_stall_s: float = WRITE_STALL_S) -> Sta
             Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+            Route("/v1/requests", endpoints.requests, methods=["GET"]),
+            Route("/v1/requests/{id}", endpoints.request, methods=["GET"]),
+            Route("/v1/requests/{id}", endpoints.cancel, methods=["DELETE"]),
+            Route("/v1/requests/{id}/cancel", endpoints.cancel, methods=["POST"]),
             Route("/health", endpoints.health, methods=["GET"]),
             Route("/health/live", endpoints.health, methods=["GET"]),
             Route("/health/ready", endpoints.ready, methods=["GET"]),

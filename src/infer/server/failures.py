@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
-import secrets
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -20,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineError, RequestError
+from infer.server.visit import Visit
 
 log = logging.getLogger("infer.server")
 
@@ -32,7 +31,6 @@ _ROUTER = {
     404: "there is no such route; see / for what there is",
     405: "this route is there, but not with this method; see the Allow header",
 }
-_HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class ClientGone(Exception):
@@ -79,8 +77,8 @@ async def respond(_: Request, error: Exception) -> Response:
 class Edge:
     """The outermost layer: ids on every response, and an answer to what nobody expected.
 
-    A request's id is the client's `x-request-id` where it is one line of harmless characters, else
-    a fresh one; it is echoed and logged and never used as a key. Plain ASGI on purpose: Starlette's
+    The id on a response is the client's `x-request-id` where it is one line of harmless characters,
+    else that of the visit, which ends here, however it ends. Plain ASGI on purpose: Starlette's
     middleware class would put a queue between handler and socket and hide `http.disconnect`.
     A client that takes nothing of its answer for `write_stall_s` counts as one that has left.
     """
@@ -93,19 +91,14 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = secrets.token_hex(16)
-        offered = [value for name, value in scope["headers"] if name == b"x-request-id"]
-        if len(offered) == 1 and _HARMLESS_ID.fullmatch(offered[0]):
-            request_id = bytes(offered[0]).decode("ascii")
-        started = False
+        visit = Visit.of(scope)
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
+                visit.status = message["status"]
                 message["headers"] = [
                     *message.get("headers", ()),
-                    (b"x-request-id", request_id.encode("ascii")),
+                    (b"x-request-id", visit.shown_id.encode("ascii")),
                     (b"x-content-type-options", b"nosniff"),
                 ]
             try:
@@ -115,10 +108,11 @@ class Edge:
                 raise ClientGone from None
 
         try:
-            await self._app(scope, receive, send_with_id)
+            with visit.leaving:
+                await self._app(scope, receive, send_with_id)
         except ClientGone:
-            log.debug("request %s: the client has left", request_id)
+            log.debug("request %s: the client has left", visit.id)
         except Exception as error:
-            log.exception("request %s failed", request_id)
-            if not started:
+            log.exception("request %s failed", visit.id)
+            if not visit.status:
                 await describe(error)(scope, receive, send_with_id)

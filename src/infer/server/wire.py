@@ -213,6 +213,8 @@ class Generation(Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    timeout: float | None = Field(None, ge=0.001)
+    """seconds; the server has a limit of its own"""
 
     @model_validator(mode="after")
     def _streaming(self) -> Generation:
