@@ -15,7 +15,8 @@ from rich.console import Console
 from infer.cli.bench import app as bench_app
 from infer.config import EngineConfig
 from infer.errors import InferError, LoadError, RequestError
-from infer.server.options import with_engine_options
+from infer.server.options import with_engine_options, with_server_options
+from infer.server.settings import ServerSettings
 from infer.version import VERSION
 
 app = typer.Typer(
@@ -52,30 +53,21 @@ def _root(
 
 
 @app.command()
+@with_server_options
 @with_engine_options(leave_out=("model",))
 def serve(
     model: Model = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="At SIGTERM: how long what runs may take to finish.", min=0)
-    ] = 30.0,
-    write_stall_s: Annotated[
-        float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
-    ] = 30.0,
     *,
+    server: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API."""
     from infer.server.serve import serve_config
 
-    serve_config(
-        EngineConfig.from_kwargs(model=model, **settings),
-        host,
-        port,
-        drain_timeout_s=drain_timeout_s,
-        write_stall_s=write_stall_s,
-    )
+    config = EngineConfig.from_kwargs(model=model, **settings)
+    serve_config(config, ServerSettings(**server), host, port)
 
 
 @app.command()

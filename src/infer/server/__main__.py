@@ -14,34 +14,23 @@ import typer
 from infer.config import EngineConfig
 from infer.errors import LoadError
 from infer.server import serve
-from infer.server.failures import WRITE_STALL_S
-from infer.server.options import with_engine_options
+from infer.server.options import with_engine_options, with_server_options
+from infer.server.settings import ServerSettings
 
 
+@with_server_options
 @with_engine_options()
 def command(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = serve.DEFAULT_HOST,
     port: Annotated[int, typer.Option(help="0 = any free one.")] = serve.DEFAULT_PORT,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="At SIGTERM: how long what runs may take to finish.", min=0)
-    ] = serve.DRAIN_TIMEOUT_S,
-    write_stall_s: Annotated[
-        float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
-    ] = WRITE_STALL_S,
     engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
     *,
+    server: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API."""
     config = EngineConfig.from_kwargs(**settings)
-    serve.serve_config(
-        config,
-        host,
-        port,
-        drain_timeout_s=drain_timeout_s,
-        write_stall_s=write_stall_s,
-        in_thread=engine_thread,
-    )
+    serve.serve_config(config, ServerSettings(**server), host, port, in_thread=engine_thread)
 
 
 def main(arguments: list[str] | None = None) -> int:

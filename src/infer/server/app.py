@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -26,9 +27,13 @@ from infer.errors import DeadlineError, EngineDeadError, InferError, Unprocessab
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import computed, read_object
-from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
+from infer.server.failures import Edge, HttpError, respond
+from infer.server.logs import log_story, log_visit
+from infer.server.metrics import CONTENT_TYPE, Metrics
+from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
 from infer.server.stream import EventStream, all_of, unless_gone
+from infer.server.tracing import make_tracing
 from infer.server.visit import Visit
 from infer.server.wire import (
     Body,
@@ -45,8 +50,8 @@ from infer.types import Request
 B = TypeVar("B", bound=Body)
 G = TypeVar("G", bound=Generation)
 
-REQUEST_TIMEOUT_S = 600.0
-"""a request that is not done by then is ended"""
+MAX_SILENCE_S = 300.0
+"""without a step, though there is work; longer than the watchdog and a restart take"""
 
 _INDEX = """\
 infer serves {model}.
@@ -63,16 +68,22 @@ GET  /v1/requests/ID        the story of one: what it waited for, and why
 POST /v1/requests/ID/cancel    end one (also: DELETE /v1/requests/ID)
 GET  /health/ready          200 while a request would be worked on at once, else 503
 GET  /health/live           200 while requests are taken, else 503 (also: /health)
+GET  /metrics               for Prometheus
+GET  /stats                 queue depth, batch sizes, waiting times
 """
 
 
 class Endpoints:
     """What the paths lead to; holds the engine and what is known about its requests."""
 
-    def __init__(self, engine: AsyncLLM, request_timeout_s: float) -> None:
+    def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self._engine = engine
+        self._settings = settings
         self._stories = Stories(engine)
-        self._request_timeout_s = request_timeout_s
+        self._stories.on_end.append(log_story)
+        if settings.tracing:
+            self._stories.on_end.append(make_tracing(engine.model_name))
+        self.metrics = Metrics(engine, self._stories, settings.metrics_prefix)
         self._started = int(time.time())
 
     def _checked(self, model: type[B], body: dict[str, Any]) -> B:
@@ -109,12 +120,13 @@ class Endpoints:
         self._set_deadline(story, wire.timeout)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer
-            return EventStream(engine, requests, events)
+            return EventStream(engine, requests, events, self._settings.keep_alive_s)
         outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
         return JSONResponse(answer.body(outputs))
 
     def _set_deadline(self, story: Story, timeout_s: float | None) -> None:
-        limit_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
+        limit_s = self._settings.request_timeout_s
+        limit_s = min(timeout_s or limit_s, limit_s)
         message = f"the request was not done after {limit_s:g} s"
         error = DeadlineError(message, code="request_timeout")
         loop = asyncio.get_running_loop()
@@ -211,6 +223,8 @@ class Endpoints:
     async def health(self, _: HttpRequest) -> Response:
         if not self._engine.is_alive:
             raise EngineDeadError("the engine is not running")
+        if self._stories.silence_s() > MAX_SILENCE_S:
+            raise EngineDeadError("the engine makes no progress")
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _: HttpRequest) -> Response:
@@ -218,16 +232,17 @@ class Endpoints:
             raise EngineDeadError("the engine is not ready")
         return JSONResponse({"status": "ready"})
 
+    async def metrics_text(self, _: HttpRequest) -> Response:
+        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def stats(self, _: HttpRequest) -> Response:
+        return JSONResponse(self.metrics.stats())
+
     async def index(self, _: HttpRequest) -> Response:
         return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
 
-def create_app(
-    engine: AsyncLLM,
-    *,
-    write_stall_s: float = WRITE_STALL_S,
-    request_timeout_s: float = REQUEST_TIMEOUT_S,
-) -> Starlette:
+def create_app(engine: AsyncLLM, settings: ServerSettings | None = None) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. No paths but the ones below, and no redirects."""
 
@@ -239,7 +254,20 @@ def create_app(
         finally:
             await engine.close()
 
-    endpoints = Endpoints(engine, request_timeout_s)
+    settings = settings or ServerSettings()
+    endpoints = Endpoints(engine, settings)
+    on_end = (endpoints.metrics.seen, log_visit)
+    layers = [Middleware(Edge, write_stall_s=settings.write_stall_s, on_end=on_end)]
+    if settings.origins:
+        layers.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["authorization", "content-type", "x-request-id"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -257,10 +285,12 @@ def create_app(
             Route("/health", endpoints.health, methods=["GET"]),
             Route("/health/live", endpoints.health, methods=["GET"]),
             Route("/health/ready", endpoints.ready, methods=["GET"]),
+            Route("/metrics", endpoints.metrics_text, methods=["GET"]),
+            Route("/stats", endpoints.stats, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond},
-        middleware=[Middleware(Edge, write_stall_s=write_stall_s)],
+        middleware=layers,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

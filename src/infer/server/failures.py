@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -83,9 +84,12 @@ class Edge:
     A client that takes nothing of its answer for `write_stall_s` counts as one that has left.
     """
 
-    def __init__(self, app: ASGIApp, write_stall_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, write_stall_s: float, on_end: Sequence[Callable[[Visit], None]] = ()
+    ) -> None:
         self._app = app
         self._write_stall_s = write_stall_s
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -116,3 +120,6 @@ class Edge:
             log.exception("request %s failed", visit.id)
             if not visit.status:
                 await describe(error)(scope, receive, send_with_id)
+        finally:
+            for listener in self._on_end:
+                listener(visit)

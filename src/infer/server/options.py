@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from infer.config import EngineConfig
+from infer.server.settings import ServerSettings
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -23,6 +24,11 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 def with_engine_options(*, leave_out: tuple[str, ...] = ()) -> Decorator:
     """`with_options` for `EngineConfig`, as `settings`."""
     return with_options(EngineConfig, "settings", "Engine", leave_out=leave_out)
+
+
+def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`with_options` for `ServerSettings`, as `server`."""
+    return with_options(ServerSettings, "server", "Server")(command)
 
 
 def with_options(

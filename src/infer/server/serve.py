@@ -27,12 +27,13 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.app import create_app
 from infer.server.failures import WRITE_STALL_S
+from infer.server.logs import JsonLines
 from infer.server.protocol import BoundedProtocol
+from infer.server.settings import ServerSettings
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 MAX_HEADER_BYTES = 16 * 1024
-DRAIN_TIMEOUT_S = 30
 KEEP_ALIVE_S = 75
 _LAST_WORDS_S = 5
 """from the engine's end to uvicorn's: time for the streams to send their error"""
@@ -84,14 +85,14 @@ class Server(uvicorn.Server):
         self,
         engine: AsyncLLM,
         sock: socket.socket,
+        settings: ServerSettings | None = None,
         *,
-        drain_timeout_s: float = DRAIN_TIMEOUT_S,
-        write_stall_s: float = WRITE_STALL_S,
         announce: Callable[[str], None] | None = None,
     ) -> None:
+        settings = settings or ServerSettings()
         super().__init__(
             uvicorn.Config(
-                create_app(engine, write_stall_s=write_stall_s),
+                create_app(engine, settings),
                 http=BoundedProtocol,
                 ws="none",
                 lifespan="on",
@@ -100,12 +101,12 @@ class Server(uvicorn.Server):
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(drain_timeout_s + _LAST_WORDS_S),
+                timeout_graceful_shutdown=int(settings.drain_timeout_s + _LAST_WORDS_S),
             )
         )
         self._engine = engine
         self._sock = sock
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s = settings.drain_timeout_s
         self._announce = announce
         self._drain_ends_s: float | None = None
         self._hurry = asyncio.Event()
@@ -180,14 +181,14 @@ class Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _log_on_stderr() -> Iterator[None]:
+def _log_on_stderr(log_format: str) -> Iterator[None]:
     """What the engine says at its start, and warnings; unless somebody has set up logging."""
     logger = logging.getLogger("infer")
     if logger.handlers:
         yield
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
@@ -198,45 +199,33 @@ def _log_on_stderr() -> Iterator[None]:
 
 def serve_config(
     config: EngineConfig,
+    settings: ServerSettings,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     *,
-    drain_timeout_s: float = DRAIN_TIMEOUT_S,
-    write_stall_s: float = WRITE_STALL_S,
     in_thread: bool = False,
 ) -> None:
     """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
 
     `in_thread`: the engine is no process of its own. For comparisons: nothing survives its death.
     """
-    with _log_on_stderr(), bind(host, port) as sock:
+    with _log_on_stderr(settings.log_format), bind(host, port) as sock:
         if in_thread:
             from infer.engine.assemble import build_async_llm as launch  # brings in torch
         else:
             from infer.engine.launch import launch
-        run(
-            launch(config),
-            sock=sock,
-            drain_timeout_s=drain_timeout_s,
-            write_stall_s=write_stall_s,
-        )
+        run(launch(config), settings, sock=sock)
 
 
 def run(
     engine: AsyncLLM,
+    settings: ServerSettings | None = None,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     *,
     sock: socket.socket | None = None,
-    drain_timeout_s: float = DRAIN_TIMEOUT_S,
-    write_stall_s: float = WRITE_STALL_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
     with sock or bind(host, port) as held:
-        Server(
-            engine,
-            held,
-            drain_timeout_s=drain_timeout_s,
-            write_stall_s=write_stall_s,
-            announce=functools.partial(print, flush=True),
-        ).serve_until_stopped()
+        announce = functools.partial(print, flush=True)
+        Server(engine, held, settings, announce=announce).serve_until_stopped()

@@ -101,6 +101,11 @@ class Story:
         """Of a count of its choices."""
         return sum(getattr(track, name) for track in self.tracks.values())
 
+    @property
+    def num_preemptions(self) -> int:
+        """Of those that were told."""
+        return sum(kind == "preempted" for _, _, kind, _ in self.events)
+
     def earliest(self, name: str) -> float | None:
         """When the first of its choices got to a point."""
         times = [getattr(track, name) for track in self.tracks.values()]
@@ -184,6 +189,13 @@ class Stories:
             for story in reversed(stories.values()):
                 if owner in (None, story.owner):
                     yield story
+
+    def silence_s(self) -> float:
+        """How long the engine has not made a step though it has something to do."""
+        if not self._tracks or not self._steps:
+            return 0.0
+        newest = next(reversed(self._tracks.values())).story.visit.received_s
+        return time.monotonic() - max(newest, self._steps[-1].ended_s)
 
     def num_queued(self, owner: str) -> int:
         """Choices of an owner's requests that wait for a seat."""

@@ -35,12 +35,21 @@ _HEADERS = [
 class EventStream(Response):
     """A `Response` only in that Starlette calls it. Choices are written as they come."""
 
-    def __init__(self, engine: AsyncLLM, requests: Sequence[Request], events: Events) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        requests: Sequence[Request],
+        events: Events,
+        keep_alive_s: float = 0.0,
+    ) -> None:
+        """`keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never."""
         super().__init__()
         self._engine = engine
         self._requests = requests
         self._events = events
         self._writing = asyncio.Lock()
+        self._keep_alive_s = keep_alive_s
+        self._written_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
@@ -56,7 +65,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             await self._write(send, self._events.opening())
-            await all_of(self._follow(i, stream, send) for i, stream in enumerate(streams))
+            works = all_of(self._follow(i, stream, send) for i, stream in enumerate(streams))
+            await beside(works, self._keep_alive(send))
             await self._write(send, self._events.closing())
         except ClientGone:
             raise
@@ -77,7 +87,20 @@ class EventStream(Response):
                 return
         raise EngineError("the engine's stream ended before the answer did")
 
+    async def _keep_alive(self, send: Send) -> None:
+        """So that proxies do not close what waits, and clients that are gone are noticed. Never
+        sooner: a load generator counts what it cannot read as a failure."""
+        loop, wait_s = asyncio.get_running_loop(), self._keep_alive_s
+        while wait_s:
+            await asyncio.sleep(wait_s)
+            wait_s = self._written_s + self._keep_alive_s - loop.time()
+            if wait_s <= 0:
+                async with self._writing:
+                    await self._write(send, [b": nothing yet\n\n"])
+                wait_s = self._keep_alive_s
+
     async def _write(self, send: Send, events: Iterable[bytes]) -> None:
+        self._written_s = asyncio.get_running_loop().time()
         for event in events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
@@ -96,6 +119,18 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         raise ClientGone
     finally:
         await _end(working, watching)
+
+
+async def beside(work: Coroutine[Any, Any, T], company: Coroutine[Any, Any, None]) -> T:
+    """The result of `work`; `company` runs meanwhile, and may end it by raising."""
+    working, other = asyncio.ensure_future(work), asyncio.ensure_future(company)
+    try:
+        await asyncio.wait((working, other), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            other.result()
+        return await working
+    finally:
+        await _end(working, other)
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -27,6 +27,7 @@ def _new_id() -> str:
 class Visit:
     """See the module's docstring."""
 
+    method: str = ""
     path: str = ""
     id: str = field(default_factory=_new_id)
     """made here; 128 bits of chance"""
@@ -34,6 +35,10 @@ class Visit:
     """the client's `x-request-id`: echoed and shown, never a key"""
     received_s: float = field(default_factory=time.monotonic)
     received_at: float = field(default_factory=time.time)
+    traceparent: str | None = None
+    """the caller's span, where there is one"""
+    key_name: str = ""
+    """of the API key; "" where there are none"""
     status: int = 0
     """of the answer, once there is one"""
     leaving: ExitStack = field(default_factory=ExitStack)
@@ -43,10 +48,13 @@ class Visit:
         """The visit of an ASGI scope; made the first time that it is asked for."""
         visit = scope.get(KEY)
         if visit is None:
-            visit = scope[KEY] = cls(scope["path"])
-            offered = [value for name, value in scope["headers"] if name == b"x-request-id"]
+            visit = scope[KEY] = cls(scope["method"], scope["path"])
+            headers = scope["headers"]
+            offered = [value for name, value in headers if name == b"x-request-id"]
             if len(offered) == 1 and _HARMLESS_ID.fullmatch(offered[0]):
                 visit.client_id = bytes(offered[0]).decode("ascii")
+            parents = [value for name, value in headers if name == b"traceparent"]
+            visit.traceparent = parents[0].decode("latin-1") if parents else None
         assert isinstance(visit, Visit)
         return visit
 
