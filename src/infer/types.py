@@ -244,6 +244,8 @@ class Request:
     requests overtake an earlier one at most so often, so that nobody waits for ever"""
     cache_scope: str = ""
     """prefix-cache entries are shared within a scope only"""
+    tenant: str = ""
+    """whose share of the engine it is computed from"""
     output_token_ids: tuple[int, ...] = ()
     """generated before, by an engine that has died; the output goes on behind them"""
     num_crashes: int = 0
