@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from infer.cli.bench import app as bench_app
+from infer.cli.keys import app as keys_app
 from infer.config import EngineConfig
 from infer.errors import InferError, LoadError, RequestError
 from infer.server.options import with_engine_options, with_server_options
@@ -28,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 
 Model = Annotated[
     str | None,

@@ -12,6 +12,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -28,11 +30,13 @@ from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import computed, read_object
 from infer.server.failures import Edge, HttpError, respond
+from infer.server.keys import Keys
 from infer.server.logs import log_story, log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
 from infer.server.stream import EventStream, all_of, unless_gone
+from infer.server.tenants import Gate, num_queued, tenant_of
 from infer.server.tracing import make_tracing
 from infer.server.visit import Visit
 from infer.server.wire import (
@@ -111,12 +115,17 @@ class Endpoints:
         kind: type[CompletionAnswer],
     ) -> Response:
         engine = self._engine
+        visit, tenant = Visit.of(http.scope), tenant_of(http.scope)
+        tenant.enter(visit, num_queued(self._stories, tenant))
         wire = self._checked(model, await read_object(http))
-        visit = Visit.of(http.scope)
         answer_id = f"{kind.prefix}-{visit.id}"
         requests = await computed(http, make_requests, engine, wire, answer_id)
+        key = tenant.key
+        requests = [replace(r, tenant=key.id, cache_scope=key.cache_scope) for r in requests]
         answer = kind(engine, wire, requests, answer_id)
-        story = self._stories.begin(answer_id, visit, "", requests, answer.num_prompt)
+        settle = tenant.reserve(requests, visit)
+        story = self._stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
+        visit.leaving.callback(settle, story)
         self._set_deadline(story, wire.timeout)
         if wire.stream:
             events = TypedEvents(answer) if wire.stream_format == "events" else answer
@@ -135,17 +144,20 @@ class Endpoints:
 
     # ---- asking about requests
 
-    async def requests(self, _: HttpRequest) -> Response:
-        data = [summary(story) for story in self._stories.all(None)]
+    async def requests(self, http: HttpRequest) -> Response:
+        data = [summary(story) for story in self._stories.all(tenant_of(http.scope).sight)]
         return JSONResponse({"object": "list", "data": data})
 
     async def request(self, http: HttpRequest) -> Response:
-        return JSONResponse(view(self._stories.find(http.path_params["id"], None)))
+        return JSONResponse(view(self._found(http)))
 
     async def cancel(self, http: HttpRequest) -> Response:
-        story = self._stories.find(http.path_params["id"], None)
+        story = self._found(http)
         cancelled = self._stories.cancel(story)
         return JSONResponse({"id": story.id, "object": "request.cancel", "cancelled": cancelled})
+
+    def _found(self, http: HttpRequest) -> Story:
+        return self._stories.find(http.path_params["id"], tenant_of(http.scope).sight)
 
     # ---- asking the tokenizer
 
@@ -268,6 +280,8 @@ def create_app(engine: AsyncLLM, settings: ServerSettings | None = None) -> Star
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
+    keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
+    layers.append(Middleware(Gate, keys=keys))
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),

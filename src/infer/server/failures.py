@@ -44,6 +44,7 @@ class HttpError(RequestError):
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
         self.status = status
+        self.retry_after_s: int | None = None
 
 
 def describe(error: BaseException) -> Response:
@@ -58,8 +59,9 @@ def describe(error: BaseException) -> Response:
             param, code = error.param, error.code
         else:
             code = "engine_unavailable" if status == 503 else "engine_error"
-        if status == 503:
-            headers = {"retry-after": str(getattr(error, "retry_after_s", DEAD_RETRY_AFTER_S))}
+        retry_after_s = getattr(error, "retry_after_s", None)
+        if retry_after_s is not None or status == 503:
+            headers = {"retry-after": str(retry_after_s or DEAD_RETRY_AFTER_S)}
     elif isinstance(error, HTTPException):  # from the router: no such route, not with this method
         phrase = HTTPStatus(error.status_code).phrase.lower()
         status, kind = error.status_code, "invalid_request_error"
@@ -104,6 +106,7 @@ class Edge:
                     *message.get("headers", ()),
                     (b"x-request-id", visit.shown_id.encode("ascii")),
                     (b"x-content-type-options", b"nosniff"),
+                    *((name.encode(), value.encode()) for name, value in visit.headers),
                 ]
             try:
                 async with asyncio.timeout(self._write_stall_s):

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import ipaddress
 import logging
 import signal
 import socket
@@ -210,6 +211,10 @@ def serve_config(
     `in_thread`: the engine is no process of its own. For comparisons: nothing survives its death.
     """
     with _log_on_stderr(settings.log_format), bind(host, port) as sock:
+        address = ipaddress.ip_address(sock.getsockname()[0])
+        if not (address.is_loopback or settings.api_keys or settings.insecure):
+            message = f"{host!r} can be reached from other machines: give --api-keys a file of keys"
+            raise ConfigError("host", f"{message}, or say --insecure")
         if in_thread:
             from infer.engine.assemble import build_async_llm as launch  # brings in torch
         else:

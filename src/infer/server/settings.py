@@ -40,6 +40,12 @@ class ServerSettings:
     tracing: bool = option(
         False, "Send a span for each request as OTEL_EXPORTER_OTLP_* say (extra: otel)."
     )
+    api_keys: str | None = option(
+        None, "File of the keys that are let in (infer keys create); default: no keys."
+    )
+    insecure: bool = option(
+        False, "Without keys, listen on an address that others than this machine can reach."
+    )
     cors_origins: str | None = option(
         None, "Origins, separated by commas, whose pages in a browser may use this server."
     )

@@ -39,6 +39,10 @@ class Visit:
     """the caller's span, where there is one"""
     key_name: str = ""
     """of the API key; "" where there are none"""
+    tenant: object = None
+    """whose it is: set by `tenants.Gate`"""
+    headers: list[tuple[str, str]] = field(default_factory=list)
+    """that the answer gets"""
     status: int = 0
     """of the answer, once there is one"""
     leaving: ExitStack = field(default_factory=ExitStack)
