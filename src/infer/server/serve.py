@@ -28,7 +28,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.app import create_app
 from infer.server.failures import WRITE_STALL_S
-from infer.server.logs import JsonLines
+from infer.server.logs import JsonLines, access
 from infer.server.protocol import BoundedProtocol
 from infer.server.settings import ServerSettings
 
@@ -192,10 +192,12 @@ def _log_on_stderr(log_format: str) -> Iterator[None]:
     handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    access.setLevel(logging.INFO if log_format == "json" else logging.WARNING)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        access.setLevel(logging.NOTSET)
 
 
 def serve_config(
