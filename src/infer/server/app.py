@@ -29,13 +29,14 @@ from infer.errors import DeadlineError, EngineDeadError, InferError, Unprocessab
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import computed, read_object
+from infer.server.conversations import Conversations, Overheard, answered
 from infer.server.failures import Edge, HttpError, respond
 from infer.server.keys import Keys
 from infer.server.logs import log_story, log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
-from infer.server.stream import EventStream, all_of, unless_gone
+from infer.server.stream import Events, EventStream, all_of, unless_gone
 from infer.server.tenants import Gate, num_queued, tenant_of
 from infer.server.tracing import make_tracing
 from infer.server.visit import Visit
@@ -63,6 +64,7 @@ infer serves {model}.
 POST /v1/chat/completions   OpenAI's chat completions
 POST /v1/completions        OpenAI's completions
 POST /v1/chat/completions/render   the prompt that a chat would become, as text and token ids
+POST /v1/sessions           a conversation kept here: send its id as session_id of a chat
 POST /tokenize              text or messages to token ids
 POST /detokenize            token ids to text
 GET  /tokenizer_info        the special tokens and the chat template
@@ -87,6 +89,7 @@ class Endpoints:
         self._stories.on_end.append(log_story)
         if settings.tracing:
             self._stories.on_end.append(make_tracing(engine.model_name))
+        self.conversations = Conversations(settings.sessions)
         self.metrics = Metrics(engine, self._stories, settings.metrics_prefix)
         self._started = int(time.time())
 
@@ -117,7 +120,9 @@ class Endpoints:
         engine = self._engine
         visit, tenant = Visit.of(http.scope), tenant_of(http.scope)
         tenant.enter(visit, num_queued(self._stories, tenant))
-        wire = self._checked(model, await read_object(http))
+        body = await read_object(http)
+        turn = await self.conversations.begin(http, body) if model is ChatBody else None
+        wire = self._checked(model, body)
         answer_id = f"{kind.prefix}-{visit.id}"
         requests = await computed(http, make_requests, engine, wire, answer_id)
         key = tenant.key
@@ -128,10 +133,17 @@ class Endpoints:
         visit.leaving.callback(settle, story)
         self._set_deadline(story, wire.timeout)
         if wire.stream:
-            events = TypedEvents(answer) if wire.stream_format == "events" else answer
-            return EventStream(engine, requests, events, self._settings.keep_alive_s)
+            events: Events = TypedEvents(answer) if wire.stream_format == "events" else answer
+            if turn:
+                events = Overheard(events, turn)
+            keep = turn.keep if turn else None
+            return EventStream(engine, requests, events, self._settings.keep_alive_s, keep)
         outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
-        return JSONResponse(answer.body(outputs))
+        whole = answer.body(outputs)
+        if turn:
+            answered(turn, whole)
+            await turn.keep()
+        return JSONResponse(whole)
 
     def _set_deadline(self, story: Story, timeout_s: float | None) -> None:
         limit_s = self._settings.request_timeout_s
@@ -265,6 +277,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings | None = None) -> Star
             yield
         finally:
             await engine.close()
+            endpoints.conversations.close()
 
     settings = settings or ServerSettings()
     endpoints = Endpoints(engine, settings)
@@ -299,6 +312,7 @@ def create_app(engine: AsyncLLM, settings: ServerSettings | None = None) -> Star
             Route("/health", endpoints.health, methods=["GET"]),
             Route("/health/live", endpoints.health, methods=["GET"]),
             Route("/health/ready", endpoints.ready, methods=["GET"]),
+            *endpoints.conversations.routes(),
             Route("/metrics", endpoints.metrics_text, methods=["GET"]),
             Route("/stats", endpoints.stats, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),

@@ -46,6 +46,9 @@ class ServerSettings:
     insecure: bool = option(
         False, "Without keys, listen on an address that others than this machine can reach."
     )
+    sessions: str | None = option(
+        None, "Database URL of the sessions; default: a SQLite file in the user's state folder."
+    )
     cors_origins: str | None = option(
         None, "Origins, separated by commas, whose pages in a browser may use this server."
     )

@@ -9,7 +9,7 @@ only tells those who ask; so every handler that waits for the engine does it ins
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -19,11 +19,12 @@ from starlette.types import Receive, Scope, Send
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineError, InferError
 from infer.server.answer import CompletionAnswer, TypedEvents, wire_reason
+from infer.server.conversations import Overheard
 from infer.server.failures import ClientGone, describe, log
 from infer.types import Request, TextDelta
 
 T = TypeVar("T")
-Events = CompletionAnswer | TypedEvents
+Events = CompletionAnswer | TypedEvents | Overheard
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -41,14 +42,17 @@ class EventStream(Response):
         requests: Sequence[Request],
         events: Events,
         keep_alive_s: float = 0.0,
+        keep: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never."""
+        """`keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never.
+        `keep` is awaited when the answer is whole, before the client is told so."""
         super().__init__()
         self._engine = engine
         self._requests = requests
         self._events = events
         self._writing = asyncio.Lock()
         self._keep_alive_s = keep_alive_s
+        self._keep = keep
         self._written_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,6 +71,8 @@ class EventStream(Response):
             await self._write(send, self._events.opening())
             works = all_of(self._follow(i, stream, send) for i, stream in enumerate(streams))
             await beside(works, self._keep_alive(send))
+            if self._keep is not None:
+                await self._keep()
             await self._write(send, self._events.closing())
         except ClientGone:
             raise

@@ -265,6 +265,8 @@ class ChatBody(Conversation, Generation):
     """`POST /v1/chat/completions`. It takes no tools: nothing reads calls out of the answers."""
 
     max_completion_tokens: int | None = None
+    session_id: str | None = None
+    """its messages go before these; see `server.conversations`"""
     stop: Annotated[Stop, AfterValidator(_few)] = ()
     logprobs: bool = False
     top_logprobs: int | None = None
