@@ -25,15 +25,10 @@ from typing import Any
 HERE = Path(__file__).parent
 IN_OUR_ENVIRONMENT = ("ours", "hf")
 BANDWIDTH = """
-import time, torch
+import torch
+from infer.bench.machine import read_rates
 torch.set_num_threads(2)
-x = torch.ones(3 * 2**28, dtype=torch.float32)
-times = []
-for _ in range(6):
-    started = time.perf_counter()
-    x.sum()
-    times.append(time.perf_counter() - started)
-print(x.nbytes / min(times[1:]) / 1e9)
+print(read_rates()["best"])
 """
 Job = dict[str, int]
 
@@ -118,6 +113,12 @@ class Bench:
         self.workers: dict[str, Worker] = {}
         self.in_turn = False
         self.rounds: list[dict[str, Any]] = []
+        if options.json.is_file():
+            former = json.loads(options.json.read_text())
+            names = ("model", "cases", "engines", "cpu")
+            if any(former[name] != self.document()[name] for name in names):
+                raise SystemExit(f"{options.json} holds another comparison; name another file")
+            self.rounds, self.in_turn = former["rounds"], former["in_turn"]
 
     def _worker(self, engine: str) -> Worker:
         """The engine's worker, started and warm."""
@@ -134,10 +135,10 @@ class Bench:
         return self.workers[engine]
 
     def run(self) -> None:
-        """All rounds; the file is written after each of them."""
+        """All rounds that are missing; the file is written after each of them."""
         for engine in self.engines:
             self._worker(engine)
-        for number in range(1, self.options.rounds + 1):
+        for number in range(len(self.rounds) + 1, self.options.rounds + 1):
             found: dict[str, Any] = {"started": time.time(), "bandwidth_gb_s": bandwidth()}
             print(f"round {number}: {found['bandwidth_gb_s']:.1f} GB/s", flush=True)
             shift = (number - 1) % len(self.engines)
@@ -171,7 +172,7 @@ class Bench:
 
 
 def bandwidth() -> float:
-    """GB/s at which two threads read 3 GiB; in a process of its own, which then is gone."""
+    """GB/s at which two threads read memory; in a process of its own, which then is gone."""
     done = subprocess.run(
         [sys.executable, "-c", BANDWIDTH], check=True, capture_output=True, text=True
     )

@@ -50,7 +50,7 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
         shapes = layer_shapes(floor_of.config, dtype)
     elif config.dtype != "auto":
         dtype = getattr(torch, "bfloat16" if config.int8 else config.dtype)
-    read = _read()
+    read = read_rates()
     layers = [_layer(shape, count, dtype, config.int8) for shape, count in shapes.items()]
     best = max(read["best"], *(row["gb_s"] for layer in layers for row in layer["rows"]))
     found = {
@@ -109,7 +109,8 @@ def _seconds(run: Callable[[], object]) -> list[float]:
     return times
 
 
-def _read() -> dict[str, float]:
+def read_rates() -> dict[str, float]:
+    """GB/s at which the threads of torch read memory, best and median of a few times."""
     try:
         memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
     except RuntimeError:

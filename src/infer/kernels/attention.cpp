@@ -24,10 +24,11 @@
 
 namespace {
 
-constexpr int BLOCK = 64;     // keys that are scored together; starts at multiples of itself
+constexpr int BLOCK = 128;    // keys that are scored together; starts at multiples of itself
 constexpr int SEGMENT = 512;  // keys whose partial result may come from another thread
-constexpr int TILE_ROWS = 128;
+constexpr int TILE_ROWS = 256;
 constexpr int UNITS = 4;  // independent pieces of work that go through the phases together
+constexpr float RISE = 8.f;
 constexpr float LOWEST = -1e30f;  // below every score, and its difference to one is finite
 
 inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
@@ -116,7 +117,7 @@ struct Unit {  // a few rows of one head
   const uint32_t* queries;
   uint32_t* probs;
   float *scores, *state;
-  int row, count;
+  int row, count, keys;  // keys: of the block that some row sees, up to a multiple of 32
   float alpha[16];
 };
 struct Buffers {

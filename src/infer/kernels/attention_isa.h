@@ -1,7 +1,7 @@
 // The attention of one work item. attention.cpp includes this file once per instruction set, inside
 // a namespace and a `target` region: LEVEL 0 portable, 1 AVX2+FMA, 2 AVX-512, 3 AVX-512-BF16, 4 AMX.
 //
-// Blocks of 64 keys at absolute positions: pack K transposed and V by rows, then for a few query
+// Blocks of 128 keys at absolute positions: pack K transposed and V by rows, then for a few query
 // rows at a time: scores = Q·K, online softmax, out += P·V. Every sum runs in one fixed order that
 // only the key's position decides, and a key that a row may not see adds exact zeros; so a row's
 // result does not depend on the rows beside it, nor on how many of them there are.
@@ -37,6 +37,24 @@ INLINE void columns(const char* const* rows, long at, vf out[4]) {
   out[1] = (vf)_mm512_unpackhi_pd(lo0, lo1);
   out[2] = (vf)_mm512_unpacklo_pd(hi0, hi1);
   out[3] = (vf)_mm512_unpackhi_pd(hi0, hi1);
+}
+// 16 vectors → the greatest lane of each.
+INLINE vf greatest_lanes(const vf rows[16]) {
+  vf two[8], four[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    two[i] = vmax(_mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
+                  _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = (__m512d)two[2 * i], b = (__m512d)two[2 * i + 1];
+    four[i] = vmax((vf)_mm512_unpacklo_pd(a, b), (vf)_mm512_unpackhi_pd(a, b));
+  }
+  const vf a = vmax(_mm512_shuffle_f32x4(four[0], four[1], 0x44),
+                    _mm512_shuffle_f32x4(four[0], four[1], 0xee));
+  const vf b = vmax(_mm512_shuffle_f32x4(four[2], four[3], 0x44),
+                    _mm512_shuffle_f32x4(four[2], four[3], 0xee));
+  return vmax(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
 }
 #elif LEVEL == 1
 using vf = __m256;
@@ -99,19 +117,33 @@ typedef int32_t vi __attribute__((vector_size(sizeof(vf))));
 INLINE vf load(const float* p) { return bits(p); }
 INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 
-// 2^x for x <= 0 (or a rounding error above it); exactly 1 at 0, exactly 0 below -127 and at -inf.
-template <int DEGREE>
+template <int N>
+INLINE vf polynomial(vf x, const float (&c)[N]) {
+  vf sum = set1(c[N - 1]);
+#pragma GCC unroll 8
+  for (int i = N - 2; i >= 0; --i) sum = fma(sum, x, set1(c[i]));
+  return sum;
+}
+
+// 2^x for x <= 0 (or a rounding error above it); exactly 1 at 0, exactly 0 far below and at -inf.
+// Relative error 1e-7, or 1e-4 for what is rounded to bfloat16.
+template <bool EXACT>
 INLINE vf exp2_vf(vf x) {
+#if LEVEL >= 2
+  const vf f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);  // x - floor(x), and 0 for -inf
+  if constexpr (EXACT)
+    return _mm512_scalef_ps(polynomial(f, {1.f, 6.9315130e-1f, 2.4016445e-1f, 5.5799916e-2f,
+                                           9.0170279e-3f, 1.8671310e-3f}), x);
+  return _mm512_scalef_ps(polynomial(f, {1.f, 6.9511682e-1f, 2.2764491e-1f, 7.7067064e-2f}), x);
+#else
   // Adding 1.5 · 2^23 rounds, and leaves n + 127 in the low bits.
   const vf magic = set1(12582912.f + 127.f);
   x = vmax(set1(-127.f), x);
   const vf r = x + magic, f = x - (r - magic);
-  constexpr float c[] = {1.f, 6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f,
-                         9.6181291e-3f, 1.3333558e-3f, 1.5403530e-4f};
-  vf p = set1(c[DEGREE]);
-#pragma GCC unroll 8
-  for (int i = DEGREE - 1; i >= 0; --i) p = fma(p, f, set1(c[i]));
+  const vf p = polynomial(f, {1.f, 6.9314718e-1f, 2.4022651e-1f, 5.5504109e-2f, 9.6181291e-3f,
+                              1.3333558e-3f, 1.5403530e-4f});
   return p * (vf)((vi)r << 23);
+#endif
 }
 
 // out[R][N] (= or +=) A[R][k] · B[k][N], one accumulator per element, summed in the order of k.
@@ -167,7 +199,8 @@ INLINE void product(int rows, const uint32_t* a, long lda, int k, const uint32_t
 template <class T>
 struct Float32 {
   using Storage = T;
-  static constexpr int SUBTILE = ROWS, DEGREE = sizeof(T) == 2 ? 4 : 6;
+  static constexpr int SUBTILE = ROWS;
+  static constexpr bool EXACT = sizeof(T) == 4;
   static int key_words(int d) { return d; }
   static int prob_words(int keys) { return keys; }
   static void begin(int) {}
@@ -229,14 +262,15 @@ struct Float32 {
 // Multiplies pairs of bfloat16 (also P, like the keys' neighbour), sums in float32.
 struct Pairs {
   using Storage = uint16_t;
-  static constexpr int SUBTILE = ROWS, DEGREE = 4;
+  static constexpr int SUBTILE = ROWS;
+  static constexpr bool EXACT = false;
   static int key_words(int d) { return (d + 31) / 32 * 16; }
   static int prob_words(int keys) { return keys / 2; }
   static void begin(int) {}
   INLINE static vf mac(vf a, vf b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
 
   static void pack_query(const char* from, int d, uint32_t* to) {
-    __builtin_memset(to, 0, 4 * key_words(d));
+    if (d % 32) __builtin_memset(to, 0, 4 * key_words(d));
     __builtin_memcpy(to, from, 2 * d);
   }
   static void pack_keys(const char* const* rows, int n, int d, uint32_t* to) {
@@ -264,7 +298,8 @@ struct Pairs {
   INLINE static void put(uint32_t* to, int i, vf p0, vf p1, vf& sum) {
     const __m512bh p = _mm512_cvtne2ps_pbh(p1, p0);
     __builtin_memcpy(to + i / 2, &p, sizeof p);
-    sum = _mm512_dpbf16_ps(sum, p, (__m512bh)_mm512_set1_epi16(0x3f80));  // of what is multiplied
+    sum = sum + (vf)_mm512_slli_epi32((__m512i)p, 16);  // of what is multiplied
+    sum = sum + (vf)_mm512_and_si512((__m512i)p, _mm512_set1_epi32(-65536));
   }
   static void scores(int rows, const uint32_t* q, int d, const uint32_t* keys, int n, float* out) {
     product<Pairs, false>(rows, q, key_words(d), d / 2, keys, BLOCK, out, BLOCK, n, nullptr);
@@ -363,24 +398,24 @@ struct Tiles : Pairs {
 };
 #endif
 
-// A row's state is `padded` sums of P·V, 16 lanes of the sum of P, and the greatest score so far.
-template <class M>
-INLINE float softmax_row(float* scores, int n, float scale, float* lanes, float* greatest,
-                         uint32_t* probs) {
+// A row's state is `padded` sums of P·V, 16 lanes of the sum of P, and the score that
+// counts as 2^0: the greatest so far, or one that is less by RISE at most (changing it costs).
+INLINE vf greatest_of(const float* scores, int n) {
   vf most = load(scores);
   for (int i = W; i < n; i += W) most = vmax(most, load(scores + i));
-  const float here = hmax(most) * scale, before = *greatest;
-  const float now = here > before ? here : before;
-  const float alpha = now == before ? 1.f : exp2_vf<M::DEGREE>(set1(before - now))[0];
-  *greatest = now;
+  return most;
+}
+
+template <class M>
+INLINE void weigh_row(const float* scores, int n, float scale, float greatest, float alpha,
+                      float* lanes, uint32_t* probs) {
   vf sum = load(lanes) * set1(alpha);
   for (int i = 0; i < n; i += 2 * W) {
-    const vf p0 = exp2_vf<M::DEGREE>(fma(load(scores + i), set1(scale), set1(-now)));
-    const vf p1 = exp2_vf<M::DEGREE>(fma(load(scores + i + W), set1(scale), set1(-now)));
+    const vf p0 = exp2_vf<M::EXACT>(fma(load(scores + i), set1(scale), set1(-greatest)));
+    const vf p1 = exp2_vf<M::EXACT>(fma(load(scores + i + W), set1(scale), set1(-greatest)));
     M::put(probs, i, p0, p1, sum);
   }
   store(lanes, sum);
-  return alpha;
 }
 
 // Packs one head of a block, and meanwhile asks for its share of the next block, in small pieces so
@@ -407,32 +442,60 @@ INLINE void pack_block(const Job& job, const Item& item, const Cells& cells, int
 
 // A few rows of one head against one block. `first` = position of the block's first key.
 template <class M>
-INLINE void score_rows(const Job& job, const Unit& unit, int n) {
-  M::scores(unit.count, unit.queries, job.D, unit.packed->keys, n, unit.scores);
+INLINE void score_rows(const Job& job, const Unit& unit) {
+  M::scores(unit.count, unit.queries, job.D, unit.packed->keys, unit.keys, unit.scores);
 }
 
 template <class M>
-INLINE void soften_rows(const Job& job, const Item& item, Unit& unit, int64_t first, int n) {
+INLINE void soften_rows(const Job& job, const Item& item, Unit& unit, int64_t first) {
+  const int n = unit.keys;
   const int64_t low = item.position + unit.row / job.rep;
   const int64_t high = item.position + (unit.row + unit.count - 1) / job.rep;
   const bool partly = low < first + n - 1 || (job.window && high - job.window + 1 > first);
-  for (int i = 0; i < unit.count; ++i) {
-    float* row = unit.scores + i * BLOCK;
-    if (partly) {
+  if (partly)
+    for (int i = 0; i < unit.count; ++i) {
+      float* row = unit.scores + i * BLOCK;
       const int64_t position = item.position + (unit.row + i) / job.rep;
       const int64_t from = job.window ? position - job.window + 1 - first : 0;
       for (int j = 0; j < n && j < from; ++j) row[j] = -INFINITY;
       for (int64_t j = position + 1 < first ? 0 : position + 1 - first; j < n; ++j)
         row[j] = -INFINITY;
     }
-    float* own = unit.state + (long)i * job.state_words + job.padded;
-    unit.alpha[i] = softmax_row<M>(row, n, job.scale, own, own + 16, unit.probs + i * BLOCK);
+  float now[16];
+#if LEVEL >= 2
+  const __m512i at = _mm512_mullo_epi32(
+      _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+      _mm512_set1_epi32((int)job.state_words));
+  const __mmask16 rows = (__mmask16)((1 << unit.count) - 1);
+  vf most[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i)
+    most[i] = i < unit.count ? greatest_of(unit.scores + i * BLOCK, n) : set1(0.f);
+  float* greatest = unit.state + job.padded + 16;
+  const vf before = _mm512_mask_i32gather_ps(set1(0.f), rows, at, greatest, 4);
+  const vf here = greatest_lanes(most) * set1(job.scale);
+  const __mmask16 rises = _mm512_cmp_ps_mask(here, before + set1(RISE), _CMP_GT_OQ);
+  const vf chosen = _mm512_mask_mov_ps(before, rises, here);
+  _mm512_mask_i32scatter_ps(greatest, rows, at, chosen, 4);
+  store(now, chosen);
+  store(unit.alpha, exp2_vf<M::EXACT>(before - chosen));
+#else
+  for (int i = 0; i < unit.count; ++i) {
+    float* greatest = unit.state + (long)i * job.state_words + job.padded + 16;
+    const float here = hmax(greatest_of(unit.scores + i * BLOCK, n)) * job.scale;
+    now[i] = here > *greatest + RISE ? here : *greatest;
+    unit.alpha[i] = exp2_vf<M::EXACT>(set1(*greatest - now[i]))[0];
+    *greatest = now[i];
   }
+#endif
+  for (int i = 0; i < unit.count; ++i)
+    weigh_row<M>(unit.scores + i * BLOCK, n, job.scale, now[i], unit.alpha[i],
+                 unit.state + (long)i * job.state_words + job.padded, unit.probs + i * BLOCK);
 }
 
 template <class M>
-INLINE void mix_rows(const Job& job, const Unit& unit, int n) {
-  M::mix(unit.count, unit.probs, n, unit.packed->values, job.padded, unit.state, job.state_words,
+INLINE void mix_rows(const Job& job, const Unit& unit) {
+  M::mix(unit.count, unit.probs, unit.keys, unit.packed->values, job.padded, unit.state, job.state_words,
          unit.alpha);
 }
 
@@ -460,12 +523,13 @@ void attend_block(const Job& job, const Item& item, const Cells& cells, Buffers&
           unit.state = state + g * state_size + (long)r * job.state_words;
           unit.row = r;
           unit.count = count;
+          unit.keys = high - first + 1 < n ? round_up((int)(high - first + 1), 32) : n;
         }
         const bool is_last = g + 1 == g1 && r + count == rows;
         if (used < UNITS && !is_last) continue;
-        for (int u = 0; u < used; ++u) score_rows<M>(job, at.units[u], n);
-        for (int u = 0; u < used; ++u) soften_rows<M>(job, item, at.units[u], first, n);
-        for (int u = 0; u < used; ++u) mix_rows<M>(job, at.units[u], n);
+        for (int u = 0; u < used; ++u) score_rows<M>(job, at.units[u]);
+        for (int u = 0; u < used; ++u) soften_rows<M>(job, item, at.units[u], first);
+        for (int u = 0; u < used; ++u) mix_rows<M>(job, at.units[u]);
         used = 0;
       }
     }
@@ -478,7 +542,7 @@ inline void combine(const Job& job, int rows, float* total, const float* part) {
     float* greatest = total + job.padded + 16;
     const float before = *greatest, here = part[job.padded + 16];
     const float now = here > before ? here : before;
-    const vf a = set1(exp2_vf<6>(set1(before - now))[0]), b = set1(exp2_vf<6>(set1(here - now))[0]);
+    const vf a = set1(exp2_vf<true>(set1(before - now))[0]), b = set1(exp2_vf<true>(set1(here - now))[0]);
     for (int i = 0; i < job.padded + 16; i += W)
       store(total + i, fma(load(part + i), b, load(total + i) * a));
     *greatest = now;
@@ -486,22 +550,23 @@ inline void combine(const Job& job, int rows, float* total, const float* part) {
 }
 
 template <class M>
-void finish(const Job& job, const Item& item, int group, float* total) {
-  for (int r = 0; r < item.tokens * job.rep; ++r) {
-    float* row = total + (long)r * job.state_words;
-    float sum = 0.f;
-    for (int i = 0; i < W; ++i) sum += row[job.padded + i];
-    M::natural_order(row, job.padded);
-    const vf inverse = set1(1.f / sum), zero = set1(0.f);  // + 0: there is one zero, not two
-    for (int i = 0; i < job.padded; i += W) store(row + i, fma(load(row + i), inverse, zero));
-    const long head = (long)group * job.rep + r % job.rep;
-    const long to = ((item.row + r / job.rep) * (long)job.H + head) * job.D;
-    if constexpr (sizeof(typename M::Storage) == 2) {
-      for (int i = 0; i < job.D; ++i) ((uint16_t*)job.out)[to + i] = to_bfloat16(row[i]);
-    } else {
-      __builtin_memcpy((float*)job.out + to, row, 4L * job.D);
+void finish(const Job& job, const Item& item, int group, float* row) {
+  const long element = sizeof(typename M::Storage), head_bytes = job.D * element;
+  char* to = (char*)job.out + (item.row * (long)job.H + (long)group * job.rep) * head_bytes;
+  for (int t = 0; t < item.tokens; ++t, to += job.H * head_bytes)
+    for (int h = 0; h < job.rep; ++h, row += job.state_words) {
+      float sum = 0.f;
+      for (int i = 0; i < W; ++i) sum += row[job.padded + i];
+      M::natural_order(row, job.padded);
+      const vf inverse = set1(1.f / sum), zero = set1(0.f);  // + 0: there is one zero, not two
+      for (int i = 0; i < job.padded; i += W) store(row + i, fma(load(row + i), inverse, zero));
+      if constexpr (sizeof(typename M::Storage) == 2) {
+        uint16_t* out = (uint16_t*)(to + h * head_bytes);
+        for (int i = 0; i < job.D; ++i) out[i] = to_bfloat16(row[i]);
+      } else {
+        __builtin_memcpy(to + h * head_bytes, row, head_bytes);
+      }
     }
-  }
 }
 
 inline void clear(const Job& job, int rows, float* state) {
@@ -519,12 +584,15 @@ void run_item(const Job& job, const Item& item, Scratch& scratch) {
   float* total = scratch.reserve(job, groups, padded_rows, words, at);
   float* part = total + groups * state_size;
   M::begin(rows);
-  for (int g = 0; g < groups; ++g)
-    for (int r = 0; r < rows; ++r) {
-      const long head = (long)(item.group + g) * job.rep + r % job.rep;
-      M::pack_query(job.q + (item.row + r / job.rep) * job.q_bytes + head * head_bytes, job.D,
-                    at.queries + ((long)g * padded_rows + r) * words);
+  for (int g = 0; g < groups; ++g) {
+    const char* from = job.q + item.row * job.q_bytes + (item.group + g) * job.rep * head_bytes;
+    uint32_t* to = at.queries + (long)g * padded_rows * words;
+    for (int t = 0; t < item.tokens; ++t, from += job.q_bytes) {
+      for (long i = 0; i < job.rep * head_bytes; i += 64)  // tokens lie apart: ask for what comes
+        __builtin_prefetch(from + 8 * job.q_bytes + i);
+      for (int h = 0; h < job.rep; ++h, to += words) M::pack_query(from + h * head_bytes, job.D, to);
     }
+  }
   Join* join = item.join < 0 ? nullptr : job.joins + item.join;
   const Span keys = visible(item, job.window);
   Cells cells(job, item.sequence, keys.end);

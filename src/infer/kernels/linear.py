@@ -201,7 +201,7 @@ class NativeLinear:
         self.dtype = torch.bfloat16
         self.out_dtype = torch.float32 if fusion.float_out else torch.bfloat16
         num_bytes = library.infer_linear_packed_bytes(rows, width, int8, gate)
-        self._weight = torch.empty(num_bytes, dtype=torch.uint8)
+        self._weight = native.page_aligned(num_bytes)
         bias = None if bias is None else bias.float().contiguous()
         norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
         assert norm is None or norm.shape == (width,)

@@ -1,0 +1,100 @@
+"""How close the engine comes to its floors: `python benchmarks/floor.py --model PATH`.
+
+Alternating in one process: the read bandwidth, a single stream, whose tokens each read all weights
+once; the products of a prompt alone (every linear layer on as many rows, the head on one), the
+prompt. Prints medians of the ratios, which is what counts: bandwidth moves from minute to minute.
+Run nothing else beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from infer import LLM, SamplingParams
+from infer.bench.machine import read_rates
+from infer.bench.workloads import Draw
+from infer.kernels.invariance import linears
+
+
+def seconds(call: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    call()
+    return time.perf_counter() - started_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtypes", default="bfloat16,int8")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--json", help="file for what was measured")
+    options = parser.parse_args()
+    found = {}
+    for dtype in options.dtypes.split(","):
+        found[dtype] = measure(options, dtype)
+        single, prefill = found[dtype]["single"], found[dtype]["prefill"]
+        print(
+            f"{dtype}: {statistics.median(single['tok_s']):.1f} tok/s in one stream,"
+            f" {statistics.median(single['share']):.1%} of"
+            f" {statistics.median(single['read_gb_s']):.1f} GB/s over"
+            f" {single['bytes_per_token'] / 1e6:.0f} MB a token;"
+            f" {statistics.median(prefill['tok_s']):.0f} prompt tok/s,"
+            f" {statistics.median(prefill['share']):.1%} of the products alone"
+        )
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"model": options.model, **found}, file, indent=1)
+
+
+@torch.inference_mode()
+def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list[float]]]:
+    num_rows = options.input_len
+    llm = LLM(
+        model=options.model, dtype=dtype, max_seq_len=2 * num_rows, max_num_batched_tokens=num_rows,
+        kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False,
+    )  # fmt: skip
+    draw = Draw(run=1)
+    llm.generate([draw.ids(64)], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+    layers = list(linears(llm._open_core.runner.model))  # type: ignore[attr-defined]
+    head = max(layers, key=lambda layer: layer.out_features)
+    num_bytes = sum(layer.num_weights * (1 if dtype == "int8" else 2) for layer in layers)
+
+    def stream(input_len: int, output_len: int) -> float:
+        params = SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True)
+        return seconds(lambda: llm.generate([draw.ids(input_len)], params))
+
+    widths = {layer.in_features for layer in layers}
+    inputs = {width: torch.randn(num_rows, width).bfloat16() for width in widths}
+
+    def products() -> None:
+        for layer in layers:
+            x = inputs[layer.in_features]
+            layer(x[:1] if layer is head else x)
+
+    single: dict[str, list[float]] = {"tok_s": [], "read_gb_s": [], "share": []}
+    prefill: dict[str, list[float]] = {"tok_s": [], "products_s": [], "share": []}
+    for turn in range(options.rounds + 1):
+        read = read_rates()["best"]
+        step_s = (stream(128, 65) - stream(128, 1)) / 64
+        read = (read + read_rates()["best"]) / 2
+        products_s, prompt_s = seconds(products), stream(num_rows, 1)
+        if turn:  # the first one warms up
+            for row, values in (
+                (single, (1 / step_s, read, num_bytes / step_s / read / 1e9)),
+                (prefill, (num_rows / prompt_s, products_s, products_s / prompt_s)),
+            ):
+                for column, value in zip(row.values(), values, strict=True):
+                    column.append(value)
+    llm.close()
+    return {"single": {**single, "bytes_per_token": num_bytes}, "prefill": prefill}
+
+
+if __name__ == "__main__":
+    main()
