@@ -32,7 +32,7 @@ from infer.server.body import computed, read_object
 from infer.server.conversations import Conversations, Overheard, answered
 from infer.server.failures import Edge, HttpError, respond
 from infer.server.keys import Keys
-from infer.server.logs import log_story, log_visit
+from infer.server.logs import log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
@@ -86,7 +86,6 @@ class Endpoints:
         self._engine = engine
         self._settings = settings
         self._stories = Stories(engine)
-        self._stories.on_end.append(log_story)
         if settings.tracing:
             self._stories.on_end.append(make_tracing(engine.model_name))
         self.conversations = Conversations(settings.sessions)

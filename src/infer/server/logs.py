@@ -11,7 +11,6 @@ import logging
 import time
 from typing import Any
 
-from infer.server.story import Story
 from infer.server.visit import Visit
 
 access = logging.getLogger("infer.access")
@@ -36,7 +35,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_visit(visit: Visit) -> None:
-    """A request that has been answered, or whose client has left."""
+    """A request that has been answered, or whose client has left; and what became of it."""
     if not access.isEnabledFor(logging.INFO):
         return
     fields = {
@@ -47,24 +46,6 @@ def log_visit(visit: Visit) -> None:
         "path": visit.path,
         "status": visit.status or 499,
         "ms": round(1000 * (time.monotonic() - visit.received_s), 3),
+        **visit.told,
     }
     access.info("request", extra={"fields": fields})
-
-
-def log_story(story: Story) -> None:
-    """What became of a request to the model."""
-    if not access.isEnabledFor(logging.INFO):
-        return
-    fields: dict[str, Any] = {
-        "request_id": story.visit.id,
-        "outcome": story.outcome,
-        "prompt_tokens": story.num_prompt,
-        "cached_tokens": story.sum_of("num_cached"),
-        "completion_tokens": story.sum_of("num_tokens"),
-        "preemptions": story.num_preemptions,
-    }
-    for name in ("admitted_s", "first_s"):
-        at_s = story.earliest(name)
-        after_s = None if at_s is None else at_s - story.visit.received_s
-        fields[name.replace("_s", "_ms")] = None if after_s is None else round(1000 * after_s, 3)
-    access.info("story", extra={"fields": fields})

@@ -33,19 +33,6 @@ GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
 
 
 @dataclass(slots=True)
-class Gap:
-    """A pause between two tokens of a choice."""
-
-    seconds: float
-    ended_s: float
-    token: int
-    choice: int
-    num_steps: int
-    doing: dict[str, Any]
-    """the slowest step in it"""
-
-
-@dataclass(slots=True)
 class Track:
     """One choice of a request: what the engine calls a request."""
 
@@ -72,10 +59,10 @@ class Story:
     max_tokens: int
     tracks: dict[str, Track] = field(default_factory=dict)
     """by the engine's ids"""
-    events: list[tuple[float, int, str, dict[str, Any]]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
     num_untold: int = 0
-    gaps: list[Gap] = field(default_factory=list)
-    """the slowest first"""
+    gaps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
+    """the slowest first; seconds, and what is told of it"""
     ended_s: float | None = None
     outcome: str | None = None
     error: RequestError | None = None
@@ -84,7 +71,8 @@ class Story:
     def tell(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
         """Add an event, while there is room; the last place is kept for the end."""
         if len(self.events) < MAX_EVENTS - (kind != "finished"):
-            self.events.append((at_s, choice, kind, details))
+            own = {"choice": choice} if choice else {}
+            self.events.append({"at_ms": self.ms(at_s), "event": kind, **own, **details})
         else:
             self.num_untold += 1
 
@@ -104,7 +92,11 @@ class Story:
     @property
     def num_preemptions(self) -> int:
         """Of those that were told."""
-        return sum(kind == "preempted" for _, _, kind, _ in self.events)
+        return sum(event["event"] == "preempted" for event in self.events)
+
+    def ms(self, time_s: float | None) -> float | None:
+        """Since it was received."""
+        return None if time_s is None else round(1000 * (time_s - self.visit.received_s), 3)
 
     def earliest(self, name: str) -> float | None:
         """When the first of its choices got to a point."""
@@ -160,6 +152,7 @@ class Stories:
         self._ended[story.visit.id] = story
         if len(self._ended) > MAX_RECENT:
             del self._ended[next(iter(self._ended))]
+        story.visit.told = summary(story)
         for listener in self.on_end:
             listener(story)
 
@@ -232,7 +225,7 @@ class Stories:
                 self.gap_counts[bucket] += 1
                 self.gap_sum_s += gap_s
                 gaps = track.story.gaps
-                if len(gaps) < NUM_GAPS or gap_s > gaps[-1].seconds:
+                if len(gaps) < NUM_GAPS or gap_s > gaps[-1][0]:
                     self._note_gap(track, gap_s, facts)
             track.last_s, track.last_step = now_s, facts.number
         for listener in self.on_step:
@@ -272,21 +265,27 @@ class Stories:
         return "another choice of it" if track.story is story else track.story.id
 
     def _note_gap(self, track: Track, gap_s: float, facts: StepFacts) -> None:
-        gaps = track.story.gaps
+        story = track.story
         within = [step for step in self._steps if step.started_s >= track.last_s]
         slowest = max(within, key=lambda step: step.ended_s - step.started_s, default=facts)
         chunks = [fact for fact in slowest.happenings if fact.kind == "chunk"]
-        doing = {
-            "step": slowest.number,
-            "step_ms": round(1000 * (slowest.ended_s - slowest.started_s), 3),
-            "sequences": slowest.num_sequences,
-            "prompt_tokens": sum(fact.total for fact in chunks),
-            "prompts_of": [self._shown(fact.request_id, track.story) for fact in chunks[:4]],
+        told = {
+            "gap_ms": round(1000 * gap_s, 3),
+            "at_ms": story.ms(facts.ended_s),
+            "token": track.num_tokens,
+            "choice": track.index,
+            "steps": max(1, len(within)),
+            "slowest_step": {
+                "step": slowest.number,
+                "step_ms": round(1000 * (slowest.ended_s - slowest.started_s), 3),
+                "sequences": slowest.num_sequences,
+                "prompt_tokens": sum(fact.total for fact in chunks),
+                "prompts_of": [self._shown(fact.request_id, story) for fact in chunks[:4]],
+            },
         }
-        num_steps = max(1, len(within))
-        gaps.append(Gap(gap_s, facts.ended_s, track.num_tokens, track.index, num_steps, doing))
-        gaps.sort(key=lambda gap: -gap.seconds)
-        del gaps[NUM_GAPS:]
+        story.gaps.append((gap_s, told))
+        story.gaps.sort(key=lambda gap: -gap[0])
+        del story.gaps[NUM_GAPS:]
 
 
 def summary(story: Story) -> dict[str, Any]:
@@ -304,35 +303,18 @@ def summary(story: Story) -> dict[str, Any]:
         "cached_tokens": story.sum_of("num_cached"),
         "completion_tokens": story.sum_of("num_tokens"),
         "max_tokens": story.max_tokens,
+        "preemptions": story.num_preemptions,
+        "admitted_ms": story.ms(story.earliest("admitted_s")),
+        "first_token_ms": story.ms(story.earliest("first_s")),
+        "total_ms": story.ms(story.ended_s),
     }
 
 
 def view(story: Story) -> dict[str, Any]:
     """The whole story. Times are milliseconds since the request was received."""
-    begin_s = story.visit.received_s
-
-    def ms(time_s: float | None) -> float | None:
-        return None if time_s is None else round(1000 * (time_s - begin_s), 3)
-
-    times = {"admitted_ms": "admitted_s", "first_token_ms": "first_s"}
     return {
         **summary(story),
-        **{name: ms(story.earliest(attribute)) for name, attribute in times.items()},
-        "total_ms": ms(story.ended_s),
-        "events": [
-            {"at_ms": ms(at_s), "event": kind, **({"choice": choice} if choice else {}), **details}
-            for at_s, choice, kind, details in sorted(story.events, key=itemgetter(0))
-        ],
+        "events": sorted(story.events, key=itemgetter("at_ms")),
         "events_left_out": story.num_untold,
-        "slowest_gaps": [
-            {
-                "gap_ms": round(1000 * gap.seconds, 3),
-                "at_ms": ms(gap.ended_s),
-                "token": gap.token,
-                **({"choice": gap.choice} if gap.choice else {}),
-                "steps": gap.num_steps,
-                "slowest_step": gap.doing,
-            }
-            for gap in story.gaps
-        ],
+        "slowest_gaps": [told for _, told in story.gaps],
     }

@@ -12,6 +12,7 @@ import secrets
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.types import Scope
 
@@ -45,6 +46,8 @@ class Visit:
     """that the answer gets"""
     status: int = 0
     """of the answer, once there is one"""
+    told: dict[str, Any] = field(default_factory=dict)
+    """the summary of its story, for the log"""
     leaving: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
