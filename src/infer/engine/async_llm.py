@@ -60,9 +60,6 @@ class Mailbox:
 class Observer(Protocol):
     """Is told what happens to requests; on the event loop."""
 
-    def entered(self, request: Request) -> None:
-        """It is on its way to the engine."""
-
     def stepped(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
         """What a step gave and did."""
 
@@ -219,8 +216,6 @@ class AsyncLLM:
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer))
         self._mailboxes[request.request_id] = mailbox
         self._worker.add(request)
-        if self.observer is not None:
-            self.observer.entered(request)
         return mailbox
 
     def _deliver(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:

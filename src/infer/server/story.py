@@ -44,7 +44,6 @@ class Track:
     admitted_s: float | None = None
     first_s: float | None = None
     last_s: float = 0.0
-    last_step: int = 0
     reason: FinishReason | None = None
 
 
@@ -185,10 +184,12 @@ class Stories:
 
     def silence_s(self) -> float:
         """How long the engine has not made a step though it has something to do."""
-        if not self._tracks or not self._steps:
+        if not self._tracks:
             return 0.0
-        newest = next(reversed(self._tracks.values())).story.visit.received_s
-        return time.monotonic() - max(newest, self._steps[-1].ended_s)
+        since_s = next(iter(self._tracks.values())).story.visit.received_s
+        if self._steps:
+            since_s = max(since_s, self._steps[-1].ended_s)
+        return time.monotonic() - since_s
 
     def num_queued(self, owner: str) -> int:
         """Choices of an owner's requests that wait for a seat."""
@@ -196,9 +197,6 @@ class Stories:
         return sum(t.story.owner == owner and t.state == "queued" for t in tracks)
 
     # ---- from the engine
-
-    def entered(self, request: Request) -> None:
-        """See `Observer`; everything is known by then."""
 
     def stepped(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
         """See `Observer`. This is the hot path: B sequences pass here in each step."""
@@ -227,7 +225,7 @@ class Stories:
                 gaps = track.story.gaps
                 if len(gaps) < NUM_GAPS or gap_s > gaps[-1][0]:
                     self._note_gap(track, gap_s, facts)
-            track.last_s, track.last_step = now_s, facts.number
+            track.last_s = now_s
         for listener in self.on_step:
             listener(facts)
 
