@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import io
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
+from serving import live
 from typer.testing import CliRunner
 
+from doubles import make_hash_llm
 from infer.cli.explain import write
 from infer.cli.main import app
 from infer.errors import InferError
-
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-from serving import live
-
-from doubles import make_hash_llm
 
 STORY = {
     **{"id": "cmpl-1", "path": "/v1/completions", "state": "finished", "outcome": "length"},
