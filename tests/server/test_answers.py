@@ -265,7 +265,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.sampling.bias_pairs == ((65, 1.5),)
         assert request.sampling.logprobs == logprobs
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
-        hints = {"user", "metadata", "timeout"}
+        hints = {"user", "metadata", "timeout", "session_id"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
         model = CompletionBody if path == COMPLETIONS else ChatBody
