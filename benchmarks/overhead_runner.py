@@ -2,8 +2,9 @@
 
 Microseconds (medians) of each part of a step for B sequences, all decoding, at two contexts: pack,
 the attention backend's plan, greedy sampling of a vocabulary of 512 (what is left is the host's
-side), and on the caller's side, per step, the text of each token and its way to the readers through
-the event loop. The scheduler's share is not here. Run nothing else beside it.
+side), and on the caller's side, per step, the text of each token, its way to the readers through
+the event loop, and what telling the requests' stories adds. The scheduler's share is not here. Run
+nothing else beside it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ import torch
 from infer.attention.native import NativeBackend
 from infer.engine.async_llm import AsyncLLM, Mailbox
 from infer.engine.output import OutputProcessor
+from infer.facts import StepFacts
 from infer.models.hub import SHIPPED_FOLDER
 from infer.runner.pack import Packer
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Chunk, Plan, Sequence
+from infer.server.story import Stories
+from infer.server.visit import Visit
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, SamplingParams, StepOutput
 
@@ -111,7 +115,23 @@ def text_parts(count: int, rounds: int) -> dict[str, float]:
             task.cancel()
         return statistics.median(times[3:]) * 1e6
 
-    return {"text": microseconds(push, rounds), "text + delivery": asyncio.run(deliver())}
+    def story() -> float:
+        stories = Stories(AsyncLLM(None, None, ""))  # type: ignore[arg-type]
+        for request in requests:
+            stories.begin(request.request_id, Visit(), "", [request], 1)
+        given, times, clock = outputs(), [], 0.0
+        for number in range(rounds + 3):
+            clock += random.uniform(0.01, 0.02)
+            started = time.perf_counter()
+            stories.stepped(given, StepFacts(number, clock - 0.01, clock, count))
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[3:]) * 1e6
+
+    return {
+        "text": microseconds(push, rounds),
+        "text + delivery": asyncio.run(deliver()),
+        "story": story(),
+    }
 
 
 def main() -> None:
@@ -121,8 +141,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    print("| B × context | pack | plan | sample | their sum | text | with delivery | µs a token |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| B × context | pack | plan | sample | their sum | text | with delivery | story |"
+        " µs a token |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     with torch.inference_mode():
         for context in CONTEXTS:
             for count in COUNTS:
@@ -133,7 +156,8 @@ def main() -> None:
                     f"| {count} × {context} | {parts['pack']:.0f} | {parts['plan']:.0f} |"
                     f" {parts['sample']:.0f} | {engine:.0f} | {parts['text']:.0f} |"
                     f" {parts['text + delivery']:.0f} |"
-                    f" {(engine + parts['text + delivery']) / count:.1f} |",
+                    f" {parts['story']:.1f} |"
+                    f" {(engine + parts['text + delivery'] + parts['story']) / count:.1f} |",
                     flush=True,
                 )
 

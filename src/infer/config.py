@@ -28,78 +28,104 @@ ATTENTION_BACKENDS = ("auto", "native", "sdpa")
 DEFAULT_PAGE_SIZE = 16
 
 
-def _option(default: Any, help: str, **limits: Any) -> Any:
+def option(default: Any, help: str, **limits: Any) -> Any:
+    """A field of a class of settings."""
     return field(default=default, metadata={"help": help, **limits})
+
+
+def check_field(config: Any, spec: dataclasses.Field[Any]) -> None:
+    """Raises `ConfigError` if a field made by `option` has a value that it cannot have."""
+    name, value, limits = spec.name, getattr(config, spec.name), spec.metadata
+    kinds = str(spec.type)
+    if value is None:
+        if "None" not in kinds:
+            raise ConfigError(name, "must be given")
+        return
+    if kinds.startswith("str"):
+        if not isinstance(value, str):
+            raise ConfigError(name, f"must be a string, not {type(value).__name__}")
+        if "one_of" in limits and value not in limits["one_of"]:
+            raise ConfigError(name, f"must be one of {', '.join(limits['one_of'])}; not {value!r}")
+    elif kinds.startswith("bool"):
+        if not isinstance(value, bool):
+            raise ConfigError(name, f"must be True or False, not {value!r}")
+    else:
+        wanted = int if kinds.startswith("int") else (int, float)
+        if isinstance(value, bool) or not isinstance(value, wanted):
+            kind = "an integer" if wanted is int else "a number"
+            raise ConfigError(name, f"must be {kind}, not {value!r}")
+        if not math.isfinite(value) or value < limits["low"]:
+            raise ConfigError(name, f"must be at least {limits['low']}, not {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of an engine. Raises `ConfigError` at construction."""
 
-    model: str | None = _option(
+    model: str | None = option(
         None, "Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
     )
-    revision: str | None = _option(None, "Branch, tag or commit of a hub id; default: main.")
-    served_model_name: str | None = _option(
+    revision: str | None = option(None, "Branch, tag or commit of a hub id; default: main.")
+    served_model_name: str | None = option(
         None, "Name of the model in the API; default: the folder's name or the hub id."
     )
-    dtype: str = _option(
+    dtype: str = option(
         "auto",
         "Weights and computation; auto = the checkpoint's; int8 = the same as --quantization int8.",
         one_of=DTYPES,
     )
-    quantization: str | None = _option(
+    quantization: str | None = option(
         None,
         "int8 = linear layers hold int8 and compute with it (CPU); the rest is bfloat16.",
         one_of=QUANTIZATIONS,
     )
-    device: str = _option("auto", "auto = cuda where there is one, else cpu.", one_of=DEVICES)
-    max_seq_len: int | None = _option(
+    device: str = option("auto", "auto = cuda where there is one, else cpu.", one_of=DEVICES)
+    max_seq_len: int | None = option(
         None, "Longest prompt + output in tokens; default: the model's own limit.", low=1
     )
-    max_batch_size: int = _option(32, "Sequences that run at the same time, at most.", low=1)
-    max_waiting_requests: int = _option(
+    max_batch_size: int = option(32, "Sequences that run at the same time, at most.", low=1)
+    max_waiting_requests: int = option(
         256, "Requests that may wait for a seat; further ones are refused (503).", low=0
     )
-    seed: int = _option(0, "Seeds of requests that bring none are derived from it.", low=0)
-    batching_mode: str = _option(
+    seed: int = option(0, "Seeds of requests that bring none are derived from it.", low=0)
+    batching_mode: str = option(
         "continuous", "When waiting requests may join the batch.", one_of=BATCHING_MODES
     )
-    scheduler_policy: str = _option(
+    scheduler_policy: str = option(
         "fcfs", "Who goes first inside a continuous batch.", one_of=SCHEDULER_POLICIES
     )
-    batch_wait_timeout_s: float = _option(
+    batch_wait_timeout_s: float = option(
         0.05, "Static mode: how long a batch that is not full waits for more.", low=0.0
     )
-    kv_cache_backend: str = _option(
+    kv_cache_backend: str = option(
         "paged",
         "paged; slotted = one slot of max_seq_len a seat; contiguous = slots freed batch by batch.",
         one_of=KV_CACHE_BACKENDS,
     )
-    page_size: int | None = _option(
+    page_size: int | None = option(
         None, f"Tokens a page of the paged cache; default: {DEFAULT_PAGE_SIZE}.", low=1
     )
-    max_num_batched_tokens: int | None = _option(
+    max_num_batched_tokens: int | None = option(
         None, "Tokens computed in one step, at most; longer prompts are cut in chunks.", low=1
     )
-    max_step_ms: float | None = _option(
+    max_step_ms: float | None = option(
         None,
         "While streams run, prompts are cut so that a step takes about so long, as measured.",
         low=1.0,
     )
-    kv_cache_memory_bytes: int | None = _option(
+    kv_cache_memory_bytes: int | None = option(
         None, "Size of the KV cache; default: chosen from free memory.", low=1
     )
-    load_format: str = _option(
+    load_format: str = option(
         "auto", "dummy = random weights of the config's shape.", one_of=LOAD_FORMATS
     )
-    enable_prefix_caching: bool | None = _option(
+    enable_prefix_caching: bool | None = option(
         None, "Share pages between equal prompt beginnings; default: yes if paged."
     )
-    num_threads: int | None = _option(
+    num_threads: int | None = option(
         None, "CPU threads for tensor work; default: the physical cores.", low=1
     )
-    attention_backend: str = _option(
+    attention_backend: str = option(
         "auto",
         "native = the compiled CPU kernel; sdpa = torch's own; auto = native where it can be used.",
         one_of=ATTENTION_BACKENDS,
@@ -107,7 +133,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
-            self._check(spec)
+            check_field(self, spec)
         if self.quantization and self.dtype not in ("auto", "bfloat16", "int8"):
             raise ConfigError(
                 "dtype",
@@ -139,31 +165,6 @@ class EngineConfig:
                 f"{self.scheduler_policy!r} orders a continuous batch; with"
                 f" batching_mode={self.batching_mode!r} only 'fcfs' has a meaning",
             )
-
-    def _check(self, spec: dataclasses.Field[Any]) -> None:
-        name, value, limits = spec.name, getattr(self, spec.name), spec.metadata
-        kinds = str(spec.type)
-        if value is None:
-            if "None" not in kinds:
-                raise ConfigError(name, "must be given")
-            return
-        if kinds.startswith("str"):
-            if not isinstance(value, str):
-                raise ConfigError(name, f"must be a string, not {type(value).__name__}")
-            if "one_of" in limits and value not in limits["one_of"]:
-                raise ConfigError(
-                    name, f"must be one of {', '.join(limits['one_of'])}; not {value!r}"
-                )
-        elif kinds.startswith("bool"):
-            if not isinstance(value, bool):
-                raise ConfigError(name, f"must be True or False, not {value!r}")
-        else:
-            wanted = int if kinds.startswith("int") else (int, float)
-            if isinstance(value, bool) or not isinstance(value, wanted):
-                kind = "an integer" if wanted is int else "a number"
-                raise ConfigError(name, f"must be {kind}, not {value!r}")
-            if not math.isfinite(value) or value < limits["low"]:
-                raise ConfigError(name, f"must be at least {limits['low']}, not {value!r}")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:

@@ -3,7 +3,9 @@
     InferError
     ├── RequestError            the caller's fault; carries what an HTTP answer needs      400
     │   ├── UnprocessableError  well-formed, but a value is out of range or unknown        422
-    │   └── OverloadedError     nothing wrong with the request: there is no room for it    503
+    │   ├── OverloadedError     nothing wrong with the request: there is no room for it    503
+    │   ├── CancelledError      somebody who may has cancelled it                          499
+    │   └── DeadlineError       it was not done in the time it had                         504
     ├── EngineError             our fault, while running                                   500
     │   └── EngineDeadError     the engine is not there (closed, or died)                  503
     └── LoadError               start-up: a checkpoint that cannot be used
@@ -51,6 +53,19 @@ class OverloadedError(RequestError):
     def __init__(self, message: str, *, retry_after_s: int = 1, code: str | None = None) -> None:
         super().__init__(message, code=code or "overloaded")
         self.retry_after_s = retry_after_s
+
+
+class CancelledError(RequestError):
+    """The request was cancelled by its owner."""
+
+    status = 499
+
+
+class DeadlineError(RequestError):
+    """The request was not done in the time that it had."""
+
+    status = 504
+    type = "timeout_error"
 
 
 class EngineError(InferError):

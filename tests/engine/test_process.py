@@ -25,6 +25,7 @@ from infer.engine.launch import launch
 from infer.engine.messages import Refused, Report, read_commands, read_event
 from infer.engine.process import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
+from infer.facts import Happening, StepFacts
 from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
 
 ROOT = Path(__file__).parents[2]
@@ -85,8 +86,9 @@ def test_an_output_crosses_whole() -> None:
         StepOutput("a", 3, None, logprobs, num_cached=4),
         StepOutput("b", None, FinishReason.ERROR, error=ErrorRecord("m", "EngineError", "p", "c")),
     ]
-    report = read_event(msgspec.msgpack.encode(Report(outputs, {"n": 1, "x": 0.5})))
-    assert report == Report(outputs, {"n": 1, "x": 0.5})
+    facts = StepFacts(7, 0.5, 0.75, 2, (Happening("queued", "a", 2, 1, ("b", "c")),))
+    report = Report(outputs, {"n": 1, "x": 0.5}, facts)
+    assert read_event(msgspec.msgpack.encode(report)) == report
 
 
 @pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from infer.engine.async_llm import AsyncLLM
 from infer.server import __main__ as command
 from infer.server import serve
+from infer.server.settings import ServerSettings
 
 make_app = serve.create_app
 
@@ -70,8 +71,8 @@ def memory(pid: object) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.split()[0] in kinds)
 
 
-def create_app(engine: AsyncLLM, **how: Any) -> Starlette:
-    app = make_app(engine, **how)
+def create_app(engine: AsyncLLM, *settings: Any, **how: Any) -> Starlette:
+    app = make_app(engine, *settings, **how)
     app.router.routes.insert(0, Route("/test/stats", Observer(engine).stats))
     return app
 
@@ -84,4 +85,4 @@ if __name__ == "__main__":
 
     how = json.loads(sys.argv[2])
     serving = {name: how.pop(name) for name in ("drain_timeout_s", "write_stall_s") if name in how}
-    serve.run(launch_hash_llm(**how), port=0, **serving)
+    serve.run(launch_hash_llm(**how), ServerSettings(**serving), port=0)

@@ -16,6 +16,7 @@ from serving import COMPLETIONS, App, completion_body, is_idle, serving
 from doubles import make_hash_llm
 from infer.engine.async_llm import AsyncLLM
 from infer.server.app import create_app
+from infer.server.settings import ServerSettings
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 
@@ -93,7 +94,9 @@ def cancel_everywhere(repeats: int) -> None:
             dice, whole = random.Random(8), app.app
             for _ in range(repeats):
                 if way == "deadline":
-                    hurried = create_app(engine, request_timeout_s=dice.uniform(0.001, 0.05))
+                    hurried = create_app(
+                        engine, ServerSettings(request_timeout_s=dice.uniform(0.001, 0.05))
+                    )
                     app.app = _by_victim(hurried, whole)
                 await cancel_once(engine, app, moment, way, dice.uniform(0, 0.003))
                 count += 1

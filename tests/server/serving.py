@@ -24,6 +24,7 @@ from infer.engine.worker import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
 from infer.server.serve import Server, bind, url_of
+from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs
 
@@ -82,9 +83,9 @@ class Reply:
 class App:
     """An app whose lifespan runs, called without a socket."""
 
-    def __init__(self, engine: AsyncLLM, **how: Any) -> None:
+    def __init__(self, engine: AsyncLLM, **settings: Any) -> None:
         self.engine = engine
-        self.app = create_app(engine, **how)
+        self.app = create_app(engine, ServerSettings(**settings))
 
     async def send(
         self,
@@ -162,17 +163,17 @@ def is_idle(engine: AsyncLLM) -> bool:
 
 
 @asynccontextmanager
-async def serving(engine: AsyncLLM, **how: Any) -> AsyncIterator[App]:
-    app = App(engine, **how)
+async def serving(engine: AsyncLLM, **settings: Any) -> AsyncIterator[App]:
+    app = App(engine, **settings)
     async with app.app.router.lifespan_context(app.app):
         yield app
 
 
-def with_app(engine: AsyncLLM, use: Callable[[App], Coroutine[Any, Any, T]], **how: Any) -> T:
+def with_app(engine: AsyncLLM, use: Callable[[App], Coroutine[Any, Any, T]], **settings: Any) -> T:
     """`asyncio.run` of `use(app)`; afterwards nothing may be left in the engine."""
 
     async def main() -> T:
-        async with serving(engine, **how) as app:
+        async with serving(engine, **settings) as app:
             result = await use(app)
             await app.idle()
             return result
@@ -239,7 +240,8 @@ def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
     """A server on a free port; yields its URL and ends it."""
     with bind(port=0) as sock:
         listening = threading.Event()
-        server = Server(engine, sock, announce=lambda line: listening.set(), **how)
+        settings = ServerSettings(**how)
+        server = Server(engine, sock, settings, announce=lambda line: listening.set())
         thread = threading.Thread(target=server.serve_until_stopped)
         thread.start()
         try:

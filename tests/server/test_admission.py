@@ -15,6 +15,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.engine.intake import Intake
 from infer.server import body as body_reader
 from infer.server.app import create_app
+from infer.server.settings import ServerSettings
 
 
 def ledger(engine: AsyncLLM) -> dict[str, int | float]:
@@ -85,7 +86,7 @@ def test_an_answer_that_takes_too_long(path: str, stream: bool) -> None:
     async def main() -> None:
         async with serving(engine) as app:
             body = BODIES[path](max_tokens=400, ignore_eos=True, stream=stream)
-            app.app = create_app(engine, request_timeout_s=0.2)
+            app.app = create_app(engine, ServerSettings(request_timeout_s=0.2))
             reply = await app.post(path, body)
             assert reply.status == (200 if stream else 504)
             assert b'"code":"deadline_exceeded"' in reply.body

@@ -275,7 +275,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.sampling.grammar == Grammar.choice(["a", "b"])
         assert request.sampling.logprobs == logprobs
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
-        hints = {"user", "metadata", *structured.FIELDS}
+        hints = {"user", "metadata", *structured.FIELDS, "session_id"}
         hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
         hints |= {"echo", "return_token_ids", "timeout"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}

@@ -152,7 +152,8 @@ def test_readers_of_nothing_do_not_hold_up_the_others() -> None:
 
 SCRIPT = (
     "import sys; from doubles import launch_hash_llm; from infer.server import serve;"
-    "serve.run(launch_hash_llm(step_s=0.01), port=0, drain_timeout_s=float(sys.argv[1]))"
+    "settings = serve.ServerSettings(drain_timeout_s=float(sys.argv[1]));"
+    "serve.run(launch_hash_llm(step_s=0.01), settings, port=0)"
 )
 
 

@@ -22,8 +22,9 @@ from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server import models as module
-from infer.server.app import create_app
+from infer.server.app import create_app, layers
 from infer.server.models import Models, configs_of
+from infer.server.settings import ServerSettings
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
@@ -46,7 +47,7 @@ def used(
         if load:
             await asyncio.to_thread(models.load_all)
         app = App.__new__(App)
-        app.app = models.make_app()
+        app.app = models.make_app(layers(ServerSettings()))
         async with app.app.router.lifespan_context(app.app):
             await body(app, models)
         assert not any(engine.is_alive for engine in models._engines())

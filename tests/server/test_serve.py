@@ -217,7 +217,8 @@ SCRIPT = textwrap.dedent(
     import sys
     from doubles import make_hash_llm
     from infer.server import serve
-    serve.run(make_hash_llm(step_s=0.01), port=0, drain_timeout_s=float(sys.argv[1]))
+    settings = serve.ServerSettings(drain_timeout_s=float(sys.argv[1]))
+    serve.run(make_hash_llm(step_s=0.01), settings, port=0)
     """
 )
 

@@ -13,9 +13,11 @@ import typer
 from rich.console import Console
 
 from infer.cli.bench import app as bench_app
+from infer.cli.keys import app as keys_app
 from infer.config import EngineConfig
 from infer.errors import ConfigError, InferError, LoadError, RequestError
-from infer.server.options import UnknownParams, with_engine_options
+from infer.server.options import with_engine_options, with_server_options
+from infer.server.settings import ServerSettings
 from infer.version import VERSION
 
 app = typer.Typer(
@@ -27,6 +29,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 
 Model = Annotated[
     str | None,
@@ -52,6 +55,7 @@ def _root(
 
 
 @app.command()
+@with_server_options
 @with_engine_options(leave_out=("model",))
 def serve(
     model: Model = None,
@@ -65,29 +69,8 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="At SIGTERM: how long what runs may take to finish.", min=0)
-    ] = 30.0,
-    write_stall_s: Annotated[
-        float, typer.Option(help="A client that takes nothing for so long is cancelled.", min=0.1)
-    ] = 30.0,
-    unknown_params: Annotated[
-        UnknownParams, typer.Option(help="Fields of a body that nobody knows.")
-    ] = UnknownParams.REFUSE,
-    request_timeout_s: Annotated[
-        float, typer.Option(help="An answer that is not complete by then is given up.", min=0.1)
-    ] = 600.0,
-    hang_s: Annotated[
-        float, typer.Option(help="A step of the engine that takes longer is a hang.", min=1)
-    ] = 120.0,
-    load_on_first_use: Annotated[
-        bool, typer.Option("--load-on-first-use", help="Of several models: not at the start.")
-    ] = False,
-    idle_unload_s: Annotated[
-        float | None,
-        typer.Option(help="Of several: one that nobody uses for so long is unloaded.", min=0.1),
-    ] = None,
     *,
+    server: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API, or several."""
@@ -96,18 +79,8 @@ def serve(
 
     if model is not None and models:
         raise ConfigError("model", "is given twice: as an argument and with --model")
-    serve_config(
-        configs_of(models or ([] if model is None else [model]), settings),
-        host,
-        port,
-        drain_timeout_s=drain_timeout_s,
-        write_stall_s=write_stall_s,
-        unknown_params=unknown_params,
-        request_timeout_s=request_timeout_s,
-        hang_s=hang_s,
-        load_on_first_use=load_on_first_use,
-        idle_unload_s=idle_unload_s,
-    )
+    configs = configs_of(models or ([] if model is None else [model]), settings)
+    serve_config(configs, ServerSettings(**server), host, port)
 
 
 @app.command()
@@ -169,6 +142,20 @@ def plan(
 
     if not run_plan(EngineConfig.from_kwargs(model=model, **settings), as_json, free_gib):
         raise typer.Exit(1)
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The `id` of an answer.")],
+    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
+    ] = None,
+) -> None:
+    """Say what happened to a request, and why it took so long."""
+    from infer.cli.explain import run_explain
+
+    run_explain(url, request_id, api_key)
 
 
 @app.command()

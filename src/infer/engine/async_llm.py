@@ -13,12 +13,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from infer.engine.intake import Intake
 from infer.engine.output import OutputCollector, OutputProcessor, error_of
 from infer.engine.worker import EngineClient
-from infer.errors import EngineDeadError, EngineError, OverloadedError
+from infer.errors import EngineDeadError, EngineError, OverloadedError, RequestError
+from infer.facts import StepFacts
 from infer.text.tokenizer import Tokenizer
 from infer.types import (
     ErrorRecord,
@@ -51,6 +52,7 @@ class Mailbox:
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.processor = processor
+        self.is_cancelled = False
         self._pieces: list[TextDelta] = []
         self._reader: asyncio.Future[None] | None = None
 
@@ -69,11 +71,22 @@ class Mailbox:
         return pieces
 
 
+class Observer(Protocol):
+    """Is told what happens to requests; on the event loop."""
+
+    def stepped(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
+        """What a step gave and did."""
+
+    def left(self, request_id: str, reason: FinishReason | None) -> None:
+        """Nobody waits for it any more; `reason` is None where it was not finished."""
+
+
 class AsyncLLM:
     """See the module's docstring. Belongs to one event loop, from `start` to `close`."""
 
     def __init__(self, worker: EngineClient, intake: Intake, model_name: str) -> None:
         self.model_name = model_name
+        self.observer: Observer | None = None
         self._worker = worker
         self._intake = intake
         self._mailboxes: dict[str, Mailbox] = {}
@@ -193,7 +206,18 @@ class AsyncLLM:
             reason = mailbox.processor.finish_reason
             if reason is None:
                 self._worker.abort(request.request_id)
-            self._counts[_END.get(reason, "num_requests_finished")] += 1
+            end = _END[None] if mailbox.is_cancelled else _END.get(reason, "num_requests_finished")
+            self._counts[end] += 1
+            if self.observer is not None:
+                self.observer.left(request.request_id, reason)
+
+    def cancel(self, request_id: str, error: RequestError) -> None:
+        """End a request now: whoever waits for it gets `error`. Unknown ids are ignored."""
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None and mailbox.processor.finish_reason is None:
+            mailbox.is_cancelled = True
+            _fail(mailbox, error)
+            self._worker.abort(request_id)
 
     async def generate(self, request: Request) -> RequestOutput:
         """Run a request to its end; cancelling the task aborts it.
@@ -237,22 +261,24 @@ class AsyncLLM:
         self._worker.add(request)
         return mailbox
 
-    def _deliver(self, outputs: list[StepOutput]) -> None:
+    def _deliver(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
         """On the engine's thread: hand a step's outputs over to the event loop in one go."""
-        self._on_the_loop(self._receive, outputs)
+        self._on_the_loop(self._receive, outputs, facts)
 
     def _died(self) -> None:
         """On the engine's thread, which ends now: nobody will answer, so let no caller wait."""
         self._on_the_loop(self._end, EngineDeadError("the engine has died"))
 
-    def _on_the_loop(self, function: Callable[[T], None], argument: T) -> None:
+    def _on_the_loop(self, function: Callable[..., None], *arguments: Any) -> None:
         assert self._loop is not None
         try:
-            self._loop.call_soon_threadsafe(function, argument)
+            self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the loop has been closed; so have all readers
             log.debug("a message is dropped: the event loop is closed")
 
-    def _receive(self, outputs: list[StepOutput]) -> None:
+    def _receive(self, outputs: list[StepOutput], facts: StepFacts | None = None) -> None:
+        if self.observer is not None:
+            self.observer.stepped(outputs, facts)
         for output in outputs:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is None:
@@ -272,7 +298,7 @@ class AsyncLLM:
                 self._worker.abort(output.request_id)
 
 
-def _fail(mailbox: Mailbox, error: EngineError) -> None:
+def _fail(mailbox: Mailbox, error: EngineError | RequestError) -> None:
     if mailbox.processor.finish_reason is None:
         mailbox.processor.finish_reason = FinishReason.ERROR
         reason = ErrorRecord.of(error)

@@ -37,6 +37,7 @@ from infer.engine.messages import (
 )
 from infer.engine.worker import Blueprint, Command, EngineLoop
 from infer.errors import LoadError
+from infer.facts import StepFacts
 from infer.types import StepOutput
 
 HEARTBEAT_S = 1.0
@@ -113,8 +114,8 @@ def main(fd: int, parent: int) -> int:
     core.announce = lambda request_id: channel.send(Alone(request_id))
     channel.send(Ready(limits, core.stats()))
 
-    def report(outputs: list[StepOutput]) -> None:
-        channel.send(Report(outputs, core.stats()))
+    def report(outputs: list[StepOutput], facts: StepFacts | None) -> None:
+        channel.send(Report(outputs, core.stats(), facts))
 
     try:
         EngineLoop(core, report, commands, report_every_s=HEARTBEAT_S).run()

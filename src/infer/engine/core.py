@@ -16,6 +16,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
+from infer.facts import StepFacts
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Chunk, Plan, Sampled
 from infer.types import Request, StepOutput
@@ -49,6 +50,8 @@ class EngineCore:
         self.runner = runner
         self.announce: Callable[[str], None] = lambda request_id: None
         """told who is computed by itself next, after a crash; "" = those who follow are several"""
+        self.facts: StepFacts | None = None
+        """of the last call of `step`; None if nothing happened in it"""
         self._num_lost = 0
 
     @property
@@ -69,8 +72,10 @@ class EngineCore:
 
         `flush`: nobody else will come, so a batch that is forming need not wait for company.
         """
+        started_s = self.scheduler.clock()
         plan = self.scheduler.schedule(flush=flush)
         if not plan:
+            self._note(started_s, plan)
             return []
         computed: list[Chunk] = []
         sampled: list[Sampled] = []
@@ -84,10 +89,18 @@ class EngineCore:
             output = self.scheduler.fail(request_id, message)
             assert output is not None
             outputs.append(output)
+        self._note(started_s, plan)
         self._num_lost = 0 if computed else self._num_lost + 1
         if self._num_lost == MAX_LOST_STEPS:
             raise RuntimeError(f"nothing could be computed in {MAX_LOST_STEPS} steps in a row")
         return outputs
+
+    def _note(self, started_s: float, plan: Plan) -> None:
+        scheduler, self.facts = self.scheduler, None
+        if plan or scheduler.happened:
+            number, happened = scheduler.stats.num_steps, tuple(scheduler.happened)
+            self.facts = StepFacts(number, started_s, scheduler.clock(), len(plan), happened)
+            scheduler.happened.clear()
 
     def _parts(self, plan: Plan) -> list[Plan]:
         """The plan in one piece; but whoever an engine has died with begins by itself, so that,

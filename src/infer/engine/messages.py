@@ -19,6 +19,7 @@ import msgspec
 from infer.engine.intake import Limits
 from infer.engine.worker import Command
 from infer.errors import ConfigError, LoadError
+from infer.facts import StepFacts
 from infer.text.checkpoint_files import TextFiles
 from infer.types import Request, SamplingParams, StepOutput
 
@@ -70,6 +71,7 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
 
     outputs: list[StepOutput]
     stats: dict[str, int | float]
+    facts: StepFacts | None = None
 
 
 class Alone(msgspec.Struct, array_like=True, tag="alone"):

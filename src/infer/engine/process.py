@@ -42,7 +42,7 @@ from infer.engine.messages import (
     Text,
     read_event,
 )
-from infer.engine.worker import Command
+from infer.engine.worker import Command, Deliver
 from infer.errors import EngineDeadError, LoadError
 from infer.types import ErrorRecord, Request, StepOutput
 
@@ -171,7 +171,7 @@ class EngineProcess:
         self._counted: Counter[str] = Counter()
         """what the processes before this one have counted"""
         self._stopping = threading.Event()
-        self._deliver: Callable[[list[StepOutput]], None] = lambda outputs: None
+        self._deliver: Deliver = lambda outputs, facts: None
         self._died: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
 
@@ -190,7 +190,7 @@ class EngineProcess:
         self._ready, self._stats = life, ready.stats
         return ready.limits
 
-    def start(self, deliver: Callable[[list[StepOutput]], None], died: Callable[[], None]) -> None:
+    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
         """See `EngineClient`; after `launch`."""
         assert self._thread is None
         self._deliver, self._died = deliver, died
@@ -275,11 +275,13 @@ class EngineProcess:
                 life.alone = event.request_id
             elif isinstance(event, Report):
                 life.alone, self._stats = "", event.stats
+                outputs: list[StepOutput] = []
                 if event.outputs:
                     self._num_failures = 0
                     with self._lock:
                         outputs = self._ledger.record(event.outputs)
-                    self._deliver(outputs)
+                if outputs or event.facts:
+                    self._deliver(outputs, event.facts)
         with self._lock:
             self._ready = None
         ended = {name: value for name, value in self._stats.items() if name not in GAUGES}
@@ -297,7 +299,7 @@ class EngineProcess:
         log.error("the engine process has died (%s) with %d requests unfinished", how, count)
         if ends:
             log.error("request %s is to blame and is given up", life.alone)
-            self._deliver(ends)
+            self._deliver(ends, None)
         else:
             self._count_failure()
 
@@ -344,7 +346,7 @@ class EngineProcess:
             reason = ErrorRecord.of(EngineDeadError("the engine has died and does not start again"))
             with self._lock:
                 ends = self._ledger.fail_all(reason)
-            self._deliver(ends)
+            self._deliver(ends, None)
 
     def _greet(self, life: _Life, on_text: Callable[[Text], None]) -> Ready:
         for event in life.events(None):

@@ -18,6 +18,7 @@ from typing import Protocol
 from infer.engine.core import EngineCore
 from infer.engine.intake import Limits
 from infer.errors import RequestError
+from infer.facts import StepFacts
 from infer.text.checkpoint_files import TextFiles
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
@@ -36,6 +37,10 @@ class Blueprint:
     build: Callable[[], tuple[EngineCore, Limits]]
 
 
+Deliver = Callable[[list[StepOutput], StepFacts | None], None]
+"""takes what a step gave, and what it did (None = nothing)"""
+
+
 class EngineClient(Protocol):
     """An engine from outside: takes messages, sends messages."""
 
@@ -47,7 +52,7 @@ class EngineClient(Protocol):
     def is_ready(self) -> bool:
         """Whether it works now."""
 
-    def start(self, deliver: Callable[[list[StepOutput]], None], died: Callable[[], None]) -> None:
+    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
         """Begin to work. From a thread of the engine, `deliver` is called with each step's
         outputs, and `died` if it ends for good though nobody has stopped it."""
 
@@ -70,7 +75,7 @@ class EngineLoop:
     def __init__(
         self,
         core: EngineCore,
-        send: Callable[[list[StepOutput]], None],
+        send: Deliver,
         commands: queue.SimpleQueue[Command],
         *,
         report_every_s: float | None = None,
@@ -86,9 +91,11 @@ class EngineLoop:
         """Until it is told to stop."""
         while self._take_commands():
             outputs, self._refused = self._refused, []
+            facts = None
             if self._core.has_work:
                 outputs += self._core.step()
-            self._send(outputs)
+                facts = self._core.facts
+            self._send(outputs, facts)
 
     def _take_commands(self) -> bool:
         """Apply what has been sent; waits while there is nothing to do. False = stop."""
@@ -123,11 +130,11 @@ class EngineThread:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._deliver: Callable[[list[StepOutput]], None] | None = None
+        self._deliver: Deliver | None = None
         self._died: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, deliver: Callable[[list[StepOutput]], None], died: Callable[[], None]) -> None:
+    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
         """See `EngineClient`."""
         assert self._thread is None, "an engine is started once"
         self._deliver, self._died = deliver, died
@@ -170,6 +177,6 @@ class EngineThread:
             assert self._died is not None
             self._died()
 
-    def _send(self, outputs: list[StepOutput]) -> None:
-        if outputs and self._deliver is not None:
-            self._deliver(outputs)
+    def _send(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
+        if (outputs or facts) and self._deliver is not None:
+            self._deliver(outputs, facts)

@@ -11,6 +11,7 @@ Liveness. Sequences are totally ordered by rank, and only finitely many ever go 
 The first in rank of those seated can preempt all others, so it always gets its pages; no seated
 sequence is passed over for long (`_hand_out_tokens`); so it finishes, and its seat and pages go to
 the first in rank of those who wait, whom nobody passes at the door. So everybody's turn comes.
+Between tenants the door and the tokens go by what each has been given (`schedule.accounts`).
 
 Called by `engine.core` only. Knows no tensors, no text, no threads; its clock is injected.
 """
@@ -24,11 +25,14 @@ from operator import attrgetter
 
 from infer.cache.allocator import Key, PageAllocator, PageTable
 from infer.config import SchedulerConfig
-from infer.errors import OverloadedError, RequestError, UnprocessableError
+from infer.errors import OverloadedError, RequestError
+from infer.facts import Happening
+from infer.schedule.accounts import Accounts
+from infer.schedule.arrival import check_fits, queued
 from infer.schedule.door import make_door
 from infer.schedule.pace import Pace
 from infer.schedule.policy import MAX_IDLE_STEPS, POLICIES
-from infer.schedule.sequence import Chunk, Plan, Sampled, Sequence, Status
+from infer.schedule.sequence import Account, Chunk, Plan, Sampled, Sequence, Status
 from infer.schedule.stats import SchedulerStats
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
@@ -48,9 +52,12 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
+        self.happened: list[Happening] = []
+        """since the last step; whoever steps takes it away"""
+        self._accounts = Accounts()
         self._door = make_door(config)
         self._policy = POLICIES[config.scheduler_policy]
-        self._clock = clock
+        self.clock = clock
         self._by_id: dict[str, Sequence] = {}
         self._num_arrived = 0
         self._num_turns = 0
@@ -77,38 +84,20 @@ class Scheduler:
         """
         if request.request_id in self._by_id:
             raise RequestError(f"a request with id {request.request_id!r} is already running")
-        self._check_fits(request)
+        check_fits(request, self.config.max_seq_len, self.allocator)
         if self.num_unfinished >= self.num_seats + self.config.max_waiting_requests:
             self.stats.num_rejected += 1
             raise OverloadedError(
                 f"the queue is full: {self.num_unfinished} requests are running or waiting"
             )
-        sequence = Sequence.from_request(request, self._num_arrived, self._clock())
+        sequence = Sequence.from_request(request, self._num_arrived, self.clock())
         self._num_arrived += 1
         self._by_id[request.request_id] = sequence
+        self._accounts.join(sequence)
+        self.happened.append(queued(sequence, self.waiting, len(self.running)))
         insort(self.waiting, sequence, key=_rank)
         self.stats.num_submitted += 1
         return sequence
-
-    def _check_fits(self, request: Request) -> None:
-        num_prompt = len(request.prompt_token_ids)
-        total = num_prompt + request.max_tokens
-        if total > self.config.max_seq_len:
-            raise UnprocessableError(
-                f"prompt ({num_prompt} tokens) + max_tokens ({request.max_tokens}) is {total}"
-                f" tokens; this model serves at most {self.config.max_seq_len}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        # The last token is sampled but never computed, so it needs no room.
-        pages, usable = self.allocator.pages_for(total - 1), self.allocator.num_usable
-        if pages > usable:
-            raise UnprocessableError(
-                f"prompt ({num_prompt} tokens) + max_tokens ({request.max_tokens}) needs"
-                f" {pages} pages of KV cache; the whole cache has {usable}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
 
     def abort(self, request_id: str) -> StepOutput | None:
         """End a request now, wherever it is; None, and nothing happens, if it is not here."""
@@ -131,7 +120,7 @@ class Scheduler:
     def schedule(self, *, flush: bool = False) -> Plan:
         """Decide the next step. `flush`: nobody else will come, so do not wait for company."""
         if self._pace:
-            self._planned_s = self._clock()
+            self._planned_s = self.clock()
         self._grow_running()
         self._admit(flush)
         return self._hand_out_tokens()
@@ -141,31 +130,38 @@ class Scheduler:
         opens_at_s = self._door.opens_at_s()
         if opens_at_s is None:
             return None
-        return max(0.0, opens_at_s - self._clock())
+        return max(0.0, opens_at_s - self.clock())
 
     # Pages: in order of rank, so that whoever must give way is behind whoever needs the page.
 
     def _grow_running(self) -> None:
-        i = 0
-        while i < len(self.running):
-            sequence = self.running[i]
-            while not self.allocator.grow(sequence.table, len(sequence.tokens)):
-                victim = self.running[-1]
-                self.preempt(victim)
-                if victim is sequence:
-                    return
-            i += 1
+        running, grow = self.running, self.allocator.grow
+        for sequence in list(running):
+            while sequence.status is Status.RUNNING and not grow(
+                sequence.table, len(sequence.tokens)
+            ):
+                several = self._accounts.several
+                victim = self._accounts.richest(running)[0] if several else running[-1]
+                self.preempt(victim, sequence)
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Take a running sequence's pages; it keeps its seat and its tokens, and recomputes."""
+    def preempt(self, sequence: Sequence, needed_by: Sequence | None = None) -> None:
+        """Take a running sequence's pages; it keeps its tokens and recomputes. It keeps its seat
+        too, unless there are other tenants who may have a better right to it."""
         assert sequence.status is Status.RUNNING
         self.running.remove(sequence)
+        others = () if needed_by is None else (needed_by.request_id,)
+        num_lost = sequence.num_computed
+        self.happened.append(Happening("preempted", sequence.request_id, num_lost, 0, others))
         self.allocator.release(sequence.table)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
-        sequence.status = Status.PREEMPTED
-        insort(self.preempted, sequence, key=_rank)
         self.stats.num_preemptions += 1
+        if self._accounts.several and self.config.batching_mode != "static":
+            sequence.status = Status.WAITING
+            insort(self.waiting, sequence, key=_rank)
+        else:
+            sequence.status = Status.PREEMPTED
+            insort(self.preempted, sequence, key=_rank)
 
     # Seats: those who had to leave come back first; nobody overtakes anybody.
 
@@ -174,12 +170,29 @@ class Scheduler:
             if not self._seat(self.preempted[0]):
                 return
             del self.preempted[0]
-        seats = self._door.seats(self._clock(), len(self.waiting), len(self.running))
+        seats = self._door.seats(self.clock(), len(self.waiting), len(self.running))
         if flush and seats == 0 and not self.running:
             seats = self.num_seats
-        while seats > 0 and self.waiting and self._seat(self.waiting[0]):
-            del self.waiting[0]
+        while self.waiting:
+            several = self._accounts.several
+            sequence = self._accounts.next_of(self.waiting) if several else self.waiting[0]
+            while seats <= 0 or not self._seat(sequence):
+                if not several or not self._make_way(sequence):
+                    return
+                seats += 1
+            self.waiting.remove(sequence)
             seats -= 1
+
+    def _make_way(self, sequence: Sequence) -> bool:
+        """Take a seat from a tenant that will still not have fewer than the newcomer's; so seats
+        are shared evenly by those who want them, and no two can take one from each other."""
+        if not self.running or self.config.batching_mode == "static":
+            return False
+        victim, seats = self._accounts.richest(self.running)
+        if seats[victim.account] < seats[sequence.account] + 2:
+            return False
+        self.preempt(victim, sequence)
+        return True
 
     def _seat(self, sequence: Sequence) -> bool:
         """Give a sequence the pages for all its tokens and a place in the batch, if they fit."""
@@ -197,8 +210,11 @@ class Scheduler:
         sequence.table = table
         self._skip_cached(sequence)
         if sequence.admitted_s is None:
-            sequence.admitted_s = self._clock()
+            sequence.admitted_s = self.clock()
             self.stats.num_prompt_tokens += sequence.num_prompt
+        self.happened.append(
+            Happening("admitted", sequence.request_id, sequence.num_computed, len(sequence.tokens))
+        )
         sequence.status = Status.RUNNING
         sequence.last_turn = self._num_turns
         insort(self.running, sequence, key=_rank)
@@ -240,7 +256,11 @@ class Scheduler:
         prompt_limit, num_prompt = budget, 0
         computing: set[Key] = set()
         chunks = []
-        for sequence in self._policy(running):
+        offered, several = self._policy(running), self._accounts.several
+        if several:
+            offered = self._accounts.ordered(offered)
+        first: Account | None = None
+        for sequence in offered:
             own = 1 if owed and sequence in owed else 0
             room = budget
             if is_prompt := sequence.num_remaining > 1:
@@ -252,10 +272,14 @@ class Scheduler:
                 if pace:
                     prompt_limit = min(prompt_limit, pace.limit(sequence.num_computed))
                     room = max(0, min(room, prompt_limit - num_prompt))
+                if first not in (None, sequence.account):
+                    room = 0  # another tenant's first token is not to wait for this chunk
             num_tokens = own + min(sequence.num_remaining - own, room)
             if not num_tokens:
                 continue
             if is_prompt:
+                if several and num_tokens == sequence.num_remaining:
+                    first = first or sequence.account
                 num_prompt += num_tokens
                 if key:
                     computing.add(key)
@@ -270,12 +294,17 @@ class Scheduler:
         results: Iterator[Sampled] = iter(sampled)
         stats, allocator = self.stats, self.allocator
         if self._pace:
-            self._pace.record(plan, 1000 * (self._clock() - self._planned_s))
+            self._pace.record(plan, 1000 * (self.clock() - self._planned_s))
         for chunk in plan:
             sequence = chunk.sequence
             samples = chunk.samples
             sequence.num_computed += chunk.num_tokens
             stats.num_computed_tokens += chunk.num_tokens
+            sequence.account.num_tokens += chunk.num_tokens
+            if chunk.num_tokens > 1 or chunk.start < sequence.num_prompt:
+                self.happened.append(
+                    Happening("chunk", sequence.request_id, chunk.start, chunk.num_tokens)
+                )
             allocator.commit(sequence.table, sequence.tokens, sequence.num_computed)
             if not samples:
                 continue
@@ -329,6 +358,7 @@ class Scheduler:
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         del self._by_id[sequence.request_id]
+        self._accounts.leave(sequence)
         self.stats.count_finished(reason)
 
     def _settle_batch(self) -> None:

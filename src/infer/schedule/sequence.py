@@ -27,6 +27,15 @@ class Status(Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Account:
+    """What one tenant has been given; kept by `schedule.accounts`."""
+
+    num_tokens: int = 0
+    num_here: int = 0
+    """its requests that have not ended"""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One request being worked on."""
 
@@ -48,6 +57,8 @@ class Sequence:
     last_turn: int = 0
     """the step in which it last moved forward"""
     admitted_s: float | None = None
+    account: Account = field(default_factory=Account)
+    """its tenant's"""
     end_token_ids: frozenset[int] = frozenset()
     """end-of-sequence and stop tokens of the request, for one quick look-up per token"""
     prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)

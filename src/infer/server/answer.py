@@ -89,7 +89,7 @@ class CompletionAnswer:
         self._after = '],"usage":null}' if self._options.include_usage else "]}"
         self._num_choices = len(requests)
         self._n = wire.n
-        self._num_prompt = sum(len(request.prompt_token_ids) for request in requests[:: wire.n])
+        self.num_prompt = sum(len(request.prompt_token_ids) for request in requests[:: wire.n])
         self._num_completion = 0
         self._num_cached: dict[int, int] = {}
         self._looks = wire.max_tokens == 0
@@ -119,9 +119,9 @@ class CompletionAnswer:
     def usage(self) -> dict[str, Any]:
         """The tokens of all choices; a prompt counts once, however many choices it has."""
         return {
-            "prompt_tokens": self._num_prompt,
+            "prompt_tokens": self.num_prompt,
             "completion_tokens": self._num_completion,
-            "total_tokens": self._num_prompt + self._num_completion,
+            "total_tokens": self.num_prompt + self._num_completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }

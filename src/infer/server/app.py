@@ -8,33 +8,38 @@ written in a text are control tokens there.
 
 from __future__ import annotations
 
-import secrets
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from infer.engine.async_llm import AsyncLLM
-from infer.errors import EngineDeadError, InferError, UnprocessableError
+from infer.errors import DeadlineError, EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import TextPool
-from infer.server.failures import (
-    IGNORED,
-    REQUEST_TIMEOUT_S,
-    WRITE_STALL_S,
-    Edge,
-    HttpError,
-    respond,
-)
-from infer.server.stream import EventStream, all_of, unless_gone
+from infer.server.conversations import Conversations, Overheard, answered
+from infer.server.failures import IGNORED, Edge, HttpError, respond
+from infer.server.keys import Keys
+from infer.server.logs import log_visit
+from infer.server.metrics import CONTENT_TYPE, Metrics
+from infer.server.settings import ServerSettings
+from infer.server.story import Stories, Story, summary, view
+from infer.server.stream import Events, EventStream, all_of, unless_gone
+from infer.server.tenants import Gate, num_queued, tenant_of
+from infer.server.tracing import make_tracing
+from infer.server.visit import Visit
 from infer.server.wire import (
     Body,
     ChatBody,
@@ -49,31 +54,42 @@ from infer.types import Request
 B = TypeVar("B", bound=Body)
 G = TypeVar("G", bound=Generation)
 
+MAX_SILENCE_S = 300.0
+"""without a step, though there is work; longer than the watchdog and a restart take"""
+
 _INDEX = """\
 infer serves {model}.
 
 POST /v1/chat/completions   OpenAI's chat completions
 POST /v1/completions        OpenAI's completions
 POST /v1/chat/completions/render   the prompt that a chat would become, as text and token ids
+POST /v1/sessions           a conversation kept here: send its id as session_id of a chat
 POST /tokenize              text or messages to token ids
 POST /detokenize            token ids to text
 GET  /tokenizer_info        the special tokens and the chat template
 GET  /v1/models             the model's name
+GET  /v1/requests           the requests that run, and the latest that have ended
+GET  /v1/requests/ID        the story of one: what it waited for, and why
+POST /v1/requests/ID/cancel    end one (also: DELETE /v1/requests/ID)
 GET  /health/ready          200 while a request would be worked on at once, else 503
 GET  /health/live           200 while requests are taken, else 503 (also: /health)
+GET  /metrics               for Prometheus
+GET  /stats                 queue depth, batch sizes, waiting times
 """
 
 
 class Endpoints:
-    """What the paths lead to."""
+    """What the paths lead to; holds the engine and what is known about its requests."""
 
-    def __init__(
-        self, engine: AsyncLLM, pool: TextPool, timeout_s: float, *, ignores_unknown: bool
-    ) -> None:
+    def __init__(self, engine: AsyncLLM, pool: TextPool, settings: ServerSettings) -> None:
         self._engine = engine
         self._pool = pool
-        self._timeout_s = timeout_s
-        self._ignores_unknown = ignores_unknown
+        self._settings = settings
+        self._stories = Stories(engine)
+        if settings.tracing:
+            self._stories.on_end.append(make_tracing(engine.model_name))
+        self.conversations = Conversations(settings.sessions, pool)
+        self.metrics = Metrics(engine, self._stories, settings.metrics_prefix)
         self._started = int(time.time())
 
     async def _read(self, http: HttpRequest, model: type[B]) -> B:
@@ -82,7 +98,7 @@ class Endpoints:
 
     def _checked(self, http: HttpRequest, model: type[B], body: dict[str, Any]) -> B:
         """There is one model; a request may leave its name out."""
-        ignored = http.scope[IGNORED] if self._ignores_unknown else None
+        ignored = http.scope[IGNORED] if self._settings.unknown_params == "ignore" else None
         wire = validation.read(model, body, ignored)
         if wire.model not in (None, self._engine.model_name):
             message = f"there is no such model here; this server has {self._engine.model_name!r}"
@@ -106,19 +122,62 @@ class Endpoints:
         kind: type[CompletionAnswer],
     ) -> Response:
         engine = self._engine
-        wire = await self._read(http, model)
-        answer_id = f"{kind.prefix}-{secrets.token_hex(16)}"
+        visit, tenant = Visit.of(http.scope), tenant_of(http.scope)
+        tenant.enter(visit, num_queued(self._stories, tenant))
+        body = await self._pool.read_object(http)
+        turn = await self.conversations.begin(http, body) if model is ChatBody else None
+        wire = await self._pool.computed(http, self._checked, http, model, body)
+        answer_id = f"{kind.prefix}-{visit.id}"
         computed, heavy = self._pool.computed, wire.is_heavy
         with engine.reserved(wire.num_choices):
             requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
+        key = tenant.key
+        requests = [
+            replace(r, tenant=key.id, cache_scope=key.cache_scope + r.cache_scope) for r in requests
+        ]
         answer = kind(engine, wire, requests, answer_id)
-        timeout_s = min(self._timeout_s, wire.timeout or self._timeout_s)
+        settle = tenant.reserve(requests, visit)
+        story = self._stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
+        visit.leaving.callback(settle, story)
+        self._set_deadline(story, wire.timeout)
         if wire.stream:
-            events = TypedEvents(answer) if wire.stream_format == "events" else answer
-            return EventStream(engine, requests, events, timeout_s)
-        generating = all_of(map(engine.generate, requests), timeout_s)
-        outputs = await unless_gone(http.receive, generating)
-        return JSONResponse(answer.body(outputs))
+            events: Events = TypedEvents(answer) if wire.stream_format == "events" else answer
+            if turn:
+                events = Overheard(events, turn)
+            keep = turn.keep if turn else None
+            return EventStream(engine, requests, events, self._settings.keep_alive_s, keep)
+        outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
+        whole = answer.body(outputs)
+        if turn:
+            answered(turn, whole)
+            await turn.keep()
+        return JSONResponse(whole)
+
+    def _set_deadline(self, story: Story, timeout_s: float | None) -> None:
+        limit_s = self._settings.request_timeout_s
+        limit_s = min(timeout_s or limit_s, limit_s)
+        message = f"the request was not done after {limit_s:g} s"
+        error = DeadlineError(message, code="deadline_exceeded")
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(limit_s, self._stories.cancel, story, error)
+        story.visit.leaving.callback(timer.cancel)
+
+    # ---- asking about requests
+
+    async def requests(self, http: HttpRequest) -> Response:
+        data = [summary(story) for story in self._stories.all(tenant_of(http.scope).sight)]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def request(self, http: HttpRequest) -> Response:
+        return JSONResponse(view(self._found(http)))
+
+    async def cancel(self, http: HttpRequest) -> Response:
+        story = self._found(http)
+        cancelled = self._stories.cancel(story)
+        return JSONResponse({"id": story.id, "object": "request.cancel", "cancelled": cancelled})
+
+    def _found(self, http: HttpRequest) -> Story:
+        return self._stories.find(http.path_params["id"], tenant_of(http.scope).sight)
 
     async def absent(self, http: HttpRequest) -> Response:
         name = http.scope["path"].rpartition("/")[2]
@@ -203,6 +262,8 @@ class Endpoints:
     async def health(self, _: HttpRequest) -> Response:
         if not self._engine.is_alive:
             raise EngineDeadError("the engine is not running")
+        if self._stories.silence_s() > MAX_SILENCE_S:
+            raise EngineDeadError("the engine makes no progress")
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _: HttpRequest) -> Response:
@@ -210,22 +271,43 @@ class Endpoints:
             raise EngineDeadError("the engine is not ready")
         return JSONResponse({"status": "ready"})
 
+    async def metrics_text(self, _: HttpRequest) -> Response:
+        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def stats(self, _: HttpRequest) -> Response:
+        return JSONResponse(self.metrics.stats())
+
     async def index(self, _: HttpRequest) -> Response:
         return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
 
 
+def layers(
+    settings: ServerSettings, on_end: Sequence[Callable[[Visit], None]] = ()
+) -> list[Middleware]:
+    """What is around an app, from the outside in."""
+    found = [
+        Middleware(Edge, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_visit)),
+    ]
+    if settings.origins:
+        found.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=settings.origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["authorization", "content-type", "x-request-id"],
+                expose_headers=["x-request-id", "retry-after"],
+            )
+        )
+    keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
+    return [*found, Middleware(Gate, keys=keys)]
+
+
 def create_app(
-    engine: AsyncLLM,
-    *,
-    write_stall_s: float = WRITE_STALL_S,
-    request_timeout_s: float = REQUEST_TIMEOUT_S,
-    unknown_params: str = "refuse",
-    is_inner: bool = False,
+    engine: AsyncLLM, settings: ServerSettings | None = None, *, is_inner: bool = False
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
-    it at the end. No paths but the ones below, and no redirects. `unknown_params`: "refuse", or
-    "ignore" fields of a body that nobody knows and list them in `X-Ignored-Params`. `is_inner`:
-    another app is around this one: it has the outermost layer, and starts and ends the engine."""
+    it at the end. No paths but the ones below, and no redirects. `is_inner`: another app is around
+    this one: it has the outer layers, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -234,11 +316,12 @@ def create_app(
             yield
         finally:
             await engine.close()
+            endpoints.conversations.close()
             pool.close()
 
+    settings = settings or ServerSettings()
     pool = TextPool()
-    ignores = unknown_params == "ignore"
-    endpoints = Endpoints(engine, pool, request_timeout_s, ignores_unknown=ignores)
+    endpoints = Endpoints(engine, pool, settings)
     app = Starlette(
         routes=[
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
@@ -251,13 +334,20 @@ def create_app(
             Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
             Route("/v1/models", endpoints.models, methods=["GET"]),
             Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
+            Route("/v1/requests", endpoints.requests, methods=["GET"]),
+            Route("/v1/requests/{id}", endpoints.request, methods=["GET"]),
+            Route("/v1/requests/{id}", endpoints.cancel, methods=["DELETE"]),
+            Route("/v1/requests/{id}/cancel", endpoints.cancel, methods=["POST"]),
             Route("/health", endpoints.health, methods=["GET"]),
             Route("/health/live", endpoints.health, methods=["GET"]),
             Route("/health/ready", endpoints.ready, methods=["GET"]),
+            *endpoints.conversations.routes(),
+            Route("/metrics", endpoints.metrics_text, methods=["GET"]),
+            Route("/stats", endpoints.stats, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond},
-        middleware=[] if is_inner else [Middleware(Edge, write_stall_s=write_stall_s)],
+        middleware=[] if is_inner else layers(settings, (endpoints.metrics.seen,)),
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import re
-import secrets
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineError, RequestError
+from infer.server.visit import Visit
 
 log = logging.getLogger("infer.server")
 
@@ -29,27 +30,17 @@ WRITE_STALL_S = 30.0
 """a reader that takes nothing for so long has lost its answer"""
 IGNORED = "infer.ignored"
 """where in a request's scope the names of fields are that were not understood and not refused"""
-REQUEST_TIMEOUT_S = 600.0
-"""from a request's body to the end of its answer"""
-_ENGINE_CODES = {503: "engine_unavailable", 504: "deadline_exceeded"}
 _UNEXPECTED = "the server failed to process this request"
 _ROUTER = {
     404: "there is no such route; see / for what there is",
     405: "this route is there, but not with this method; see the Allow header",
 }
 _MAX_IGNORED_SHOWN = 32
-_HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_HARMLESS_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class ClientGone(Exception):
     """The client has left (or reads nothing any more): there is nobody to answer."""
-
-
-class DeadlineError(EngineError):
-    """An answer was not complete in time; what there was of it has been given up."""
-
-    status = 504
-    type = "timeout_error"
 
 
 class HttpError(RequestError):
@@ -58,6 +49,7 @@ class HttpError(RequestError):
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
         self.status = status
+        self.retry_after_s: int | None = None
 
 
 def describe(error: BaseException) -> Response:
@@ -71,11 +63,12 @@ def describe(error: BaseException) -> Response:
         if isinstance(error, RequestError):
             param, code = error.param, error.code
         else:
-            code = _ENGINE_CODES.get(status, "engine_error")
+            code = "engine_unavailable" if status == 503 else "engine_error"
         if status == 408:  # nothing that comes now could be told from the rest of it
             headers = {"connection": "close"}
-        if status == 503:
-            headers = {"retry-after": str(getattr(error, "retry_after_s", DEAD_RETRY_AFTER_S))}
+        retry_after_s = getattr(error, "retry_after_s", None)
+        if retry_after_s is not None or status == 503:
+            headers["retry-after"] = str(retry_after_s or DEAD_RETRY_AFTER_S)
     elif isinstance(error, HTTPException):  # from the router: no such route, not with this method
         phrase = HTTPStatus(error.status_code).phrase.lower()
         status, kind = error.status_code, "invalid_request_error"
@@ -93,44 +86,43 @@ async def respond(_: Request, error: Exception) -> Response:
 
 def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
     """A header for what was ignored; names that are no names are shown as `?`."""
-    names = [name.encode("utf-8") for name in scope[IGNORED][:_MAX_IGNORED_SHOWN]]
-    shown = [name if _HARMLESS_ID.fullmatch(name) else b"?" for name in names]
-    return [(b"x-ignored-params", b", ".join(shown))] if shown else []
+    names = scope[IGNORED][:_MAX_IGNORED_SHOWN]
+    shown = ", ".join(name if _HARMLESS_NAME.fullmatch(name) else "?" for name in names)
+    return [(b"x-ignored-params", shown.encode("ascii"))] if names else []
 
 
 class Edge:
     """The outermost layer: ids on every response, and an answer to what nobody expected.
 
-    A request's id is the client's `x-request-id` where it is one line of harmless characters, else
-    a fresh one; it is echoed and logged and never used as a key. Plain ASGI on purpose: Starlette's
+    The id on a response is the client's `x-request-id` where it is one line of harmless characters,
+    else that of the visit, which ends here, however it ends. Plain ASGI on purpose: Starlette's
     middleware class would put a queue between handler and socket and hide `http.disconnect`.
     A client that takes nothing of its answer for `write_stall_s` counts as one that has left.
     """
 
-    def __init__(self, app: ASGIApp, write_stall_s: float) -> None:
+    def __init__(
+        self, app: ASGIApp, write_stall_s: float, on_end: Sequence[Callable[[Visit], None]] = ()
+    ) -> None:
         self._app = app
         self._write_stall_s = write_stall_s
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scope[IGNORED] = []
-        request_id = secrets.token_hex(16)
-        offered = [value for name, value in scope["headers"] if name == b"x-request-id"]
-        if len(offered) == 1 and _HARMLESS_ID.fullmatch(offered[0]):
-            request_id = bytes(offered[0]).decode("ascii")
-        started = False
+        visit = Visit.of(scope)
 
         async def send_with_id(message: Message) -> None:
-            nonlocal started
             if message["type"] == "http.response.start":
-                started = True
+                visit.status = message["status"]
                 message["headers"] = [
                     *message.get("headers", ()),
-                    (b"x-request-id", request_id.encode("ascii")),
+                    (b"x-request-id", visit.shown_id.encode("ascii")),
                     (b"x-content-type-options", b"nosniff"),
                     *_ignored_params(scope),
+                    *((name.encode(), value.encode()) for name, value in visit.headers),
                 ]
             try:
                 async with asyncio.timeout(self._write_stall_s):
@@ -139,10 +131,14 @@ class Edge:
                 raise ClientGone from None
 
         try:
-            await self._app(scope, receive, send_with_id)
+            with visit.leaving:
+                await self._app(scope, receive, send_with_id)
         except ClientGone:
-            log.debug("request %s: the client has left", request_id)
+            log.debug("request %s: the client has left", visit.id)
         except Exception as error:
-            log.exception("request %s failed", request_id)
-            if not started:
+            log.exception("request %s failed", visit.id)
+            if not visit.status:
                 await describe(error)(scope, receive, send_with_id)
+        finally:
+            for listener in self._on_end:
+                listener(visit)

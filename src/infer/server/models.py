@@ -30,7 +30,7 @@ from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, InferError, LoadError, UnprocessableError
 from infer.server.body import PARSED, TextPool
-from infer.server.failures import WRITE_STALL_S, Edge, HttpError, respond
+from infer.server.failures import HttpError, respond
 
 log = logging.getLogger("infer.server")
 
@@ -210,8 +210,8 @@ class Models:
 
     # ---- answering
 
-    def make_app(self, *, write_stall_s: float = WRITE_STALL_S) -> Starlette:
-        """The ASGI app over all of them."""
+    def make_app(self, layers: list[Middleware]) -> Starlette:
+        """The ASGI app over all of them, with `layers` around it."""
         return Starlette(
             routes=[
                 Route("/v1/models", self._list, methods=["GET"]),
@@ -222,7 +222,7 @@ class Models:
                 Mount("/", self._pass_on),
             ],
             exception_handlers={HTTPException: respond, InferError: respond},
-            middleware=[Middleware(Edge, write_stall_s=write_stall_s)],
+            middleware=layers,
             lifespan=self._lifespan,
         )
 

@@ -11,22 +11,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
 
 from infer.config import EngineConfig
-
-
-class UnknownParams(StrEnum):
-    """What becomes of a body with a field that nobody knows."""
-
-    REFUSE = "refuse"
-    """it is refused, and the nearest known name told"""
-    IGNORE = "ignore"
-    """the field is left out, and listed in `X-Ignored-Params`"""
-
+from infer.server.settings import ServerSettings
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -34,6 +24,11 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 def with_engine_options(*, leave_out: tuple[str, ...] = ()) -> Decorator:
     """`with_options` for `EngineConfig`, as `settings`."""
     return with_options(EngineConfig, "settings", "Engine", leave_out=leave_out)
+
+
+def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`with_options` for `ServerSettings`, as `server`."""
+    return with_options(ServerSettings, "server", "Server")(command)
 
 
 def with_options(

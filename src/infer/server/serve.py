@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import ipaddress
 import logging
 import signal
 import socket
@@ -25,17 +26,17 @@ import uvicorn
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
-from infer.engine.process import HANG_S
 from infer.errors import ConfigError
-from infer.server.app import create_app
-from infer.server.failures import REQUEST_TIMEOUT_S, WRITE_STALL_S
+from infer.server.app import create_app, layers
+from infer.server.failures import WRITE_STALL_S
+from infer.server.logs import JsonLines, access
 from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
+from infer.server.settings import ServerSettings
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 MAX_HEADER_BYTES = 16 * 1024
-DRAIN_TIMEOUT_S = 30
 KEEP_ALIVE_S = 75
 SEND_BUFFER_BYTES = 128 * 1024
 """in the kernel, a connection (which takes twice of it): by default it may be megabytes, and who
@@ -91,25 +92,18 @@ class Server(uvicorn.Server):
         self,
         engine: AsyncLLM | Models,
         sock: socket.socket,
+        settings: ServerSettings | None = None,
         *,
-        drain_timeout_s: float = DRAIN_TIMEOUT_S,
-        write_stall_s: float = WRITE_STALL_S,
-        unknown_params: str = "refuse",
-        request_timeout_s: float = REQUEST_TIMEOUT_S,
         announce: Callable[[str], None] | None = None,
     ) -> None:
+        settings = settings or ServerSettings()
         super().__init__(
             uvicorn.Config(
-                engine.make_app(write_stall_s=write_stall_s)
+                engine.make_app(layers(settings))
                 if isinstance(engine, Models)
-                else create_app(
-                    engine,
-                    write_stall_s=write_stall_s,
-                    request_timeout_s=request_timeout_s,
-                    unknown_params=unknown_params,
-                ),
+                else create_app(engine, settings),
                 http=functools.partial(  # type: ignore[arg-type]
-                    BoundedProtocol, write_stall_s=write_stall_s
+                    BoundedProtocol, write_stall_s=settings.write_stall_s
                 ),
                 ws="none",
                 lifespan="on",
@@ -118,12 +112,12 @@ class Server(uvicorn.Server):
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=int(drain_timeout_s + _LAST_WORDS_S),
+                timeout_graceful_shutdown=int(settings.drain_timeout_s + _LAST_WORDS_S),
             )
         )
         self._engine = engine
         self._sock = sock
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s = settings.drain_timeout_s
         self._announce = announce
         self._drain_ends_s: float | None = None
         self._hurry = asyncio.Event()
@@ -198,96 +192,74 @@ class Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _log_on_stderr() -> Iterator[None]:
+def _log_on_stderr(log_format: str) -> Iterator[None]:
     """What the engine says at its start, and warnings; unless somebody has set up logging."""
     logger = logging.getLogger("infer")
     if logger.handlers:
         yield
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    access.setLevel(logging.INFO if log_format == "json" else logging.WARNING)
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        access.setLevel(logging.NOTSET)
 
 
 def serve_config(
     config: EngineConfig | Mapping[str, EngineConfig],
+    settings: ServerSettings,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     *,
-    drain_timeout_s: float = DRAIN_TIMEOUT_S,
-    write_stall_s: float = WRITE_STALL_S,
-    unknown_params: str = "refuse",
-    request_timeout_s: float = REQUEST_TIMEOUT_S,
     in_thread: bool = False,
-    hang_s: float = HANG_S,
-    load_on_first_use: bool = False,
-    idle_unload_s: float | None = None,
 ) -> None:
     """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
 
     `config` by name: an engine for each, see `Models`. `in_thread`: the engine is no process of its
     own. For comparisons: nothing survives its death.
     """
-    if isinstance(config, EngineConfig) and (load_on_first_use or idle_unload_s is not None):
-        field = "load_on_first_use" if load_on_first_use else "idle_unload_s"
+    if isinstance(config, EngineConfig) and settings.is_for_several:
+        field = "load_on_first_use" if settings.load_on_first_use else "idle_unload_s"
         raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
-    with _log_on_stderr(), bind(host, port) as sock:
+    with _log_on_stderr(settings.log_format), bind(host, port) as sock:
+        address = ipaddress.ip_address(sock.getsockname()[0])
+        if not (address.is_loopback or settings.api_keys or settings.insecure):
+            message = f"{host!r} can be reached from other machines: give --api-keys a file of keys"
+            raise ConfigError("host", f"{message}, or say --insecure")
         launch: Callable[[EngineConfig], AsyncLLM]
         if in_thread:
             from infer.engine.assemble import build_async_llm as launch  # brings in torch
         else:
             from infer.engine.launch import launch as launch_process
 
-            launch = functools.partial(launch_process, hang_s=hang_s)
+            launch = functools.partial(launch_process, hang_s=settings.hang_s)
         engine: AsyncLLM | Models
         if isinstance(config, EngineConfig):
             engine = launch(config)
         else:
             launches = {name: functools.partial(launch, each) for name, each in config.items()}
-            make_app = functools.partial(
-                create_app,
-                is_inner=True,
-                request_timeout_s=request_timeout_s,
-                unknown_params=unknown_params,
-            )
-            engine = Models(launches, make_app, idle_unload_s=idle_unload_s)
-            if not load_on_first_use:
+            make_app = functools.partial(create_app, settings=settings, is_inner=True)
+            engine = Models(launches, make_app, idle_unload_s=settings.idle_unload_s)
+            if not settings.load_on_first_use:
                 engine.load_all()
-        run(
-            engine,
-            sock=sock,
-            drain_timeout_s=drain_timeout_s,
-            write_stall_s=write_stall_s,
-            unknown_params=unknown_params,
-            request_timeout_s=request_timeout_s,
-        )
+        run(engine, settings, sock=sock)
 
 
 def run(
     engine: AsyncLLM | Models,
+    settings: ServerSettings | None = None,
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     *,
     sock: socket.socket | None = None,
-    drain_timeout_s: float = DRAIN_TIMEOUT_S,
-    write_stall_s: float = WRITE_STALL_S,
-    unknown_params: str = "refuse",
-    request_timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
     sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
     with sock or bind(host, port) as held:
-        Server(
-            engine,
-            held,
-            drain_timeout_s=drain_timeout_s,
-            write_stall_s=write_stall_s,
-            unknown_params=unknown_params,
-            request_timeout_s=request_timeout_s,
-            announce=functools.partial(print, flush=True),
-        ).serve_until_stopped()
+        announce = functools.partial(print, flush=True)
+        Server(engine, held, settings, announce=announce).serve_until_stopped()

@@ -9,7 +9,7 @@ only tells those who ask; so every handler that waits for the engine does it ins
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
@@ -19,11 +19,12 @@ from starlette.types import Receive, Scope, Send
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineError, InferError
 from infer.server.answer import CompletionAnswer, TypedEvents, wire_reason
-from infer.server.failures import ClientGone, DeadlineError, describe, log
+from infer.server.conversations import Overheard
+from infer.server.failures import ClientGone, describe, log
 from infer.types import Request, TextDelta
 
 T = TypeVar("T")
-Events = CompletionAnswer | TypedEvents
+Events = CompletionAnswer | TypedEvents | Overheard
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -36,15 +37,23 @@ class EventStream(Response):
     """A `Response` only in that Starlette calls it. Choices are written as they come."""
 
     def __init__(
-        self, engine: AsyncLLM, requests: Sequence[Request], events: Events, timeout_s: float
+        self,
+        engine: AsyncLLM,
+        requests: Sequence[Request],
+        events: Events,
+        keep_alive_s: float = 0.0,
+        keep: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never.
+        `keep` is awaited when the answer is whole, before the client is told so."""
         super().__init__()
-        self._timeout_s = timeout_s
         self._engine = engine
         self._requests = requests
         self._events = events
-        self._timeout_s = timeout_s
         self._writing = asyncio.Lock()
+        self._keep_alive_s = keep_alive_s
+        self._keep = keep
+        self._written_s = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
@@ -60,8 +69,10 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             await self._write(send, self._events.opening())
-            follows = (self._follow(i, stream, send) for i, stream in enumerate(streams))
-            await all_of(follows, self._timeout_s)
+            works = all_of(self._follow(i, stream, send) for i, stream in enumerate(streams))
+            await beside(works, self._keep_alive(send))
+            if self._keep is not None:
+                await self._keep()
             await self._write(send, self._events.closing())
         except ClientGone:
             raise
@@ -82,7 +93,20 @@ class EventStream(Response):
                 return
         raise EngineError("the engine's stream ended before the answer did")
 
+    async def _keep_alive(self, send: Send) -> None:
+        """So that proxies do not close what waits, and clients that are gone are noticed. Never
+        sooner: a load generator counts what it cannot read as a failure."""
+        loop, wait_s = asyncio.get_running_loop(), self._keep_alive_s
+        while wait_s:
+            await asyncio.sleep(wait_s)
+            wait_s = self._written_s + self._keep_alive_s - loop.time()
+            if wait_s <= 0:
+                async with self._writing:
+                    await self._write(send, [b": nothing yet\n\n"])
+                wait_s = self._keep_alive_s
+
     async def _write(self, send: Send, events: Iterable[bytes]) -> None:
+        self._written_s = asyncio.get_running_loop().time()
         for event in events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
 
@@ -103,15 +127,23 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await _end(working, watching)
 
 
-async def all_of(works: Iterable[Coroutine[Any, Any, T]], timeout_s: float) -> list[T]:
-    """The results of all, in order; the first error cancels the others and is raised itself, and
-    so is a `DeadlineError` when they take too long."""
+async def beside(work: Coroutine[Any, Any, T], company: Coroutine[Any, Any, None]) -> T:
+    """The result of `work`; `company` runs meanwhile, and may end it by raising."""
+    working, other = asyncio.ensure_future(work), asyncio.ensure_future(company)
+    try:
+        await asyncio.wait((working, other), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            other.result()
+        return await working
+    finally:
+        await _end(working, other)
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order; the first error cancels the others and is raised itself."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.gather(*tasks)
-    except TimeoutError:
-        raise DeadlineError(f"the answer was not complete after {timeout_s:g} s") from None
+        return await asyncio.gather(*tasks)
     finally:
         await _end(*tasks)
 

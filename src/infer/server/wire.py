@@ -234,6 +234,7 @@ class Generation(Body):
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+    """seconds; the server has a limit of its own"""
     allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
     bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -344,6 +345,8 @@ class ChatBody(Conversation, Generation):
     """`POST /v1/chat/completions`, and `/render`, which shows the prompt it becomes."""
 
     max_completion_tokens: int | None = None
+    session_id: str | None = None
+    """its messages go before these; see `server.conversations`"""
     stop: Annotated[Stop, AfterValidator(_few)] = ()
     logprobs: bool = False
     top_logprobs: int | None = None

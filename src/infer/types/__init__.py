@@ -16,6 +16,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from infer.errors import (
+    CancelledError,
+    DeadlineError,
     EngineDeadError,
     EngineError,
     InferError,
@@ -64,6 +66,8 @@ class Request:
     requests overtake an earlier one at most so often, so that nobody waits for ever"""
     cache_scope: str = ""
     """prefix-cache entries are shared within a scope only"""
+    tenant: str = ""
+    """whose share of the engine it is computed from"""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """`bad_words`: of each the last token is not sampled where the others have just been"""
     output_token_ids: tuple[int, ...] = ()
@@ -88,7 +92,10 @@ class TokenLogprobs:
 
 _ERRORS: Mapping[str, type[InferError]] = {
     kind.__name__: kind
-    for kind in (RequestError, UnprocessableError, OverloadedError, EngineError, EngineDeadError)
+    for kind in (
+        *(RequestError, UnprocessableError, OverloadedError, CancelledError, DeadlineError),
+        *(EngineError, EngineDeadError),
+    )
 }
 
 

@@ -1,0 +1,47 @@
+"""`infer keys`: make, list and revoke the API keys of a server; one that runs notices at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from infer.server.keys import Keys, Limits
+from infer.server.options import with_options
+
+app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Option(help="The file that infer serve --api-keys is given.")]
+Name = Annotated[str, typer.Argument(help="Of whom the key is; shown in lists, logs and metrics.")]
+DEFAULT = Path("keys.json")
+
+
+def _create(name: Name, file: File = DEFAULT, *, limits: dict[str, Any]) -> None:
+    """Make a key and print it: it is not kept and cannot be shown again."""
+    print(Keys(file, must_exist=False).create(name, Limits(**limits)))
+
+
+app.command("create")(with_options(Limits, "limits", "Limits")(_create))
+
+
+@app.command("list")
+def list_keys(file: File = DEFAULT) -> None:
+    """List the keys and their limits."""
+    table = Table("name", "id", "created", "limits", box=None, padding=(0, 2, 0, 0))
+    for key in Keys(file).all():
+        created = time.strftime("%Y-%m-%d", time.gmtime(key.created))
+        given = {n: v for n, v in dataclasses.asdict(key.limits).items() if v not in (None, False)}
+        limits = ", ".join(name if v is True else f"{name}={v}" for name, v in given.items())
+        table.add_row(key.name, key.id, created, limits)
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def revoke(name: Name, file: File = DEFAULT) -> None:
+    """Remove a key: from now on it is not let in."""
+    Keys(file).revoke(name)

@@ -1,0 +1,48 @@
+"""What happens to a request when it comes: can it ever be served, and whom does it find before it.
+
+Functions of the scheduler's `add`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence as Seq
+
+from infer.cache.allocator import PageAllocator
+from infer.errors import UnprocessableError
+from infer.facts import Happening
+from infer.schedule.sequence import Sequence
+from infer.types import Request
+
+MAX_NAMED = 4
+"""of those before it that a request is told about"""
+
+
+def check_fits(request: Request, max_seq_len: int, allocator: PageAllocator) -> None:
+    """Raises `UnprocessableError` if a request can never be served, however empty the room is."""
+    num_prompt = len(request.prompt_token_ids)
+    total = num_prompt + request.max_tokens
+    if total > max_seq_len:
+        raise UnprocessableError(
+            f"prompt ({num_prompt} tokens) + max_tokens ({request.max_tokens}) is {total}"
+            f" tokens; this model serves at most {max_seq_len}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    # The last token is sampled but never computed, so it needs no room.
+    pages, usable = allocator.pages_for(total - 1), allocator.num_usable
+    if pages > usable:
+        raise UnprocessableError(
+            f"prompt ({num_prompt} tokens) + max_tokens ({request.max_tokens}) needs"
+            f" {pages} pages of KV cache; the whole cache has {usable}",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+
+
+def queued(sequence: Sequence, waiting: Seq[Sequence], num_running: int) -> Happening:
+    """The fact that it waits; `waiting` is in order of rank and does not hold it yet."""
+    place = bisect(waiting, sequence.rank, key=lambda other: other.rank)
+    before = tuple(s.request_id for s in waiting[max(0, place - MAX_NAMED) : place])
+    kind = "resumed" if sequence.request.num_crashes else "queued"
+    return Happening(kind, sequence.request_id, place, num_running, before)

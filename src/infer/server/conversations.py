@@ -1,0 +1,185 @@
+"""The paths of sessions, and `Turn`: one question and its answer within a session.
+
+A chat completion with a `session_id` is asked with the session's messages before its own; when its
+answer is whole, and before the client is told so, the turn is written. An answer that breaks off
+leaves the session as it was, so the same message can be sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from infer.errors import UnprocessableError
+from infer.server import validation
+from infer.server.body import TextPool
+from infer.server.sessions import Message, Sessions, busy
+from infer.server.tenants import tenant_of
+from infer.server.validation import Wire
+from infer.server.visit import Visit
+from infer.server.wire import MAX_MESSAGES
+from infer.server.wire import Message as WireMessage
+from infer.types import TextDelta
+
+
+class SessionBody(Wire):
+    title: str = ""
+    messages: list[WireMessage] = Field([], max_length=MAX_MESSAGES)
+
+
+class RenameBody(Wire):
+    title: str
+
+
+class ForkBody(Wire):
+    at: int | None = None
+
+
+class Turn:
+    """A question within a session that is being answered."""
+
+    def __init__(self, sessions: Sessions, owner: str, name: str, before: int, asked: Any) -> None:
+        self._sessions = sessions
+        self._where = (owner, name, before)
+        self._asked: list[Message] = asked
+        self.answer: Message = {"role": "assistant", "content": ""}
+
+    async def keep(self) -> None:
+        """Write it, with the answer as it is now."""
+        turn = [*self._asked, self.answer]
+        await asyncio.to_thread(self._sessions.add_turn, *self._where, turn)
+
+    def read(self, line: bytes) -> None:
+        """Add an event of the stream to the answer."""
+        data = line.partition(b"data: ")[2]
+        chunk = json.loads(data) if data.startswith(b"{") else {}
+        delta = chunk["choices"][0].get("delta", {}) if chunk.get("choices") else {}
+        self.answer["content"] += delta.get("content") or chunk.get("token", "")
+        for piece in delta.get("tool_calls", ()):
+            calls = self.answer.setdefault("tool_calls", [])
+            if piece["index"] == len(calls):
+                calls.append({"id": piece["id"], "type": "function", "function": {"arguments": ""}})
+            function = calls[piece["index"]]["function"]
+            given = piece["function"]
+            function.setdefault("name", given.get("name"))
+            function["arguments"] += given.get("arguments") or ""
+
+
+class Overheard:
+    """The events of a stream, which a turn reads too."""
+
+    def __init__(self, events: Any, turn: Turn) -> None:
+        self._events = events
+        self._turn = turn
+        self.merges = events.merges
+        self.opening, self.closing, self.failure = events.opening, events.closing, events.failure
+
+    def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
+        """See the answers in `answer`."""
+        for line in self._events.piece(index, delta):
+            self._turn.read(line)
+            yield line
+
+
+class Conversations:
+    """Sessions as the server offers them."""
+
+    def __init__(self, url: str | None, pool: TextPool) -> None:
+        self._url = url
+        self._pool = pool
+        self._busy: set[str] = set()
+        if url is not None:
+            self._sessions  # noqa: B018  a database that cannot be used is known at the start
+
+    @cached_property
+    def _sessions(self) -> Sessions:
+        if self._url is not None:
+            return Sessions(self._url)
+        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        folder = Path(state) / "infer"
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return Sessions(f"sqlite:///{folder / 'sessions.db'}")
+
+    async def begin(self, http: HttpRequest, body: dict[str, Any]) -> Turn | None:
+        """Put the session's messages before those of a chat's body, if it names a session."""
+        name, asked = body.get("session_id"), body.get("messages")
+        if not isinstance(name, str) or not isinstance(asked, list):
+            return None  # what is wrong is said where the body is checked
+        if body.get("n") not in (None, 1):
+            raise UnprocessableError(
+                "a session has one answer to a question: n must be 1", param="n"
+            )
+        owner = tenant_of(http.scope).key.id
+        if name in self._busy:
+            raise busy()
+        history = await asyncio.to_thread(self._sessions.history, owner, name)
+        if name in self._busy:
+            raise busy()
+        self._busy.add(name)
+        Visit.of(http.scope).leaving.callback(self._busy.discard, name)
+        body["messages"] = [*history, *asked]
+        return Turn(self._sessions, owner, name, len(history), asked)
+
+    async def _create(self, http: HttpRequest) -> Response:
+        wire = validation.read(SessionBody, body := await self._pool.read_object(http))
+        messages = body.get("messages") or []
+        return await self._call(http, "create", wire.title, messages)
+
+    async def _list(self, http: HttpRequest) -> Response:
+        owner = tenant_of(http.scope).key.id
+        data = await asyncio.to_thread(self._sessions.all, owner)
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _read(self, http: HttpRequest) -> Response:
+        return await self._call(http, "read", http.path_params["id"])
+
+    async def _rename(self, http: HttpRequest) -> Response:
+        wire = validation.read(RenameBody, await self._pool.read_object(http))
+        return await self._call(http, "rename", http.path_params["id"], wire.title)
+
+    async def _delete(self, http: HttpRequest) -> Response:
+        await self._call(http, "delete", name := http.path_params["id"])
+        return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
+
+    async def _fork(self, http: HttpRequest) -> Response:
+        wire = validation.read(ForkBody, await self._pool.read_object(http))
+        return await self._call(http, "fork", http.path_params["id"], wire.at)
+
+    async def _call(self, http: HttpRequest, name: str, *arguments: Any) -> Response:
+        work, owner = getattr(self._sessions, name), tenant_of(http.scope).key.id
+        return JSONResponse(await asyncio.to_thread(work, owner, *arguments))
+
+    def close(self) -> None:
+        """At the end of the server."""
+        if "_sessions" in self.__dict__:
+            self._sessions.close()
+
+    def routes(self) -> list[Route]:
+        """Where all that is found."""
+        one = "/v1/sessions/{id}"
+        return [
+            Route("/v1/sessions", self._create, methods=["POST"]),
+            Route("/v1/sessions", self._list, methods=["GET"]),
+            Route(one, self._read, methods=["GET"]),
+            Route(one, self._rename, methods=["PATCH"]),
+            Route(one, self._delete, methods=["DELETE"]),
+            Route(f"{one}/fork", self._fork, methods=["POST"]),
+        ]
+
+
+def answered(turn: Turn, body: dict[str, Any]) -> None:
+    """Take the answer from the body of one that came in one piece."""
+    message = body["choices"][0]["message"]
+    turn.answer = {
+        name: message[name] for name in ("role", "content", "tool_calls") if name in message
+    }

@@ -1,0 +1,83 @@
+"""`ServerSettings`: what a user may choose about the server, as `EngineConfig` is for the engine.
+
+The options of `infer serve` are made from it. Raises `ConfigError` at construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+
+from infer.config import check_field, option
+from infer.errors import ConfigError
+
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """See the module's docstring."""
+
+    drain_timeout_s: float = option(
+        30.0, "At SIGTERM: how long what runs may take to finish.", low=0
+    )
+    write_stall_s: float = option(
+        30.0, "A client that takes nothing for so long is cancelled.", low=0.01
+    )
+    request_timeout_s: float = option(
+        600.0, "A request that is not done by then is ended.", low=0.001
+    )
+    hang_s: float = option(120.0, "A step of the engine that takes longer is a hang.", low=1)
+    unknown_params: str = option(
+        "refuse",
+        "Fields of a body that nobody knows; ignore = leave out, and list in X-Ignored-Params.",
+        one_of=("refuse", "ignore"),
+    )
+    load_on_first_use: bool = option(False, "Of several models: not at the start.")
+    idle_unload_s: float | None = option(
+        None, "Of several models: one that nobody uses for so long is unloaded.", low=0.1
+    )
+    keep_alive_s: float = option(
+        15.0, "A stream in which nothing happens gets a comment so often; 0 = never.", low=0
+    )
+    metrics_prefix: str = option(
+        "infer", "Names in /metrics begin with it; vllm = dashboards made for vLLM work."
+    )
+    log_format: str = option(
+        "text", "json = a line of JSON for each event and each request.", one_of=LOG_FORMATS
+    )
+    tracing: bool = option(
+        False, "Send a span for each request as OTEL_EXPORTER_OTLP_* say (extra: otel)."
+    )
+    api_keys: str | None = option(
+        None, "File of the keys that are let in (infer keys create); default: no keys."
+    )
+    insecure: bool = option(
+        False, "Without keys, listen on an address that others than this machine can reach."
+    )
+    sessions: str | None = option(
+        None, "Database URL of the sessions; default: a SQLite file in the user's state folder."
+    )
+    cors_origins: str | None = option(
+        None, "Origins, separated by commas, whose pages in a browser may use this server."
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            check_field(self, spec)
+        if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
+            raise ConfigError("metrics_prefix", "must be letters, digits and _")
+        for origin in self.origins:
+            if not re.fullmatch(r"https?://[^/*]+", origin):
+                raise ConfigError("cors_origins", f"{origin!r} is not an origin like https://a.org")
+
+    @property
+    def is_for_several(self) -> bool:
+        """Whether a setting is given that only several models have."""
+        return self.load_on_first_use or self.idle_unload_s is not None
+
+    @property
+    def origins(self) -> list[str]:
+        """`cors_origins` as a list."""
+        return self.cors_origins.split(",") if self.cors_origins else []

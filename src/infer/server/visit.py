@@ -1,0 +1,71 @@
+"""`Visit`: one HTTP request, from its headers to the last byte of its answer.
+
+Made by the outermost layer (`failures.Edge`) and found in the ASGI scope by everybody further in.
+Whatever a request holds that must be given back however it ends (its story, its place among the
+requests of its key, a timer) is registered in `leaving`, which is closed in that one place.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Scope
+
+KEY = "infer.visit"
+_HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+def _new_id() -> str:
+    return secrets.token_hex(16)
+
+
+@dataclass
+class Visit:
+    """See the module's docstring."""
+
+    method: str = ""
+    path: str = ""
+    id: str = field(default_factory=_new_id)
+    """made here; 128 bits of chance"""
+    client_id: str | None = None
+    """the client's `x-request-id`: echoed and shown, never a key"""
+    received_s: float = field(default_factory=time.monotonic)
+    received_at: float = field(default_factory=time.time)
+    traceparent: str | None = None
+    """the caller's span, where there is one"""
+    key_name: str = ""
+    """of the API key; "" where there are none"""
+    tenant: object = None
+    """whose it is: set by `tenants.Gate`"""
+    headers: list[tuple[str, str]] = field(default_factory=list)
+    """that the answer gets"""
+    status: int = 0
+    """of the answer, once there is one"""
+    told: dict[str, Any] = field(default_factory=dict)
+    """the summary of its story, for the log"""
+    leaving: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    def of(cls, scope: Scope) -> Visit:
+        """The visit of an ASGI scope; made the first time that it is asked for."""
+        visit = scope.get(KEY)
+        if visit is None:
+            visit = scope[KEY] = cls(scope["method"], scope["path"])
+            headers = scope["headers"]
+            offered = [value for name, value in headers if name == b"x-request-id"]
+            if len(offered) == 1 and _HARMLESS_ID.fullmatch(offered[0]):
+                visit.client_id = bytes(offered[0]).decode("ascii")
+            parents = [value for name, value in headers if name == b"traceparent"]
+            visit.traceparent = parents[0].decode("latin-1") if parents else None
+        assert isinstance(visit, Visit)
+        return visit
+
+    @property
+    def shown_id(self) -> str:
+        """What the answer's `x-request-id` is."""
+        return self.client_id or self.id

@@ -1,0 +1,151 @@
+"""Whoever is cancelled, leaves or runs out of time gives its pages back within one step.
+
+The engine's steps are gated: while one is being computed the request is ended, the test waits for
+the engine to have been told, and lets that one step finish. In the next one it must be gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from serving import COMPLETIONS, App, Reply, completion_body, with_app
+
+from doubles import HashRunner, make_hash_llm
+from infer.engine.async_llm import AsyncLLM
+from infer.schedule.sequence import Plan, Sequence, Status
+
+WORDS = "once upon a time there was a fox"
+
+
+class Gate:
+    """Lets a step begin."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[str]] = []
+        self.open = threading.Semaphore(0)
+        self.arrived = threading.Semaphore(0)
+
+    def runner(self) -> type[HashRunner]:
+        gate = self
+
+        class Gated(HashRunner):
+            def execute(self, plan: Plan) -> Any:
+                gate.arrived.release()
+                assert gate.open.acquire(timeout=20)
+                gate.steps.append([chunk.sequence.request_id for chunk in plan])
+                return super().execute(plan)
+
+        return Gated
+
+    async def step(self) -> None:
+        """Finish the step that waits, and see the next one begin."""
+        self.open.release()
+        assert await asyncio.to_thread(self.arrived.acquire, timeout=10)
+
+
+def sequences(engine: AsyncLLM) -> dict[str, Sequence]:
+    return dict(engine._worker._core.scheduler._by_id)
+
+
+async def told(engine: AsyncLLM) -> None:
+    async with asyncio.timeout(10):
+        while engine._worker._commands.empty():
+            await asyncio.sleep(0.002)
+
+
+FORMS: dict[str, tuple[dict[str, Any], Callable[[Sequence], bool]]] = {
+    "queued": ({"max_batch_size": 1}, lambda s: s.status is Status.WAITING),
+    "mid-prefill": (
+        {"max_num_batched_tokens": 8},
+        lambda s: 0 < s.num_computed < s.num_prompt,
+    ),
+    "decoding": ({}, lambda s: s.num_output >= 3),
+    "preempted": ({"num_pages": 26}, lambda s: s.status is Status.PREEMPTED),
+}
+ENDS = {"cancel": (499, "request_cancelled"), "delete": (499, "request_cancelled")}
+ENDS |= {"timeout": (504, "deadline_exceeded"), "leave": (0, "")}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("state", FORMS)
+def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> None:
+    settings, reached = FORMS[state]
+    gate = Gate()
+    engine = make_hash_llm(runner=gate.runner(), max_waiting_requests=9, **settings)
+
+    async def use(app: App) -> None:
+        body = completion_body(max_tokens=60, ignore_eos=True, stream=stream)
+        neighbour = asyncio.ensure_future(app.post(COMPLETIONS, {**body, "max_tokens": 38}))
+        assert await asyncio.to_thread(gate.arrived.acquire, timeout=10)
+        await gate.step()
+        leave = asyncio.Event()
+        limit = {"timeout": 0.5} if end == "timeout" else {}
+        asking = asyncio.ensure_future(
+            app.post(COMPLETIONS, {**body, "prompt": WORDS, **limit}, leave=leave)
+        )
+        await told(engine)
+        (name,) = set(engine._mailboxes) - set(sequences(engine))
+        await gate.step()
+        while not reached(sequences(engine)[name]):
+            await gate.step()
+        assert engine._worker._commands.empty()
+        num_before = len(gate.steps)
+        answer_id = name.removesuffix("-0")
+        if end == "leave":
+            leave.set()
+        elif end != "timeout":
+            method, tail = ("POST", "/cancel") if end == "cancel" else ("DELETE", "")
+            reply = await app.send(method, f"/v1/requests/{answer_id}{tail}")
+            assert reply.json()["cancelled"] is True
+        await told(engine)
+        await gate.step()
+        assert name not in sequences(engine)
+        engine._worker._core.scheduler.check()
+        ended = await asyncio.wait_for(asking, 10)
+        while sequences(engine):
+            gate.open.release()
+            await asyncio.sleep(0.001)
+        assert (await neighbour).status == 200
+        assert all(name not in step for step in gate.steps[num_before + 1 :])
+        check_end(ended, *ENDS[end])
+        story = (await app.get(f"/v1/requests/{answer_id}")).json()
+        assert story["outcome"] == (ENDS[end][1] or "disconnected")
+        again = await app.send("DELETE", f"/v1/requests/{answer_id}")
+        assert (again.status, again.json()["cancelled"]) == (200, False)
+
+    with_app(engine, use)
+
+
+def check_end(reply: Reply, status: int, code: str) -> None:
+    if not code:
+        assert b"[DONE]" not in reply.body
+        return
+    if reply.status == 200:  # a stream that had begun
+        assert b"[DONE]" not in reply.body
+        error = json.loads(reply.writes[-1].decode().removeprefix("data: "))["error"]
+    else:
+        assert reply.status == status
+        error = reply.error()
+    assert error["code"] == code
+
+
+def test_only_whole_ids_are_found() -> None:
+    async def use(app: App) -> None:
+        reply = await app.post(COMPLETIONS, completion_body(), headers={"x-request-id": "mine"})
+        name = reply.json()["id"]
+        assert reply.headers["x-request-id"] == "mine"
+        assert (await app.get(f"/v1/requests/{name}")).json()["client_request_id"] == "mine"
+        bare = name.removeprefix("cmpl-")
+        assert (await app.get(f"/v1/requests/{bare}")).status == 200
+        for wrong in ("mine", name[:-1], f"chatcmpl-{bare}", f"x{bare}", f"{name}-0", "-", "cmpl-"):
+            for method, tail in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+                reply = await app.send(method, f"/v1/requests/{wrong}{tail}")
+                assert (reply.status, reply.error()["code"]) == (404, "request_not_found"), wrong
+
+    with_app(make_hash_llm(), use)

@@ -1,0 +1,225 @@
+"""Metrics, logs, spans, health, CORS and comments in idle streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, with_app
+
+from doubles import make_hash_llm
+from infer.errors import ConfigError
+from infer.server import app as app_module
+from infer.server.logs import JsonLines
+from infer.server.settings import ServerSettings
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+SECRET = "the canary sings"
+
+
+async def some_requests(app: App) -> None:
+    body = completion_body(max_tokens=10, ignore_eos=True, prompt=SECRET * 9)
+    await asyncio.gather(*(app.post(COMPLETIONS, body) for _ in range(3)))
+    await app.post(CHAT, chat_body(stream=True, max_tokens=5, ignore_eos=True))
+    leave = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.02, leave.set)
+    await app.post(COMPLETIONS, {**body, "max_tokens": 300}, leave=leave)
+    assert (await app.post(COMPLETIONS, completion_body(prompt=""))).status == 400
+
+
+async def samples(app: App) -> dict[tuple[str, str], float]:
+    """By name and the last label that is not the model's name."""
+    reply = await app.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert SECRET.encode() not in reply.body
+    found = {}
+    for family in text_string_to_metric_families(reply.body.decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            assert labels.pop("model_name") == "hash-model"
+            found[sample.name, next(iter(labels.values()), "")] = sample.value
+    return found
+
+
+def test_the_metrics_add_up() -> None:
+    async def use(app: App) -> None:
+        await some_requests(app)
+        await app.idle()
+        found = await samples(app)
+        assert found["infer:request_success_total", "length"] == 4
+        assert found["infer:request_success_total", "disconnected"] == 1
+        histograms = {name for name, _ in found if name.endswith("_bucket")}
+        assert len(histograms) == 14
+        for name in histograms:
+            buckets = [value for (other, _), value in found.items() if other == name]
+            assert buckets == sorted(buckets)
+            assert buckets[-1] == found[name.replace("_bucket", "_count"), ""] > 0, name
+        assert found["infer:request_prompt_tokens_count", ""] == 5
+        assert found["infer:request_generation_tokens_sum", ""] == (
+            found["infer:inter_token_latency_seconds_count", ""] + 5
+        )
+        stats = app.engine.stats()
+        assert found["infer:prompt_tokens_total", ""] == stats["num_prompt_tokens"]
+        computed = stats["num_computed_tokens"]
+        assert found["infer:iteration_tokens_total_sum", ""] == computed
+        assert found["infer:kv_cache_usage_perc", ""] == 0
+        told = (await app.get("/stats")).json()
+        assert told["queue_depth"] == told["running"] == 0
+        assert 1 < told["mean_batch_size"] < 3
+        assert told["batches_formed"] == stats["num_steps"]
+        waits = told["waiting_ms"]
+        assert 0 < waits["p50"] <= waits["p95"] <= waits["p100"]
+        again = await samples(app)
+        assert all(again[key] >= found[key] for key in found)
+
+    with_app(make_hash_llm(step_s=0.002), use)
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    async def use(app: App) -> None:
+        await some_requests(app)
+        names = {name for name, _ in await samples(app)}
+        asked = set(re.findall(r"infer:\w+", DASHBOARD.read_text()))
+        optional = {"infer:key_generation_tokens_total", "infer:admission_rejections_total"}
+        assert asked - names == optional
+        assert len(asked) > 15
+
+    with_app(make_hash_llm(), use)
+
+
+def test_another_prefix() -> None:
+    async def use(app: App) -> None:
+        body = (await app.get("/metrics")).body
+        assert b"vllm:num_requests_running{" in body
+        assert b"infer:" not in body
+
+    with_app(make_hash_llm(), use, metrics_prefix="vllm")
+
+
+def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "infer")
+
+    async def use(app: App) -> None:
+        await some_requests(app)
+        await app.get("/no\nsuch", **{"x-request-id": "mine"})
+
+    with_app(make_hash_llm(step_s=0.001), use)
+    lines = [JsonLines().format(record) for record in caplog.records]
+    assert all("\n" not in line and SECRET not in line for line in lines)
+    entries = [json.loads(line) for line in lines]
+    visits = {e["request_id"]: e for e in entries if e["message"] == "request"}
+    stories = [visit for visit in visits.values() if "outcome" in visit]
+    assert [story["outcome"] for story in stories].count("length") == 4
+    assert all(story["total_ms"] >= story["first_token_ms"] > 0 for story in stories[:4])
+    statuses = [visit["status"] for visit in visits.values()]
+    assert sorted(statuses) == [200, 200, 200, 200, 400, 404, 499]
+    (last,) = [visit for visit in visits.values() if visit["status"] == 404]
+    assert (last["client_request_id"], last["path"]) == ("mine", "/no\nsuch")
+
+
+def test_an_engine_that_makes_no_steps_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "MAX_SILENCE_S", 0.1)
+
+    async def use(app: App) -> None:
+        body = completion_body(max_tokens=3, ignore_eos=True)
+        await app.post(COMPLETIONS, body)
+        await asyncio.sleep(0.2)
+        assert (await app.get("/health/live")).status == 200  # idle
+        app.engine._worker._core.runner.step_s = 0.4
+        asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
+        await asyncio.sleep(0.05)
+        assert (await app.get("/health/live")).status == 200
+        await asyncio.sleep(0.12)
+        later = asyncio.ensure_future(app.post(COMPLETIONS, body))
+        await asyncio.sleep(0.02)
+        assert (await app.get("/health/live")).status == 503  # whoever comes
+        await asyncio.gather(asking, later)
+        assert (await app.get("/health/live")).status == 200
+        app.engine._worker._core.runner.step_s = 0.02
+        asking = asyncio.ensure_future(app.post(COMPLETIONS, {**body, "max_tokens": 15}))
+        await asyncio.sleep(0.2)
+        assert (await app.get("/health/live")).status == 200  # slow, but it goes on
+        await asking
+
+    with_app(make_hash_llm(), use)
+
+
+@pytest.mark.parametrize("keep_alive_s", [0.0, 0.05])
+def test_comments_only_where_nothing_happens(keep_alive_s: float) -> None:
+    async def use(app: App) -> None:
+        body = chat_body(stream=True, max_tokens=60, ignore_eos=True)
+        assert b": nothing" not in (await app.post(CHAT, body)).body
+        app.engine._worker._core.runner.step_s = 0.2
+        reply = await app.post(CHAT, chat_body(stream=True, max_tokens=2))
+        comments = [write for write in reply.writes if write == b": nothing yet\n\n"]
+        assert bool(comments) is bool(keep_alive_s)
+        rest = [write for write in reply.writes if write not in comments]
+        assert all(write.startswith(b"data: ") for write in rest)
+
+    with_app(make_hash_llm(step_s=0.002), use, keep_alive_s=keep_alive_s)
+
+
+def test_other_origins_only_where_they_are_named() -> None:
+    ask = {"origin": "https://a.org", "access-control-request-method": "POST"}
+
+    async def off(app: App) -> None:
+        reply = await app.send("OPTIONS", COMPLETIONS, headers=ask)
+        assert reply.status == 405
+        assert not any(name.startswith("access-control") for name in reply.headers)
+
+    async def on(app: App) -> None:
+        reply = await app.send("OPTIONS", COMPLETIONS, headers=ask)
+        assert reply.headers["access-control-allow-origin"] == "https://a.org"
+        reply = await app.send("OPTIONS", COMPLETIONS, headers={**ask, "origin": "https://b.org"})
+        assert "access-control-allow-origin" not in reply.headers
+
+    with_app(make_hash_llm(), off)
+    with_app(make_hash_llm(), on, cors_origins="https://a.org,http://localhost:3000")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cors_origins", "*"),
+        ("metrics_prefix", "a b"),
+        ("log_format", "xml"),
+        ("keep_alive_s", -1.0),
+    ],
+)
+def test_settings_that_cannot_be(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServerSettings(**{name: value})
+    assert caught.value.field == name
+
+
+def test_a_span_for_each_request() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    memory, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    trace.set_tracer_provider(provider)
+    parent = {"traceparent": f"00-{'ab' * 16}-{'cd' * 8}-01"}
+
+    async def use(app: App) -> None:
+        body = chat_body(max_tokens=5, ignore_eos=True)
+        usage = (await app.post(CHAT, body, headers=parent)).json()["usage"]
+        (span,) = memory.get_finished_spans()
+        assert span.name == "chat hash-model"
+        assert span.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+        assert span.attributes["gen_ai.usage.output_tokens"] == 5
+        assert [event.name for event in span.events] == ["admitted", "first token"]
+        assert span.start_time < span.events[1].timestamp < span.end_time
+        assert f"{span.context.trace_id:032x}" == "ab" * 16
+
+    with_app(make_hash_llm(), use, tracing=True)

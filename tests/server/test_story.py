@@ -1,0 +1,153 @@
+"""The story of a request: its events in order, what slow gaps were due to, all of it bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving, with_app
+
+from doubles import HashRunner, launch_hash_llm, make_hash_llm
+from infer.schedule.sequence import Plan
+from infer.server import story as story_module
+
+LONG = "a long long way to go " * 12
+
+
+async def story_of(app: App, name: str) -> dict[str, Any]:
+    return dict((await app.get(f"/v1/requests/{name}")).json())
+
+
+def kinds(story: dict[str, Any]) -> list[str]:
+    return [event["event"] for event in story["events"]]
+
+
+def test_one_after_the_other() -> None:
+    async def use(app: App) -> None:
+        first = asyncio.ensure_future(app.post(CHAT, chat_body(max_tokens=30, ignore_eos=True)))
+        await asyncio.sleep(0.02)
+        later = [app.post(COMPLETIONS, completion_body(prompt=LONG)) for _ in range(2)]
+        replies = [reply.json() for reply in await asyncio.gather(first, *later)]
+        names = [reply["id"] for reply in replies]
+        story = await story_of(app, names[2])
+        events = story["events"]
+        chunks = [event for event in events if event["event"] == "chunk"]
+        assert kinds(story) == [
+            *("received", "queued", "admitted"),
+            *["chunk"] * len(chunks),
+            *("first_token", "finished"),
+        ]
+        times = [event["at_ms"] for event in events]
+        assert times == sorted(times)
+        assert times[0] == 0
+        assert story["total_ms"] == times[-1]
+        assert (events[1]["waiting_before"], events[1]["running"]) == (1, 1)
+        assert events[1]["behind"] == [names[1]]
+        hit = replies[2]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert hit > 100
+        assert (
+            events[2]["cached_tokens"] == hit == story["cached_tokens"] == chunks[0]["from_token"]
+        )
+        assert events[2]["of_tokens"] == story["prompt_tokens"]
+        assert hit + sum(chunk["tokens"] for chunk in chunks) == story["prompt_tokens"]
+        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no hit
+        assert story["completion_tokens"] == replies[2]["usage"]["completion_tokens"]
+        assert story["state"] == "finished"
+        listed = (await app.get("/v1/requests")).json()["data"]
+        assert {entry["id"] for entry in listed} == set(names)
+
+    with_app(make_hash_llm(max_batch_size=1, step_s=0.001), use)
+
+
+class SlowPrompts(HashRunner):
+    def execute(self, plan: Plan) -> Any:
+        self.step_s = 0.15 if any(chunk.num_tokens > 100 for chunk in plan) else 0.002
+        return super().execute(plan)
+
+
+def test_a_slow_gap_names_the_prompt_that_took_the_time() -> None:
+    async def use(app: App) -> None:
+        asking = asyncio.ensure_future(
+            app.post(COMPLETIONS, completion_body(max_tokens=100, ignore_eos=True))
+        )
+        await asyncio.sleep(0.01)
+        culprit = (await app.post(COMPLETIONS, completion_body(prompt=LONG))).json()["id"]
+        story = await story_of(app, (await asking).json()["id"])
+        worst = story["slowest_gaps"][0]
+        assert worst["gap_ms"] > 150
+        assert worst["steps"] == 1
+        assert worst["slowest_step"]["prompts_of"] == [culprit]
+        assert worst["slowest_step"]["prompt_tokens"] > 200
+        assert worst["slowest_step"]["sequences"] == 2
+        assert worst["slowest_step"]["step_ms"] > 150
+        gaps = [gap["gap_ms"] for gap in story["slowest_gaps"]]
+        assert gaps == sorted(gaps, reverse=True)
+        assert len(gaps) == story_module.NUM_GAPS
+
+    engine = make_hash_llm(runner=SlowPrompts, max_num_batched_tokens=1000, max_seq_len=1000)
+    with_app(engine, use)
+
+
+class SlowNowAndThen(HashRunner):
+    def execute(self, plan: Plan) -> Any:
+        self.step_s = 0.03 if len(plan) == 1 and len(plan[0].sequence.tokens) == 40 else 0.0
+        return super().execute(plan)
+
+
+def test_preemptions_are_told_and_choices_told_apart() -> None:
+    async def use(app: App) -> None:
+        body = completion_body(max_tokens=40, ignore_eos=True, n=2, stream=True)
+        name = (await app.post(COMPLETIONS, body)).events()[0]["id"]
+        story = await story_of(app, name)
+        lost = [event for event in story["events"] if event["event"] == "preempted"]
+        assert lost
+        assert lost[0]["lost_tokens"] > 0
+        assert lost[0]["needed_by"] == ["another choice of it"]
+        assert lost[0]["choice"] == 1
+        assert kinds(story).count("admitted") == 2 + len(lost)
+        again = [event for event in story["events"] if event["event"] == "chunk"][-1]
+        assert again["from_token"] + again["tokens"] > story["prompt_tokens"]
+        worst = story["slowest_gaps"][0]
+        assert worst["steps"] > 2
+        assert worst["slowest_step"]["step_ms"] > 30
+        assert kinds(story).count("first_token") == 2
+
+    with_app(make_hash_llm(num_pages=16, runner=SlowNowAndThen), use)
+
+
+def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story_module, "MAX_RECENT", 3)
+    monkeypatch.setattr(story_module, "MAX_EVENTS", 10)
+
+    async def use(app: App) -> None:
+        names = []
+        for _ in range(5):
+            body = completion_body(prompt=LONG, max_tokens=20, ignore_eos=True, seed=len(names))
+            names.append((await app.post(COMPLETIONS, body)).json()["id"])
+        listed = (await app.get("/v1/requests")).json()["data"]
+        assert [entry["id"] for entry in listed] == names[:1:-1]
+        assert (await app.get(f"/v1/requests/{names[0]}")).status == 404
+        story = await story_of(app, names[-1])
+        assert len(story["events"]) == 10
+        assert kinds(story)[-1] == "finished"
+        assert story["events_left_out"] > 0
+
+    engine = make_hash_llm(max_num_batched_tokens=8, enable_prefix_caching=False)
+    with_app(engine, use)
+
+
+def test_a_process_tells_the_same() -> None:
+    """The facts cross the boundary, and times of both sides are on one clock."""
+
+    async def use() -> None:
+        async with serving(launch_hash_llm()) as app:
+            reply = await app.post(COMPLETIONS, completion_body(prompt=LONG))
+            story = await story_of(app, reply.json()["id"])
+            assert kinds(story)[:4] == ["received", "queued", "admitted", "chunk"]
+            assert kinds(story)[-2:] == ["first_token", "finished"]
+            times = [event["at_ms"] for event in story["events"]]
+            assert times == sorted(times)
+            assert 0 < story["admitted_ms"] < story["first_token_ms"] < story["total_ms"] < 30_000
+
+    asyncio.run(use())

@@ -1,0 +1,231 @@
+"""Keys: who is let in, what a key may use, and that nothing of one is another's to see."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import COMPLETIONS, App, Reply, completion_body, with_app
+from typer.testing import CliRunner
+
+from doubles import make_hash_llm
+from infer.cli.main import app as command
+from infer.config import EngineConfig
+from infer.errors import ConfigError, RequestError
+from infer.server import serve
+from infer.server.keys import Key, Keys, Limits
+from infer.server.settings import ServerSettings
+from infer.server.story import Story, Track
+from infer.server.tenants import OPEN_PATHS, Bucket, Tenant
+from infer.server.visit import Visit
+from infer.types import Request, SamplingParams
+
+LONG = "a long long way to go " * 6
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def make(file: Path, name: str, **limits: Any) -> dict[str, str]:
+    """A key, as the headers that show it."""
+    return {
+        "authorization": f"Bearer {Keys(file, must_exist=False).create(name, Limits(**limits))}"
+    }
+
+
+def test_every_route_needs_a_key(file: Path) -> None:
+    key = make(file, "a")
+    wrong = [{}, {"authorization": "Bearer no"}, {"authorization": "Bearer "}]
+    wrong += [{"authorization": key["authorization"][:-1]}, {"authorization": "Basic x"}]
+    wrong += [{"host": "x/health/live?"}, {"x-api-key": key["authorization"]}]
+
+    async def use(app: App) -> None:
+        for route in app.app.routes:
+            for method in route.methods:
+                path = route.path.replace("{name:path}", "x").replace("{id}", "x")
+                for headers in wrong:
+                    reply = await app.send(method, path, headers=headers)
+                    assert (reply.status == 401) is (path not in OPEN_PATHS), path
+                    if reply.status == 401 and method != "HEAD":
+                        assert reply.error()["code"] == "invalid_api_key"
+        for path in ("//health/live", "/health/live/../../v1/models", "/v1/models?/health"):
+            assert (await app.get(path)).status == 401
+        assert (await app.get("/v1/models", **key)).status == 200
+        for path in ("/metrics", "/stats"):
+            assert (await app.get(path, **key)).status == 403
+            assert (await app.get(path, **admin)).status == 200
+        Keys(file).revoke("a")
+        assert (await app.get("/v1/models", **key)).status == 401
+        file.write_text("{")
+        assert (await app.get("/v1/models", **admin)).status == 401
+
+    admin = make(file, "root", admin=True)
+    with_app(make_hash_llm(), use, api_keys=str(file))
+
+
+def cached(reply: Reply) -> int:
+    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_nothing_crosses_from_one_key_to_another(file: Path) -> None:
+    keys = {name: make(file, name) for name in "ab"}
+    friends = {name: make(file, name, share_cache="docs") for name in "cd"}
+    admin = make(file, "root", admin=True)
+
+    async def use(app: App) -> None:
+        def post(headers: dict[str, str]) -> Any:
+            return app.post(COMPLETIONS, completion_body(prompt=LONG), headers=headers)
+
+        first = await post(keys["a"])
+        assert [cached(first), cached(await post(keys["a"]))] == [0, 132]
+        assert cached(await post(keys["b"])) == 0
+        assert [cached(await post(friends["c"])), cached(await post(friends["d"]))] == [0, 132]
+        name = first.json()["id"]
+        for method, tail in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+            path = f"/v1/requests/{name}{tail}"
+            assert (await app.send(method, path, headers=keys["b"])).status == 404
+            assert (await app.send(method, path, headers=keys["a"])).status == 200
+            assert (await app.send(method, path, headers=admin)).status == 200
+        listed = (await app.get("/v1/requests", **keys["b"])).json()["data"]
+        assert len(listed) == 1
+        assert name not in json.dumps(listed)
+        assert len((await app.get("/v1/requests", **admin)).json()["data"]) == 5
+        told = (await app.get("/stats", **admin)).json()["keys"]
+        assert told["a"]["cached_tokens"] == 132
+        assert told["b"]["prompt_tokens"] == told["a"]["prompt_tokens"] / 2
+        metrics = (await app.get("/metrics", **admin)).body.decode()
+        assert 'infer:key_generation_tokens_total{key="a",model_name="hash-model"} 16' in metrics
+
+    with_app(make_hash_llm(), use, api_keys=str(file))
+
+
+def test_the_story_does_not_name_others(file: Path) -> None:
+    a, b = make(file, "a"), make(file, "b")
+
+    async def use(app: App) -> None:
+        body = completion_body(max_tokens=40, ignore_eos=True)
+        works = [app.post(COMPLETIONS, body, headers=key) for key in (a, a, b)]
+        replies = [reply.json()["id"] for reply in await asyncio.gather(*works)]
+        story = (await app.get(f"/v1/requests/{replies[2]}", **b)).json()
+        assert story["events"][1]["behind"] == ["somebody else's"] * 2
+        assert not any(reply in json.dumps(story) for reply in replies[:2])
+
+    with_app(make_hash_llm(max_batch_size=1), use, api_keys=str(file))
+
+
+def test_limits(file: Path) -> None:
+    key = make(file, "a", max_concurrent=2)
+    few = make(file, "b", requests_per_minute=2)
+    small = make(file, "c", tokens_per_minute=1000)
+    alone = make(file, "d", max_queued=0)
+
+    async def use(app: App) -> None:
+        async def post(headers: dict[str, str], **changes: Any) -> Reply:
+            return await app.post(COMPLETIONS, completion_body(**changes), headers=headers)
+
+        replies = await asyncio.gather(*(post(key, max_tokens=50) for _ in range(4)))
+        assert sorted(reply.status for reply in replies) == [200, 200, 429, 429]
+        assert (await post(key)).status == 200
+        replies = [await post(few) for _ in range(3)]
+        assert [reply.status for reply in replies] == [200, 200, 429]
+        left = [reply.headers["x-ratelimit-remaining-requests"] for reply in replies]
+        assert left == ["1", "0", "0"]
+        refused = replies[2]
+        assert refused.error()["code"] == "rate_limit_exceeded"
+        assert 25 <= int(refused.headers["retry-after"]) <= 30
+        assert refused.headers["x-ratelimit-limit-requests"] == "2"
+        assert (await post(small, max_tokens=300, ignore_eos=True)).status == 200
+        left = (await post(small, max_tokens=1)).headers["x-ratelimit-remaining-tokens"]
+        assert 600 < int(left) < 720
+        assert (await post(small, max_tokens=450, n=2)).status == 429
+        busy = [asyncio.ensure_future(post(key, max_tokens=200, n=8)) for _ in range(2)]
+        await asyncio.sleep(0.02)
+        waiting = [asyncio.ensure_future(post(alone)) for _ in range(3)]
+        statuses = sorted([(await each).status for each in waiting])
+        assert statuses[0] == 200
+        assert statuses[-1] == 429
+        await asyncio.gather(*busy)
+
+    with_app(make_hash_llm(step_s=0.001, max_batch_size=2), use, api_keys=str(file))
+
+
+def test_a_bucket() -> None:
+    now = [0.0]
+    bucket = Bucket(60, lambda: now[0])
+    bucket.take(60)
+    assert bucket.wait_s(1) == 1.0
+    now[0] = 2.0
+    assert bucket.wait_s(1) == 0.0
+    bucket.take(10)  # more than was there
+    assert bucket.level() == -8.0
+    bucket.take(-1000)
+    assert bucket.level() == 60.0
+
+
+def test_what_was_reserved_and_not_used_is_given_back() -> None:
+    key = Key(id="k", name="n", sha256="", limits=Limits(tokens_per_minute=1000))
+    tenant, visit = Tenant(key, lambda: 0.0), Visit()
+    request = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=700)
+    settle = tenant.reserve([request], visit)
+    assert tenant._buckets["tokens"].level() == 200
+    with pytest.raises(RequestError, match="tokens a minute"):
+        tenant.reserve([request], visit)
+    story = Story("r", "k", visit, 100, 700)
+    story.tracks["r-0"] = Track(story, 0, num_tokens=30)
+    settle(story)
+    assert tenant._buckets["tokens"].level() == 870
+    huge = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=10**6)
+    with pytest.raises(RequestError, match="tokens a minute"):
+        tenant.reserve([huge], visit)
+    Tenant(key).reserve([huge], visit)  # takes all there is, rather than never being served
+
+
+def test_a_refused_request_leaves_nothing() -> None:
+    tenant = Tenant(Key(id="k", name="n", sha256="", limits=Limits(requests_per_minute=1)))
+    visits = [Visit(), Visit()]
+    tenant.enter(visits[0], 0)
+    with pytest.raises(Exception, match="requests a minute"):
+        tenant.enter(visits[1], 0)
+    for visit in visits:
+        visit.leaving.close()
+    assert tenant._num_open == 0
+
+
+def test_the_command(file: Path) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(command, ["keys", *arguments, "--file", str(file)])
+
+    token = run("create", "alice", "--max-concurrent", "3", "--admin").stdout.strip()
+    assert len(token) > 40
+    assert token not in file.read_text()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert Keys(file).find(token).limits == Limits(max_concurrent=3, admin=True)
+    assert "max_concurrent=3" in run("list").stdout
+    assert isinstance(run("create", "alice").exception, ConfigError)
+    assert isinstance(run("create", "x\ny").exception, ConfigError)
+    assert run("revoke", "alice").exit_code == 0
+    assert Keys(file).find(token) is None
+    assert isinstance(run("revoke", "alice").exception, ConfigError)
+    file.write_text('{"keys": [{"id": 1, "bad": 2}]}')
+    assert isinstance(run("list").exception, ConfigError)
+
+
+@pytest.mark.parametrize(("host", "refused"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_without_keys_only_this_machine(
+    host: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+    monkeypatch.setattr("infer.engine.launch.launch", lambda config, **_: make_hash_llm())
+    monkeypatch.setattr(serve, "run", lambda *arguments, **how: ran.append(how))
+    serve.serve_config(EngineConfig(), ServerSettings(insecure=True), host, 0)
+    assert len(ran) == 1
+    if refused:
+        with pytest.raises(ConfigError, match="--api-keys"):
+            serve.serve_config(EngineConfig(), ServerSettings(), host, 0)
+    else:
+        serve.serve_config(EngineConfig(), ServerSettings(), host, 0)
