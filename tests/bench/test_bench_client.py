@@ -101,6 +101,13 @@ def test_the_server_counts_the_tokens() -> None:
     assert (record.prompt_tokens, record.output_tokens, record.cached_tokens) == (7, 5, 3)
 
 
+def test_tokens_without_text_are_tokens() -> None:
+    """Where the server counts some, an answer that shows none is one; its end stands for them."""
+    usage = json.dumps({"choices": [], "usage": USAGE}).encode()
+    record = ask(OK, b"data: " + said("", "length"), b"\n\ndata: " + usage + b"\n\ndata: [DONE]\n\n")
+    assert (record.error, len(record.token_s), record.output_tokens) == (None, 1, 5)
+
+
 def test_without_usage_pieces_are_counted() -> None:
     """A token whose text is held back is one; the end alone, without text, is none."""
     lines = [said("a"), said(""), said("b"), said("", "length"), b"[DONE]"]

@@ -99,7 +99,7 @@ def test_a_long_prompt_arrives_while_streams_run() -> None:
 def test_followers_share_a_prefix_and_nothing_more() -> None:
     first, *followers = plan("shared_prefix")
     assert len(followers) == 15
-    assert all((each.group, each.after) == ("followers", 0) for each in followers)
+    assert [(each.group, each.after) for each in followers] == [("followers", i) for i in range(15)]
     assert {each.prompt[:1024] for each in followers} == {first.prompt[:1024]}
     assert len({each.prompt[1024:] for each in (first, *followers)}) == 16
 

@@ -135,12 +135,12 @@ def long_prompt(
 def shared_prefix(
     draw: Draw, *, num_requests: int = 16, input_len: int = 1024, output_len: int = 32
 ) -> list[Planned]:
-    """16 requests with the same 1,024 tokens in front: one, and when it has ended the others"""
+    """16 requests with the same 1,024 tokens in front, one after the other"""
     prefix = draw.ids(input_len)
     first = Planned(0.0, prefix + draw.ids(32), output_len, "first")
     return [first] + [
-        Planned(0.0, prefix + draw.ids(32), output_len, "followers", after=0)
-        for _ in range(num_requests - 1)
+        Planned(0.0, prefix + draw.ids(32), output_len, "followers", after=i)
+        for i in range(num_requests - 1)
     ]
 
 
