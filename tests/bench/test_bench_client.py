@@ -104,7 +104,8 @@ def test_the_server_counts_the_tokens() -> None:
 def test_tokens_without_text_are_tokens() -> None:
     """Where the server counts some, an answer that shows none is one; its end stands for them."""
     usage = json.dumps({"choices": [], "usage": USAGE}).encode()
-    record = ask(OK, b"data: " + said("", "length"), b"\n\ndata: " + usage + b"\n\ndata: [DONE]\n\n")
+    events = said("", "length"), usage, b"[DONE]"
+    record = ask(OK, *(b"data: " + event + b"\n\n" for event in events))
     assert (record.error, len(record.token_s), record.output_tokens) == (None, 1, 5)
 
 
