@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from infer.engine.intake import Intake
 from infer.engine.output import OutputCollector, OutputProcessor, error_of
-from infer.engine.worker import EngineClient
+from infer.engine.worker import SOFT_LIMIT_S, EngineClient
 from infer.errors import EngineDeadError, EngineError, OverloadedError, RequestError
 from infer.facts import StepFacts
 from infer.text.tokenizer import Tokenizer
@@ -120,6 +120,12 @@ class AsyncLLM:
     def is_ready(self) -> bool:
         """Whether a request that is sent now is worked on at once; implies `is_alive`."""
         return self.is_alive and not self._draining and self._worker.is_ready
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is alive and goes on with what there is to do; an idle one does."""
+        is_stuck = self.num_open > 0 and self._worker.silence_s >= SOFT_LIMIT_S
+        return self.is_alive and not is_stuck
 
     @property
     def num_open(self) -> int:

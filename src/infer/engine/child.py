@@ -40,8 +40,6 @@ from infer.errors import LoadError
 from infer.facts import StepFacts
 from infer.types import StepOutput
 
-HEARTBEAT_S = 1.0
-"""an idle engine reports so often"""
 DUMP_SIGNAL = signal.SIGUSR1
 """writes the stacks of all threads to stderr, also while the interpreter is stuck"""
 _PR_SET_PDEATHSIG = 1
@@ -118,7 +116,7 @@ def main(fd: int, parent: int) -> int:
         channel.send(Report(outputs, core.stats(), facts))
 
     try:
-        EngineLoop(core, report, commands, report_every_s=HEARTBEAT_S).run()
+        EngineLoop(core, report, commands).run()
     except Exception:
         logger.exception("the engine has failed")
         return 1

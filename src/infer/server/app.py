@@ -54,9 +54,6 @@ from infer.types import Request
 B = TypeVar("B", bound=Body)
 G = TypeVar("G", bound=Generation)
 
-MAX_SILENCE_S = 300.0
-"""without a step, though there is work; longer than the watchdog and a restart take"""
-
 _INDEX = """\
 infer serves {model}.
 
@@ -72,7 +69,7 @@ GET  /v1/requests           the requests that run, and the latest that have ende
 GET  /v1/requests/ID        the story of one: what it waited for, and why
 POST /v1/requests/ID/cancel    end one (also: DELETE /v1/requests/ID)
 GET  /health/ready          200 while a request would be worked on at once, else 503
-GET  /health/live           200 while requests are taken, else 503 (also: /health)
+GET  /health/live           200 while requests are taken and move on, else 503 (also: /health)
 GET  /metrics               for Prometheus
 GET  /stats                 queue depth, batch sizes, waiting times
 """
@@ -260,10 +257,8 @@ class Endpoints:
         }
 
     async def health(self, _: HttpRequest) -> Response:
-        if not self._engine.is_alive:
-            raise EngineDeadError("the engine is not running")
-        if self._stories.silence_s() > MAX_SILENCE_S:
-            raise EngineDeadError("the engine makes no progress")
+        if not self._engine.is_live:
+            raise EngineDeadError("the engine is not running, or makes no progress")
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _: HttpRequest) -> Response:

@@ -265,7 +265,7 @@ class Models:
         }
 
     async def _health(self, _: Request) -> Response:
-        if not any(model.engine is None or model.engine.is_alive for model in self._all()):
+        if not any(model.engine is None or model.engine.is_live for model in self._all()):
             raise EngineDeadError("no engine is running")
         return JSONResponse({"status": "ok"})
 
