@@ -108,10 +108,11 @@ ROWS = (
         "19",
         "poison requests",
         (
+            f"{HERE}/test_poison.py",
             "tests/engine/test_containment.py::test_of_five_thousand_exactly_the_poisonous_ones_fail",
         ),
-        "1 % of 5,000 requests raise in the step or have no finite row; engine process, hash model:"
-        " exactly those fail, the others are exact, the engine keeps its pid",
+        "Exactly those fail, with a typed error, the others are exact, the engine keeps its pid;"
+        " also of 5,000 without HTTP, engine process, hash model",
     ),
     Row("20", "10 x overload", (f"{HERE}/test_overload.py::test_ten_times_too_much",)),
     Row("21", "burst admission race", (f"{HERE}/test_overload.py::test_a_burst",)),

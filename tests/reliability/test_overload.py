@@ -9,7 +9,6 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from load import (
     Findings,
     Heard,
     Served,
+    ask,
     bodies,
     follow,
     hash_server,
@@ -26,15 +26,6 @@ from load import (
     send,
     served,
 )
-
-
-async def ask(port: int, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Status and body of a plain answer."""
-    reader, writer = await send(port, body)
-    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    return int(head.split()[1]), json.loads(answer)
-
 
 # ---- 1: the ledger
 
