@@ -35,7 +35,7 @@ from infer.engine.messages import (
     read_begin,
     read_commands,
 )
-from infer.engine.worker import Blueprint, Command, EngineLoop
+from infer.engine.worker import Blueprint, Command, EngineLoop, settle
 from infer.errors import LoadError
 from infer.facts import StepFacts
 from infer.types import StepOutput
@@ -110,6 +110,7 @@ def main(fd: int, parent: int) -> int:
     if faults != Faults():
         core = FaultyCore(core, faults)
     core.announce = lambda request_id: channel.send(Alone(request_id))
+    settle()
     channel.send(Ready(limits, core.stats()))
 
     def report(outputs: list[StepOutput], facts: StepFacts | None) -> None:

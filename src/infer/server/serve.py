@@ -26,6 +26,7 @@ import uvicorn
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
+from infer.engine.worker import settle
 from infer.errors import ConfigError
 from infer.server.app import create_app, layers
 from infer.server.failures import WRITE_STALL_S
@@ -262,4 +263,6 @@ def run(
     sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
     with sock or bind(host, port) as held:
         announce = functools.partial(print, flush=True)
-        Server(engine, held, settings, announce=announce).serve_until_stopped()
+        server = Server(engine, held, settings, announce=announce)
+        settle()
+        server.serve_until_stopped()
