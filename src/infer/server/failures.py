@@ -26,8 +26,6 @@ log = logging.getLogger("infer.server")
 
 DEAD_RETRY_AFTER_S = 5
 """Retry-After of a 503 that says nothing about when"""
-WRITE_STALL_S = 30.0
-"""a reader that takes nothing for so long has lost its answer"""
 IGNORED = "infer.ignored"
 """where in a request's scope the names of fields are that were not understood and not refused"""
 _UNEXPECTED = "the server failed to process this request"
