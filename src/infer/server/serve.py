@@ -31,10 +31,8 @@ from infer.server.app import create_app, layers
 from infer.server.logs import JsonLines, access
 from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
-from infer.server.settings import ServerSettings
+from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8000
 MAX_HEADER_BYTES = 16 * 1024
 KEEP_ALIVE_S = 75
 SEND_BUFFER_BYTES = 128 * 1024

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from infer.config import check_fields, option
 from infer.errors import ConfigError
 
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
 LOG_FORMATS = ("text", "json")
 
 
