@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -111,6 +112,9 @@ def main(fd: int, parent: int) -> int:
         core = FaultyCore(core, faults)
     core.announce = lambda request_id: channel.send(Alone(request_id))
     settle()
+    # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
+    # be used again, 2,000 of each length, which fill over an hour and look like a leak.
+    gc.set_threshold(700, 2, 2)
     channel.send(Ready(limits, core.stats()))
 
     def report(outputs: list[StepOutput], facts: StepFacts | None) -> None:
