@@ -28,6 +28,8 @@ DEAD_RETRY_AFTER_S = 5
 """Retry-After of a 503 that says nothing about when"""
 WRITE_STALL_S = 30.0
 """a reader that takes nothing for so long has lost its answer"""
+MAX_HEADER_BYTES = 16 * 1024
+"""request line and headers"""
 IGNORED = "infer.ignored"
 """where in a request's scope the names of fields are that were not understood and not refused"""
 _UNEXPECTED = "the server failed to process this request"
@@ -50,6 +52,24 @@ class HttpError(RequestError):
         super().__init__(message, param=param, code=code)
         self.status = status
         self.retry_after_s: int | None = None
+
+
+def headers_too_large() -> HttpError:
+    """There, or while they come."""
+    message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
+    return HttpError(431, message, code="headers_too_large")
+
+
+def _check_head(scope: Scope) -> None:
+    """What the parser lets through: it looks at the size only of what is not complete, and a length
+    beside chunks may mean another end of the request to whoever passed it on."""
+    sizes = [len(name) + len(value) + 4 for name, value in scope["headers"]]
+    target = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
+    if len(scope["method"]) + target + 14 + sum(sizes) > MAX_HEADER_BYTES:
+        raise headers_too_large()
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        message = "send Content-Length or Transfer-Encoding, not both"
+        raise HttpError(400, message, code="invalid_http")
 
 
 def describe(error: BaseException) -> Response:
@@ -132,7 +152,12 @@ class Edge:
 
         try:
             with visit.leaving:
+                _check_head(scope)
                 await self._app(scope, receive, send_with_id)
+        except HttpError as error:  # of the head; nobody knows where the next request begins
+            response = describe(error)
+            response.headers["connection"] = "close"
+            await response(scope, receive, send_with_id)
         except ClientGone:
             log.debug("request %s: the client has left", visit.id)
         except Exception as error:

@@ -28,7 +28,7 @@ from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.app import create_app, layers
-from infer.server.failures import WRITE_STALL_S
+from infer.server.failures import MAX_HEADER_BYTES, WRITE_STALL_S
 from infer.server.logs import JsonLines, access
 from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
@@ -36,7 +36,6 @@ from infer.server.settings import ServerSettings
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
-MAX_HEADER_BYTES = 16 * 1024
 KEEP_ALIVE_S = 75
 SEND_BUFFER_BYTES = 128 * 1024
 """in the kernel, a connection (which takes twice of it): by default it may be megabytes, and who

@@ -25,6 +25,7 @@ from infer.grammar import Grammar
 from infer.server import inert, structured
 from infer.server.body import MAX_NAME_CHARS, parse_json
 from infer.server.validation import Wire
+from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
 MAX_CHOICES_PER_PROMPT = 8
 MAX_CHOICES = 256
@@ -62,7 +63,7 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 
 
 def _is_ids(items: list[Any]) -> bool:
-    return all(type(item) is int for item in items)
+    return set(map(type, items)) <= {int}
 
 
 def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
@@ -84,6 +85,8 @@ def _logit_bias(value: Any) -> dict[int, float]:
     """JSON's keys are strings; here they are token ids."""
     if not isinstance(value, dict):
         raise RequestError("logit_bias must be an object: token id → number")
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:  # `SamplingParams` would say so too, but late
+        raise UnprocessableError(f"logit_bias has more than {MAX_LOGIT_BIAS_ENTRIES} entries")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not _TOKEN_ID.fullmatch(key):
