@@ -16,6 +16,7 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineError, RequestError
@@ -31,7 +32,7 @@ IGNORED = "infer.ignored"
 """where in a request's scope the names of fields are that were not understood and not refused"""
 _UNEXPECTED = "the server failed to process this request"
 _ROUTER = {
-    404: "there is no such route; see / for what there is",
+    404: "there is no such route: this server completes texts and chats; see / for what there is",
     405: "this route is there, but not with this method; see the Allow header",
 }
 _MAX_IGNORED_SHOWN = 32
@@ -95,9 +96,15 @@ def describe(error: BaseException) -> Response:
     return Response(body, status, headers, "application/json")
 
 
-async def respond(_: Request, error: Exception) -> Response:
+async def respond(http: Request, error: Exception) -> Response:
     """The app's handler of every exception that is expected."""
-    return describe(error)
+    response = describe(error)
+    if response.status_code == 405:  # the router knows only the first route of this path
+        here = [
+            r for r in http.app.routes if isinstance(r, Route) and r.matches(http.scope)[0].value
+        ]
+        response.headers["allow"] = ", ".join(sorted({m for r in here for m in r.methods or ()}))
+    return response
 
 
 def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
