@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from infer.cli.bench import app as bench_app
+from infer.bench.command import app as bench_app
 from infer.cli.keys import app as keys_app
 from infer.config import EngineConfig
 from infer.errors import ConfigError, InferError, LoadError, RequestError
