@@ -89,13 +89,13 @@ class Endpoints:
 
     # ---- generating
 
-    @takes(CompletionBody, refuses=(429, 504), answers=(JSON, EVENTS))
+    @takes(CompletionBody, refuses=(429, 499, 504), answers=(JSON, EVENTS))
     async def completions(self, http: HttpRequest) -> Response:
         """OpenAI's completions."""
         make_requests = intake.completion_requests
         return await self._answer(http, CompletionBody, make_requests, CompletionAnswer)
 
-    @takes(ChatBody, refuses=(404, 409, 429, 504), answers=(JSON, EVENTS))
+    @takes(ChatBody, refuses=(404, 409, 429, 499, 504), answers=(JSON, EVENTS))
     async def chat_completions(self, http: HttpRequest) -> Response:
         """OpenAI's chat completions; with a session_id, the new messages of a session."""
         return await self._answer(http, ChatBody, intake.chat_requests, ChatAnswer)

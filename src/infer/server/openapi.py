@@ -93,4 +93,5 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
 def _response(status: int, kinds: Iterable[str]) -> dict[str, Any]:
     schema = {"type": "object"} if status == 200 else {"$ref": REF.format(model="Error")}
     content = {kind: {"schema": schema} if kind == JSON else {} for kind in kinds}
-    return {"description": HTTPStatus(status).phrase, "content": content}
+    phrase = "Cancelled" if status == 499 else HTTPStatus(status).phrase
+    return {"description": phrase, "content": content}
