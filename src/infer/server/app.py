@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +34,7 @@ from infer.server.keys import Keys
 from infer.server.logs import log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics
 from infer.server.openapi import JSON, document, each, takes
+from infer.server.prefixes import PublicPrefixes
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
 from infer.server.stream import Events, EventStream, all_of, unless_gone
@@ -70,6 +70,7 @@ class Endpoints:
         self._stories = Stories(engine)
         if settings.tracing:
             self._stories.on_end.append(make_tracing(engine.model_name))
+        self._prefixes = PublicPrefixes(settings.public_prefixes, engine)
         self.conversations = Conversations(settings.sessions, pool)
         self.metrics = Metrics(engine, self._stories, settings.metrics_prefix)
         self._started = int(time.time())
@@ -117,10 +118,8 @@ class Endpoints:
         computed, heavy = self._pool.computed, wire.is_heavy
         with engine.reserved(wire.num_choices):
             requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
+        requests = [self._prefixes.owned(request, tenant.key) for request in requests]
         key = tenant.key
-        requests = [
-            replace(r, tenant=key.id, cache_scope=key.cache_scope + r.cache_scope) for r in requests
-        ]
         answer = kind(engine, wire, requests, answer_id)
         if turn:
             answer.on_new = turn.add
