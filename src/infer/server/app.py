@@ -355,4 +355,5 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
+    app.state.seen = endpoints.metrics.seen
     return app

@@ -101,7 +101,7 @@ class Server(uvicorn.Server):
         settings = settings or ServerSettings()
         super().__init__(
             uvicorn.Config(
-                engine.make_app(layers(settings))
+                engine.make_app(layers(settings, (engine.seen,)))
                 if isinstance(engine, Models)
                 else create_app(engine, settings),
                 http=functools.partial(  # type: ignore[arg-type]
