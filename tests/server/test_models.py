@@ -190,6 +190,16 @@ def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
 
     used(body, {"a": make_hash_llm, "b": make_hash_llm}, keys=str(file))
 
+    async def later(app: App, _: Models) -> None:
+        """What a key has used outlives the server."""
+        for name, expected in (("a", {}), ("b", 2)):
+            path = f"/stats?model={name}"
+            reply = await app.send("GET", path, headers={"authorization": f"Bearer {admin}"})
+            keys = reply.json()["keys"]
+            assert (keys["few"]["requests"] if keys else keys) == expected
+
+    used(later, {"a": make_hash_llm, "b": make_hash_llm}, keys=str(file))
+
 
 def test_a_server_that_drains_loads_nothing() -> None:
     async def body(app: App, models: Models) -> None:

@@ -72,7 +72,8 @@ class Endpoints:
             self._stories.on_end.append(make_tracing(engine.model_name))
         self._prefixes = PublicPrefixes(settings.public_prefixes, engine)
         self.conversations = Conversations(settings.sessions, pool)
-        self.metrics = Metrics(engine, self._stories, settings.metrics_prefix)
+        usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
+        self.metrics = Metrics(engine, self._stories, settings.metrics_prefix, usage)
         self._started = int(time.time())
 
     async def _read(self, http: HttpRequest, model: type[B]) -> B:
@@ -321,6 +322,7 @@ def create_app(
             yield
         finally:
             await engine.close()
+            endpoints.metrics.save()
             endpoints.conversations.close()
             pool.close()
 
@@ -355,5 +357,5 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.seen = endpoints.metrics.seen
+    app.state.metrics = endpoints.metrics
     return app

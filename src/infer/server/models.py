@@ -188,9 +188,14 @@ class Models:
                     model.used_s = now_s
                 elif now_s - model.used_s >= after_s:
                     async with model.changing:
+                        self._save_usage(model)
                         model.engine = model.app = None
                         await engine.close()
                     log.info("the model %r is unloaded", model.name)
+
+    def _save_usage(self, model: _Model) -> None:
+        if model.app is not None:
+            model.app.state.metrics.save()
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -206,6 +211,8 @@ class Models:
             if unloading is not None:
                 unloading.cancel()
             await self.close()
+            for model in self._models.values():
+                self._save_usage(model)
             self._pool.close()
             self._loader.shutdown(wait=False, cancel_futures=True)
 
@@ -232,7 +239,7 @@ class Models:
         it did not get so far, of the default one."""
         model = self._models.get(visit.model) or self._find(None)
         if model.app is not None:
-            model.app.state.seen(visit)
+            model.app.state.metrics.seen(visit)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
