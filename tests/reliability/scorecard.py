@@ -99,8 +99,13 @@ ROWS = (
     Row(
         "15",
         "corpus of bad requests",
-        ("tests/server/test_refused_fields.py", "tests/server/test_refused_bodies.py"),
-        "fixed bad fields, bodies, types, sizes and routes, on both endpoints",
+        (
+            f"{HERE}/test_hostile_inputs.py",
+            "tests/server/test_refused_fields.py",
+            "tests/server/test_refused_bodies.py",
+        ),
+        "fixed bad fields, bodies, types, sizes and routes, on both endpoints; 4xx with OpenAI's"
+        " error body, nothing of the inside in it, no step of the engine",
     ),
     Row("16", "generated bodies", (f"{HERE}/test_hostile.py::test_more_generated_bodies",)),
     Row("18", "size bombs", (f"{HERE}/test_hostile.py::test_size_bombs",)),
@@ -190,13 +195,17 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
         took_s = time.monotonic() - started_s
         lines = findings.read_text().splitlines() if findings.exists() else []
     failures = re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)
+    counted = [json.loads(line) for line in lines]
+    for finding in counted:  # times: no test fails by them, the row does
+        limits = finding["counted"].get("at_most", {}).items()
+        failures += [f"{name}: {is_}, over {most}" for name, (is_, most) in limits if is_ > most]
     if done.returncode:
         print(done.stdout[-3000:], done.stderr[-2000:])
     return {
-        "verdict": "pass" if done.returncode == 0 else "FAIL",
+        "verdict": "FAIL" if done.returncode or failures else "pass",
         "seconds": round(took_s),
         "date": datetime.date.today().isoformat(),
-        "findings": [json.loads(line) for line in lines],
+        "findings": counted,
         "failures": failures,
     }
 
