@@ -163,6 +163,30 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
     used(body, dict.fromkeys("ab", partial(launch_hash_llm, step_s=0.004)))
 
 
+def test_what_nobody_expected_reaches_the_edge(caplog: pytest.LogCaptureFixture) -> None:
+    """Not a last resort on the way there: a leaver is no error, and an error is told as ours."""
+
+    async def body(app: App, models: Models) -> None:
+        leave = asyncio.Event()
+        asking = asyncio.create_task(
+            app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
+        )
+        (engine,) = models._engines()
+        async with asyncio.timeout(5):
+            while not engine.stats()["num_running"]:
+                await asyncio.sleep(0.002)
+        leave.set()
+        assert (await asking).status == 0
+        (story,) = (await app.get("/v1/requests")).json()["data"]
+        assert story["outcome"] == "disconnected"
+        engine.tokenizer.decode = None  # type: ignore[method-assign,assignment]
+        reply = await app.post("/detokenize", {"tokens": [1]})
+        assert (reply.status, reply.error()["code"]) == (500, "internal_error")
+
+    used(body, {"a": partial(make_hash_llm, step_s=0.004)})
+    assert "TypeError" in caplog.text
+
+
 def test_a_server_that_drains_loads_nothing() -> None:
     async def body(app: App, models: Models) -> None:
         models.drain()

@@ -30,7 +30,7 @@ from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import TextPool
 from infer.server.conversations import Conversations, Overheard, answered
-from infer.server.failures import IGNORED, Edge, HttpError, respond
+from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
 from infer.server.keys import Keys
 from infer.server.logs import log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics
@@ -346,7 +346,7 @@ def create_app(
             Route("/stats", endpoints.stats, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: respond, InferError: respond},
+        exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
         middleware=[] if is_inner else layers(settings, (endpoints.metrics.seen,)),
         lifespan=lifespan,
     )
