@@ -108,6 +108,14 @@ CLIENTS = (
         " model=NAME,base_url=http://HOST:8000/v1/completions,auth_token=KEY` and"
         " `OPENAI_API_KEY=KEY`; the tokenizer is the server's",
     ),
+    Client(
+        "aiperf",
+        ("aiperf",),
+        "aiperf_cli.py",
+        "`aiperf profile --model NAME --url http://HOST:8000 --api-key KEY --tokenizer FOLDER"
+        " --use-server-token-count --extra-inputs ignore_eos:true`; a local tokenizer wants"
+        " `HF_HUB_OFFLINE` unset",
+    ),
 )
 
 
@@ -170,7 +178,7 @@ def serving(folder: Path) -> Iterator[Address]:
 
 def drive(client: Client, address: Address) -> dict[str, Any]:
     """Run its driver; what it has told."""
-    command = [*command_of(client), address.url, address.key, MODEL, TOOL_MODEL]
+    command = [*command_of(client), address.url, address.key, MODEL, TOOL_MODEL, str(DEMO)]
     hidden = ("PYTHONPATH", "OPENAI_API_KEY", "OPENAI_BASE_URL")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

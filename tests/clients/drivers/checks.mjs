@@ -1,5 +1,5 @@
 // What the Node drivers share; the same as checks.py: named checks, and one JSON document.
-// A driver is called `node DRIVER.mjs BASE_URL API_KEY MODEL TOOL_MODEL`.
+// A driver is called `node DRIVER.mjs BASE_URL API_KEY MODEL TOOL_MODEL FOLDER`.
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";

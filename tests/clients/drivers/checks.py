@@ -1,7 +1,8 @@
 """What the Python drivers share: named checks that go on after a failure, and one JSON document.
 
-A driver is called `python DRIVER.py BASE_URL API_KEY MODEL TOOL_MODEL`; both models are behind the
-one address. It runs in the client's own environment, so nothing but the standard library is here.
+A driver is called `python DRIVER.py BASE_URL API_KEY MODEL TOOL_MODEL FOLDER`: two models behind
+one address, and the folder of the first, for clients that need a tokenizer. It runs in the client's
+own environment, so nothing but the standard library is here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-URL, KEY, MODEL, TOOL_MODEL = sys.argv[1:5]
+URL, KEY, MODEL, TOOL_MODEL, FOLDER = sys.argv[1:]
 STORY = "Once upon a time"
 QUESTION = [{"role": "user", "content": "Tell me a story about a fox."}]
 WEATHER = {
