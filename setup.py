@@ -14,7 +14,7 @@ KERNELS = Extension(
     sources=[
         f"src/infer/kernels/{name}.cpp" for name in ("attention", "bandwidth", "linear", "rotary")
     ],
-    depends=["src/infer/kernels/attention_isa.h", "src/infer/kernels/cpu.h"],
+    depends=[f"src/infer/kernels/{name}.h" for name in ("attention_isa", "cpu", "rotary_isa")],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No
     # -march=native either: the paths are chosen when the library runs.
     extra_compile_args=[
@@ -23,6 +23,7 @@ KERNELS = Extension(
         "-g0",
         "-fno-math-errno",
         "-ffp-contract=off",
+        "-Wno-psabi",
         "-pthread",
     ],
     extra_link_args=["-pthread"],

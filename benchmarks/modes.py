@@ -14,26 +14,8 @@ from infer import LLM, SamplingParams
 
 NUM_REQUESTS = 64
 SEATS = 8
-WORDS = [
-    "one",
-    "day",
-    "the",
-    "little",
-    "fox",
-    "went",
-    "to",
-    "the",
-    "river",
-    "and",
-    "saw",
-    "a",
-    "red",
-    "boat",
-    "under",
-    "an",
-    "old",
-    "tree",
-]
+TEXT = "one day the little fox went to the river and saw a red boat under an old tree"
+WORDS = TEXT.split()
 
 
 def requests() -> tuple[list[str], list[SamplingParams]]:

@@ -29,27 +29,8 @@ from infer.server.keys import Keys, Limits
 
 NUM_FLOOD = 24
 NUM_ASKED = 40
-WORDS = [
-    "once",
-    "upon",
-    "a",
-    "time",
-    "there",
-    "was",
-    "a",
-    "little",
-    "fox",
-    "who",
-    "went",
-    "to",
-    "the",
-    "river",
-    "and",
-    "saw",
-    "a",
-    "big",
-    "bird",
-]
+TEXT = "once upon a time there was a little fox who went to the river and saw a big bird"
+WORDS = TEXT.split()
 
 
 def post(url: str, key: str, body: dict[str, Any]) -> Any:

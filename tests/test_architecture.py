@@ -51,8 +51,9 @@ ROWS = {
     "engine.llm": 9,
     "server": 11,
     "bench": 11,
-    "cli": 12,
-    "": 13,  # infer/__init__.py: the public names
+    "bench.command": 12,
+    "cli": 13,
+    "": 14,  # infer/__init__.py: the public names
 }
 # Imported without the prefix `infer.`; the second column may not appear in the first, at all.
 BANNED = [

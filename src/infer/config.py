@@ -33,8 +33,13 @@ def option(default: Any, help: str, **limits: Any) -> Any:
     return field(default=default, metadata={"help": help, **limits})
 
 
-def check_field(config: Any, spec: dataclasses.Field[Any]) -> None:
+def check_fields(config: Any) -> None:
     """Raises `ConfigError` if a field made by `option` has a value that it cannot have."""
+    for spec in dataclasses.fields(config):
+        _check_field(config, spec)
+
+
+def _check_field(config: Any, spec: dataclasses.Field[Any]) -> None:
     name, value, limits = spec.name, getattr(config, spec.name), spec.metadata
     kinds = str(spec.type)
     if value is None:
@@ -132,8 +137,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            check_field(self, spec)
+        check_fields(self)
         if self.quantization and self.dtype not in ("auto", "bfloat16", "int8"):
             raise ConfigError(
                 "dtype",

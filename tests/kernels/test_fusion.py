@@ -163,3 +163,18 @@ def test_heads_turn(dim: int, normed: bool) -> None:
         alone = torch.cat(turn(row[:, :7], cos[211:212], sin[211:212]), 1)
         assert torch.equal(alone[0], got[211])
     assert (got != expected).float().mean() < 0.02
+
+
+@pytest.mark.skipif(isinstance(native.library(), str), reason="the kernels are not compiled")
+def test_a_turned_nan_is_one() -> None:
+    """Whatever its bits are: the row is failed for it later on."""
+    dim = 20
+    cos, sin = torch.ones(4, dim // 2), torch.zeros(4, dim // 2)
+    for norms in (None, (Norm(random(dim), 1e-6), Norm(random(dim), 1e-6))):
+        heads = random(4, 3, dim)
+        kinds = torch.tensor([0x7FFF, -1, 0x7F81, -0x7F], dtype=torch.int16)
+        heads[:, 1, 3] = kinds.view(torch.bfloat16)
+        q, k = HeadRotation(2, dim, norms)(heads, cos, sin)
+        assert q[:, 1, 3].isnan().all()
+        assert q[:, 0].isfinite().all()
+        assert k.isfinite().all()

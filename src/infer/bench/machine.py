@@ -3,7 +3,7 @@
 Read bandwidth: the best of reading more than a last-level cache holds (by a plain loop where the
 kernels were compiled, else torch's sum) and one-row products over as many weights. Products: the
 layers as the engine runs them. A stream cannot be faster than the bytes of the weights that a token
-reads, nor a prompt than its products. Used by `cli.bench`; alone in `infer.bench` to need torch.
+reads, nor a prompt than its products. Used by `command`; alone in `infer.bench` to need torch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `BenchOptions` is what a user may choose; the command line is made from it. The document holds the
 workload with all its options, where it ran, the summary of the run with the median throughput, and
-every run with a timeline of every request. Used by `cli.bench`.
+every run with a timeline of every request. Used by `command`.
 """
 
 from __future__ import annotations

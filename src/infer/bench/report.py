@@ -3,7 +3,7 @@
 Latency distributions, a timeline of every request, throughput over time: of each file the run with
 the median throughput. A label has one colour everywhere. A request's bar is pale until its first
 token (it waits or its prompt is computed: from outside nobody can tell which) and full after it.
-Needs matplotlib, the extra `bench`. Used by `cli.bench`.
+Needs matplotlib, the extra `bench`. Used by `command`.
 """
 
 from __future__ import annotations

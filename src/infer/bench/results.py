@@ -2,7 +2,7 @@
 
 Percentiles interpolate linearly between the two nearest values. Inter-token latency is the time
 from one piece of a stream to the next, over all pieces of all answered requests; requests with an
-error count as errors and nowhere else. Used by `cli.bench` and `report`.
+error count as errors and nowhere else. Used by `command` and `report`.
 """
 
 from __future__ import annotations

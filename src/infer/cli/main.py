@@ -12,12 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from infer.cli.bench import app as bench_app
+from infer.bench.command import app as bench_app
 from infer.cli.keys import app as keys_app
 from infer.config import EngineConfig
 from infer.errors import ConfigError, InferError, LoadError, RequestError
-from infer.server.options import with_engine_options, with_server_options
-from infer.server.settings import ServerSettings
+from infer.server.options import Host, Port, Served, with_engine_options, with_server_options
+from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 from infer.version import VERSION
 
 app = typer.Typer(
@@ -59,16 +59,9 @@ def _root(
 @with_engine_options(leave_out=("model",))
 def serve(
     model: Model = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            help="Several models behind one address: NAME=PATH-OR-HUB-ID, again and again.",
-            metavar="[NAME=]PATH",
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = 8000,
+    models: Served = None,
+    host: Host = DEFAULT_HOST,
+    port: Port = DEFAULT_PORT,
     *,
     server: dict[str, Any],
     settings: dict[str, Any],
@@ -147,7 +140,9 @@ def plan(
 @app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(help="The `id` of an answer.")],
-    url: Annotated[str, typer.Option(help="Where the server is.")] = "http://127.0.0.1:8000",
+    url: Annotated[
+        str, typer.Option(help="Where the server is.")
+    ] = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}",
     api_key: Annotated[
         str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
     ] = None,

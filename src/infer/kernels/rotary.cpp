@@ -1,8 +1,8 @@
 // Head norms and rotary embedding in place, on the q and k parts of a fused projection in bfloat16.
 //
-// Portable loops that the compiler turns into vectors; the copies for wider instruction sets are
-// chosen when the library is loaded. Sums are made in 16 fixed lanes, so every copy gives the same
-// bits, and a token's result is the same in any company.
+// In vectors of 16 numbers; which copy of rotary_isa.h runs is chosen when it is first called. Sums
+// are made in 16 fixed lanes, so every copy gives the same bits, and a token's result is the same in
+// any company.
 
 #include <atomic>
 #include <cmath>
@@ -10,16 +10,15 @@
 
 #include "cpu.h"
 
-#if defined(X86) && defined(__linux__) && defined(__GNUC__)
-#define EVERY_ISA __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define EVERY_ISA
-#endif
-
 namespace {
 
-constexpr int LANES = 16, MOST_DIM = 512;
-constexpr long ITEM = 8;  // tokens
+constexpr int LANES = 16;
+constexpr long ITEM = 8;    // tokens
+constexpr long HEADS = 32;  // whose norms are found together
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 struct Rotation {
   uint16_t* x;                // [tokens, heads · dim], rows `stride` apart
@@ -30,58 +29,41 @@ struct Rotation {
   std::atomic<long> next{0};
 };
 
-INLINE float widen(uint16_t bits) {
-  const uint32_t wide = (uint32_t)bits << 16;
-  float x;
-  std::memcpy(&x, &wide, 4);
-  return x;
+namespace portable {
+#include "rotary_isa.h"
+}
+#ifdef X86
+TARGET("avx2")
+namespace avx2 {
+#include "rotary_isa.h"
+}
+END_TARGET
+TARGET("avx2,avx512f,avx512bw")
+namespace avx512 {
+#include "rotary_isa.h"
+}
+END_TARGET
+#endif
+
+using Turn = void (*)(Rotation*);
+
+Turn fastest() {
+#ifdef X86
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
+    return avx512::turn_tokens;
+  if (__builtin_cpu_supports("avx2")) return avx2::turn_tokens;
+#endif
+  return portable::turn_tokens;
 }
 
-INLINE uint16_t narrow(float x) {  // to nearest even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded);
+void body(void* data) {
+  static const Turn turn_tokens = fastest();
+  turn_tokens((Rotation*)data);
 }
-
-INLINE void turn(const Rotation& r, uint16_t* x, long token, const float* norm) {
-  const long half = r.dim / 2;
-  const float *cos = r.cos + token * half, *sin = r.sin + token * half;
-  float wide[MOST_DIM];
-  for (long i = 0; i < r.dim; ++i) wide[i] = widen(x[i]);
-  if (norm) {
-    float lanes[LANES] = {};
-    long i = 0;
-    for (; i + LANES <= r.dim; i += LANES)
-      for (int j = 0; j < LANES; ++j) lanes[j] += wide[i + j] * wide[i + j];
-    for (; i < r.dim; ++i) lanes[i % LANES] += wide[i] * wide[i];
-    float sum = 0;
-    for (int j = 0; j < LANES; ++j) sum += lanes[j];
-    const float factor = 1.f / std::sqrt(sum / r.dim + r.eps);
-    // The norm's result is bfloat16 in the models' own code; so it is here.
-    for (long j = 0; j < r.dim; ++j) wide[j] = widen(narrow(wide[j] * factor * norm[j]));
-  }
-  for (long i = 0; i < half; ++i) {
-    const float first = wide[i], second = wide[i + half];
-    x[i] = narrow(first * cos[i] - second * sin[i]);
-    x[i + half] = narrow(second * cos[i] + first * sin[i]);
-  }
-}
-
-EVERY_ISA void turn_tokens(Rotation* r) {
-  for (long begin; (begin = r->next.fetch_add(ITEM)) < r->tokens;)
-    for (long token = begin; token < begin + ITEM && token < r->tokens; ++token)
-      for (long head = 0; head < r->heads; ++head)
-        turn(*r, r->x + token * r->stride + head * r->dim, token, r->norms[head >= r->q_heads]);
-}
-
-void body(void* data) { turn_tokens((Rotation*)data); }
 
 }  // namespace
 
 extern "C" {
-
-int infer_rotate_most_dim() { return MOST_DIM; }
 
 // x [tokens, heads · dim] bfloat16, rows `stride` elements apart, in place; `heads` counts those of
 // q, then those of k; q_norm and k_norm [dim] may be null.

@@ -32,7 +32,7 @@ class HeadRotation:
         self.norms = norms
         library = native.library()
         self._native: Callable[..., None] | None = None
-        if not isinstance(library, str) and head_dim <= library.infer_rotate_most_dim():
+        if not isinstance(library, str):
             self._native = library.infer_rotate
         self._weights = [norm.weight.float() for norm in norms or ()]
         pointers = tuple(weight.data_ptr() for weight in self._weights) or (None, None)

@@ -63,30 +63,38 @@ class Attention:
         return self.o(out.reshape(-1, self.q_size), residual)
 
 
+class GatedMLP:
+    """down(gate(x) · up(x)), with its norm in front; [T, E] → [T, E]."""
+
+    def __init__(
+        self, config: ModelConfig, source: WeightSource, prefix: str, norm: Norm, gate: str
+    ) -> None:
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        parts = {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}
+        fusion = Fusion(norm=norm, gate=gate)
+        self.gate_up = fused(source, hidden, parts, bias=bias, fusion=fusion)
+        self.down = fused(source, inner, {f"{prefix}down_proj": hidden}, bias=bias)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        return self.down(self.gate_up(x), residual)
+
+
 class _Layer:
     """One decoder layer: [T, E] → [T, E]."""
 
     def __init__(self, index: int, config: ModelConfig, source: WeightSource) -> None:
         prefix = f"model.layers.{index}."
-        hidden, inner = config.hidden_size, config.intermediate_size
+        shape = (config.hidden_size,)
         before_attention, before_mlp = (
-            Norm(source.keep(f"{prefix}{name}_layernorm.weight", (hidden,)), config.norm_eps)
+            Norm(source.keep(f"{prefix}{name}_layernorm.weight", shape), config.norm_eps)
             for name in ("input", "post_attention")
         )
         self.attention = Attention(index, config, source, f"{prefix}self_attn.", before_attention)
-        mlp, bias = f"{prefix}mlp.", config.mlp_bias
-        self.gate_up = fused(
-            source,
-            hidden,
-            {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner},
-            bias=bias,
-            fusion=Fusion(norm=before_mlp, gate="silu"),
-        )
-        self.down = fused(source, inner, {f"{mlp}down_proj": hidden}, bias=bias)
+        self.mlp = GatedMLP(config, source, f"{prefix}mlp.", before_mlp, "silu")
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x = self.attention(x, cos, sin, attend, residual=x)
-        return self.down(self.gate_up(x), residual=x)
+        return self.mlp(x, residual=x)
 
 
 class Decoder:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.kernels.linear import Fusion, Norm
+from infer.kernels.linear import Norm
 from infer.models.config import ModelConfig
-from infer.models.decoder import Attention, fused, output_head
+from infer.models.decoder import Attention, GatedMLP, output_head
 from infer.models.model import Attend
 from infer.models.rope import RopeTable
 from infer.models.weights import WeightSource
@@ -31,7 +31,6 @@ class _Layer:
 
     def __init__(self, index: int, config: ModelConfig, source: WeightSource, root: str) -> None:
         prefix = f"{root}layers.{index}."
-        hidden, inner = config.hidden_size, config.intermediate_size
         before_attention, self.after_attention, before_mlp, self.after_mlp = (
             _norm(source, f"{prefix}{name}_layernorm.weight", config)
             for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
@@ -39,19 +38,11 @@ class _Layer:
         self.attention = Attention(
             index, config, source, f"{prefix}self_attn.", before_attention, offset=True
         )
-        mlp = f"{prefix}mlp."
-        self.gate_up = fused(
-            source,
-            hidden,
-            {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner},
-            bias=False,
-            fusion=Fusion(norm=before_mlp, gate="gelu_tanh"),
-        )
-        self.down = fused(source, inner, {f"{mlp}down_proj": hidden}, bias=False)
+        self.mlp = GatedMLP(config, source, f"{prefix}mlp.", before_mlp, "gelu_tanh")
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         x = x + self.after_attention(self.attention(x, cos, sin, attend))
-        return x + self.after_mlp(self.down(self.gate_up(x)))
+        return x + self.after_mlp(self.mlp(x))
 
 
 class Gemma3:

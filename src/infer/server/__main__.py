@@ -14,30 +14,23 @@ import typer
 from infer.errors import LoadError
 from infer.server import serve
 from infer.server.models import configs_of
-from infer.server.options import with_engine_options, with_server_options
-from infer.server.settings import ServerSettings
+from infer.server.options import Host, Port, Served, with_engine_options, with_server_options
+from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 
 
 @with_server_options
 @with_engine_options(leave_out=("model",))
 def command(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            help="Folder, GGUF file or hub id; several: NAME=PATH, again and again.",
-            metavar="[NAME=]PATH",
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = serve.DEFAULT_HOST,
-    port: Annotated[int, typer.Option(help="0 = any free one.")] = serve.DEFAULT_PORT,
+    models: Served = None,
+    host: Host = DEFAULT_HOST,
+    port: Port = DEFAULT_PORT,
     engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
     *,
     server: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API."""
-    configs, chosen = configs_of(model or [], settings), ServerSettings(**server)
+    configs, chosen = configs_of(models or [], settings), ServerSettings(**server)
     serve.serve_config(configs, chosen, host, port, in_thread=engine_thread)
 
 

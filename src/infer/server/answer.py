@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from infer.engine.async_llm import AsyncLLM
@@ -73,6 +73,8 @@ class CompletionAnswer:
     kind = chunk_kind = "text_completion"
     merges = True
     """whether pieces that have gathered may come as one"""
+    on_new: Callable[[dict[str, Any]], None] | None = None
+    """of a chat: is given what is new in the message, whole or in pieces"""
 
     def __init__(
         self, engine: AsyncLLM, wire: Generation, requests: Sequence[Request], answer_id: str
@@ -289,14 +291,16 @@ class ChatAnswer(CompletionAnswer):
                 }
                 for number, call in enumerate(calls, first)
             ]
+        if self.on_new is not None:
+            self.on_new(new)
         return new
 
     def _text(self, index: int, text: str) -> dict[str, Any]:
         new = self._parsed(index, text, end=True)
         empty = None if new else ""
         message = {"role": "assistant", "content": empty, "refusal": None, **new}
-        for call in message.get("tool_calls", ()):
-            del call["index"]  # only pieces of a list say where they belong
+        if "tool_calls" in new:
+            message["tool_calls"] = unnumbered(new["tool_calls"])
         return {"message": message}
 
     def _reason(self, index: int, reason: FinishReason) -> str:
@@ -318,6 +322,11 @@ class ChatAnswer(CompletionAnswer):
             yield self._chunk(index, '"delta":{}', reason=dump(self._reason(index, ended)))
 
 
+def unnumbered(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as a message has them: only pieces of a list say where they belong."""
+    return [{name: each[name] for name in each if name != "index"} for each in calls]
+
+
 class TypedEvents:
     """`stream_format: "events"`: `token` for each token, then `done`, or `error`.
 
@@ -337,6 +346,8 @@ class TypedEvents:
 
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._answer.count(index, delta)
+        if self._answer.on_new is not None:
+            self._answer.on_new({"content": delta.text})
         last = len(delta.token_ids) - 1
         for i, token_id in enumerate(delta.token_ids):
             text = delta.text if i == last else ""

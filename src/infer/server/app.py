@@ -29,7 +29,7 @@ from infer.errors import DeadlineError, EngineDeadError, InferError, Unprocessab
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import TextPool
-from infer.server.conversations import Conversations, Overheard, answered
+from infer.server.conversations import Conversations
 from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
 from infer.server.keys import Keys
 from infer.server.logs import log_visit
@@ -136,20 +136,19 @@ class Endpoints:
             replace(r, tenant=key.id, cache_scope=key.cache_scope + r.cache_scope) for r in requests
         ]
         answer = kind(engine, wire, requests, answer_id)
+        if turn:
+            answer.on_new = turn.add
         settle = tenant.reserve(requests, visit)
         story = self._stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
         visit.leaving.callback(settle, story)
         self._set_deadline(story, wire.timeout)
         if wire.stream:
             events: Events = TypedEvents(answer) if wire.stream_format == "events" else answer
-            if turn:
-                events = Overheard(events, turn)
             keep = turn.keep if turn else None
             return EventStream(engine, requests, events, self._settings.keep_alive_s, keep)
         outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
         whole = answer.body(outputs)
         if turn:
-            answered(turn, whole)
             await turn.keep()
         return JSONResponse(whole)
 

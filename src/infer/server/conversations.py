@@ -8,9 +8,7 @@ leaves the session as it was, so the same message can be sent again.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from starlette.routing import Route
 
 from infer.errors import UnprocessableError
 from infer.server import validation
+from infer.server.answer import unnumbered
 from infer.server.body import TextPool
 from infer.server.sessions import Message, Sessions, busy
 from infer.server.tenants import tenant_of
@@ -29,7 +28,6 @@ from infer.server.validation import Wire
 from infer.server.visit import Visit
 from infer.server.wire import MAX_MESSAGES
 from infer.server.wire import Message as WireMessage
-from infer.types import TextDelta
 
 
 class SessionBody(Wire):
@@ -52,43 +50,22 @@ class Turn:
         self._sessions = sessions
         self._where = (owner, name, before)
         self._asked: list[Message] = asked
-        self.answer: Message = {"role": "assistant", "content": ""}
+        self._texts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, new: dict[str, Any]) -> None:
+        """To the answer; see `CompletionAnswer.on_new`."""
+        self._texts.append(new.get("content", ""))
+        self._calls += unnumbered(new.get("tool_calls", ()))
 
     async def keep(self) -> None:
         """Write it, with the answer as it is now."""
-        turn = [*self._asked, self.answer]
+        text = "".join(self._texts)
+        answer: Message = {"role": "assistant", "content": text}
+        if self._calls:
+            answer = {**answer, "content": text or None, "tool_calls": self._calls}
+        turn = [*self._asked, answer]
         await asyncio.to_thread(self._sessions.add_turn, *self._where, turn)
-
-    def read(self, line: bytes) -> None:
-        """Add an event of the stream to the answer."""
-        data = line.partition(b"data: ")[2]
-        chunk = json.loads(data) if data.startswith(b"{") else {}
-        delta = chunk["choices"][0].get("delta", {}) if chunk.get("choices") else {}
-        self.answer["content"] += delta.get("content") or chunk.get("token", "")
-        for piece in delta.get("tool_calls", ()):
-            calls = self.answer.setdefault("tool_calls", [])
-            if piece["index"] == len(calls):
-                calls.append({"id": piece["id"], "type": "function", "function": {"arguments": ""}})
-            function = calls[piece["index"]]["function"]
-            given = piece["function"]
-            function.setdefault("name", given.get("name"))
-            function["arguments"] += given.get("arguments") or ""
-
-
-class Overheard:
-    """The events of a stream, which a turn reads too."""
-
-    def __init__(self, events: Any, turn: Turn) -> None:
-        self._events = events
-        self._turn = turn
-        self.merges = events.merges
-        self.opening, self.closing, self.failure = events.opening, events.closing, events.failure
-
-    def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
-        """See the answers in `answer`."""
-        for line in self._events.piece(index, delta):
-            self._turn.read(line)
-            yield line
 
 
 class Conversations:
@@ -175,11 +152,3 @@ class Conversations:
             Route(one, self._delete, methods=["DELETE"]),
             Route(f"{one}/fork", self._fork, methods=["POST"]),
         ]
-
-
-def answered(turn: Turn, body: dict[str, Any]) -> None:
-    """Take the answer from the body of one that came in one piece."""
-    message = body["choices"][0]["message"]
-    turn.answer = {
-        name: message[name] for name in ("role", "content", "tool_calls") if name in message
-    }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
@@ -20,14 +19,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineError, RequestError
-from infer.server.visit import Visit
+from infer.server.visit import HARMLESS, Visit
 
 log = logging.getLogger("infer.server")
 
 DEAD_RETRY_AFTER_S = 5
 """Retry-After of a 503 that says nothing about when"""
-WRITE_STALL_S = 30.0
-"""a reader that takes nothing for so long has lost its answer"""
 IGNORED = "infer.ignored"
 """where in a request's scope the names of fields are that were not understood and not refused"""
 _UNEXPECTED = "the server failed to process this request"
@@ -36,7 +33,6 @@ _ROUTER = {
     405: "this route is there, but not with this method; see the Allow header",
 }
 _MAX_IGNORED_SHOWN = 32
-_HARMLESS_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class ClientGone(Exception):
@@ -93,7 +89,7 @@ async def pass_on(_: Request, error: Exception) -> Response:
 def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
     """A header for what was ignored; names that are no names are shown as `?`."""
     names = scope[IGNORED][:_MAX_IGNORED_SHOWN]
-    shown = ", ".join(name if _HARMLESS_NAME.fullmatch(name) else "?" for name in names)
+    shown = ", ".join(name if HARMLESS.fullmatch(name) else "?" for name in names)
     return [(b"x-ignored-params", shown.encode("ascii"))] if names else []
 
 

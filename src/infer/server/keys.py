@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from infer.config import check_field, option
+from infer.config import check_fields, option
 from infer.errors import ConfigError
 
 
@@ -37,8 +37,7 @@ class Limits:
     admin: bool = option(False, "May read /metrics and /stats, and see everybody's requests.")
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            check_field(self, spec)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,18 @@ from infer.server.settings import ServerSettings
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
+# Where a server listens, and what it serves; for every command that starts one.
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")]
+Served = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model",
+        help="Folder, GGUF file or hub id; several behind one address: NAME=PATH, again and again.",
+        metavar="[NAME=]PATH",
+    ),
+]
+
 
 def with_engine_options(*, leave_out: tuple[str, ...] = ()) -> Decorator:
     """`with_options` for `EngineConfig`, as `settings`."""

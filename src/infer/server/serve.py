@@ -28,14 +28,11 @@ from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.app import create_app, layers
-from infer.server.failures import WRITE_STALL_S
 from infer.server.logs import JsonLines, access
 from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
-from infer.server.settings import ServerSettings
+from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8000
 MAX_HEADER_BYTES = 16 * 1024
 KEEP_ALIVE_S = 75
 SEND_BUFFER_BYTES = 128 * 1024
@@ -45,8 +42,13 @@ _LAST_WORDS_S = 5
 """from the engine's end to uvicorn's: time for the streams to send their error"""
 
 
-def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
-    """A socket that holds the port and does not listen yet, or `ConfigError`; port 0 = any free."""
+def bind(
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    write_stall_s: float = ServerSettings.write_stall_s,
+) -> socket.socket:
+    """A socket that holds the port and does not listen yet, or `ConfigError`; port 0 = any free.
+    What a reader has not taken after `write_stall_s` is dropped, where the system can do that."""
     if not 0 <= port <= 65535:
         raise ConfigError("port", f"must be between 0 and 65535, not {port}")
     try:
@@ -59,8 +61,8 @@ def bind(host: str = DEFAULT_HOST, port: int = DEFAULT_PORT) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # what a reader has not taken by then is dropped
-            stall_ms = int(WRITE_STALL_S * 1000)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            stall_ms = int(write_stall_s * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         sock.bind(address)
     except OSError as error:
@@ -226,7 +228,8 @@ def serve_config(
     if isinstance(config, EngineConfig) and settings.is_for_several:
         field = "load_on_first_use" if settings.load_on_first_use else "idle_unload_s"
         raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
-    with _log_on_stderr(settings.log_format), bind(host, port) as sock:
+    stall_s = settings.write_stall_s
+    with _log_on_stderr(settings.log_format), bind(host, port, stall_s) as sock:
         address = ipaddress.ip_address(sock.getsockname()[0])
         if not (address.is_loopback or settings.api_keys or settings.insecure):
             message = f"{host!r} can be reached from other machines: give --api-keys a file of keys"
@@ -260,6 +263,7 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
     sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
-    with sock or bind(host, port) as held:
+    settings = settings or ServerSettings()
+    with sock or bind(host, port, settings.write_stall_s) as held:
         announce = functools.partial(print, flush=True)
         Server(engine, held, settings, announce=announce).serve_until_stopped()

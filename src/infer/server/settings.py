@@ -5,13 +5,14 @@ The options of `infer serve` are made from it. Raises `ConfigError` at construct
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from dataclasses import dataclass
 
-from infer.config import check_field, option
+from infer.config import check_fields, option
 from infer.errors import ConfigError
 
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
 LOG_FORMATS = ("text", "json")
 
 
@@ -64,8 +65,7 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            check_field(self, spec)
+        check_fields(self)
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError("metrics_prefix", "must be letters, digits and _")
         for origin in self.origins:

@@ -19,12 +19,11 @@ from starlette.types import Receive, Scope, Send
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineError, InferError
 from infer.server.answer import CompletionAnswer, TypedEvents, wire_reason
-from infer.server.conversations import Overheard
 from infer.server.failures import ClientGone, describe, log
 from infer.types import Request, TextDelta
 
 T = TypeVar("T")
-Events = CompletionAnswer | TypedEvents | Overheard
+Events = CompletionAnswer | TypedEvents
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -17,7 +17,8 @@ from typing import Any
 from starlette.types import Scope
 
 KEY = "infer.visit"
-_HARMLESS_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+HARMLESS = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""what of a client's own words goes into a header of the answer"""
 
 
 def _new_id() -> str:
@@ -57,11 +58,11 @@ class Visit:
         if visit is None:
             visit = scope[KEY] = cls(scope["method"], scope["path"])
             headers = scope["headers"]
-            offered = [value for name, value in headers if name == b"x-request-id"]
-            if len(offered) == 1 and _HARMLESS_ID.fullmatch(offered[0]):
-                visit.client_id = bytes(offered[0]).decode("ascii")
-            parents = [value for name, value in headers if name == b"traceparent"]
-            visit.traceparent = parents[0].decode("latin-1") if parents else None
+            offered = [v.decode("latin-1") for name, v in headers if name == b"x-request-id"]
+            if len(offered) == 1 and HARMLESS.fullmatch(offered[0]):
+                visit.client_id = offered[0]
+            parents = [v.decode("latin-1") for name, v in headers if name == b"traceparent"]
+            visit.traceparent = parents[0] if parents else None
         assert isinstance(visit, Visit)
         return visit
 

@@ -37,6 +37,12 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
         )
 
 
+def _check_count(name: str, count: int, limit: int, what: str = "entries") -> None:
+    if count > limit:
+        message = f"{name} has {count} {what}; at most {limit} are supported"
+        raise UnprocessableError(message, param=name)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
@@ -165,10 +171,7 @@ def _clean_strings(name: str, strings: str | Iterable[str], limit: int) -> tuple
     if not isinstance(strings, Iterable):
         raise RequestError(f"{name} must be a string or a list of strings", param=name)
     kept = tuple(strings)
-    if len(kept) > limit:
-        raise UnprocessableError(
-            f"{name} has {len(kept)} strings; at most {limit} are supported", param=name
-        )
+    _check_count(name, len(kept), limit, "strings")
     for string in kept:
         if not isinstance(string, str):
             raise RequestError(
@@ -187,10 +190,7 @@ def _clean_ids(name: str, ids: Iterable[int], limit: int) -> tuple[int, ...]:
     if not isinstance(ids, Iterable):
         raise RequestError(f"{name} must be a list of integers", param=name)
     kept = tuple(ids)
-    if len(kept) > limit:
-        raise UnprocessableError(
-            f"{name} has {len(kept)} entries; at most {limit} are supported", param=name
-        )
+    _check_count(name, len(kept), limit)
     for token_id in kept:
         _check_int(name, token_id, 0, 2**31 - 1)
     return kept
@@ -215,11 +215,7 @@ def _clean_logit_bias(
     bias: Mapping[int, float] | Iterable[tuple[int, float]],
 ) -> tuple[tuple[int, float], ...]:
     pairs = tuple(bias.items()) if isinstance(bias, Mapping) else tuple(bias)
-    if len(pairs) > MAX_LOGIT_BIAS_ENTRIES:
-        raise UnprocessableError(
-            f"logit_bias has {len(pairs)} entries; at most {MAX_LOGIT_BIAS_ENTRIES} are supported",
-            param="logit_bias",
-        )
+    _check_count("logit_bias", len(pairs), MAX_LOGIT_BIAS_ENTRIES)
     for token_id, value in pairs:
         _check_int("logit_bias", token_id, 0, 2**31 - 1)
         _check_number("logit_bias", value, -100.0, 100.0)

@@ -1,0 +1,90 @@
+// What rotary.cpp does to a token, compiled once for each instruction set: included in a namespace,
+// behind a TARGET, and so without a guard. The compiler makes 16 numbers of what the set has.
+
+INLINE Floats widened(Words bits) { return (Floats)(bits << 16); }
+
+// To nearest even. NaN stays NaN: every one here was made of bfloat16s or by the processor, so the
+// lower half of its bits is 0 and nothing is carried into the sign.
+INLINE Words narrowed(Floats x) {
+  const Words bits = (Words)x;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+// `n` or 16 elements; the others of 16 are left as they are.
+template <typename T>
+INLINE void copy(void* to, const void* from, long n) {
+  if (n >= LANES) std::memcpy(to, from, LANES * sizeof(T));  // a size that is known is a register
+  else std::memcpy(to, from, n * sizeof(T));
+}
+
+INLINE Floats load(const uint16_t* from, long n) {
+  Halves bits{};
+  copy<uint16_t>(&bits, from, n);
+  return widened(__builtin_convertvector(bits, Words));
+}
+
+INLINE Floats load(const float* from, long n) {
+  Floats x{};
+  copy<float>(&x, from, n);
+  return x;
+}
+
+INLINE void store(uint16_t* to, Floats x, long n) {
+  const Halves bits = __builtin_convertvector(narrowed(x), Halves);
+  copy<uint16_t>(to, &bits, n);
+}
+
+// What brings a head to the norm's length. Its own pass over a token's heads: no head waits for
+// another one's square root.
+INLINE float norm_factor(const Rotation& r, const uint16_t* x) {
+  Floats sums{};
+  for (long i = 0; i < r.dim; i += LANES) {
+    const Floats some = load(x + i, r.dim - i);
+    sums += some * some;
+  }
+  alignas(64) float lanes[LANES];
+  std::memcpy(lanes, &sums, sizeof lanes);
+  const float* l = lanes;
+  const auto four = [l](int i) { return (l[i] + l[i + 8]) + (l[i + 4] + l[i + 12]); };
+  const float sum = (four(0) + four(2)) + (four(1) + four(3));
+  return 1.f / std::sqrt(sum / r.dim + r.eps);
+}
+
+// The norm's result is bfloat16 in the models' own code; so it is here.
+INLINE Floats normed(Floats x, float factor, Floats norm) {
+  return widened(narrowed(x * factor * norm));
+}
+
+INLINE void turn(const Rotation& r, uint16_t* x, long token, const float* norm, float factor) {
+  const long half = r.dim / 2;
+  for (long i = 0; i < half; i += LANES) {
+    const long n = half - i;
+    Floats first = load(x + i, n), second = load(x + half + i, n);
+    if (norm) {
+      first = normed(first, factor, load(norm + i, n));
+      second = normed(second, factor, load(norm + half + i, n));
+    }
+    const Floats cos = load(r.cos + token * half + i, n), sin = load(r.sin + token * half + i, n);
+    store(x + i, first * cos - second * sin, n);
+    store(x + half + i, second * cos + first * sin, n);
+  }
+}
+
+INLINE void turn_token(const Rotation& r, long token) {
+  for (long begin = 0; begin < r.heads; begin += HEADS) {
+    const long end = begin + HEADS < r.heads ? begin + HEADS : r.heads;
+    uint16_t* x = r.x + token * r.stride;
+    float factors[HEADS];
+    if (r.norms[0])
+      for (long head = begin; head < end; ++head)
+        factors[head - begin] = norm_factor(r, x + head * r.dim);
+    for (long head = begin; head < end; ++head)
+      turn(r, x + head * r.dim, token, r.norms[head >= r.q_heads], factors[head - begin]);
+  }
+}
+
+void turn_tokens(Rotation* r) {
+  for (long begin; (begin = r->next.fetch_add(ITEM)) < r->tokens;)
+    for (long token = begin; token < begin + ITEM && token < r->tokens; ++token)
+      turn_token(*r, token);
+}
