@@ -163,7 +163,9 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
     used(body, dict.fromkeys("ab", partial(launch_hash_llm, step_s=0.004)))
 
 
-def test_what_nobody_expected_reaches_the_edge(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_expected_reaches_the_edge(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Not a last resort on the way there: a leaver is no error, and an error is told as ours."""
 
     async def body(app: App, models: Models) -> None:
@@ -179,7 +181,7 @@ def test_what_nobody_expected_reaches_the_edge(caplog: pytest.LogCaptureFixture)
         assert (await asking).status == 0
         (story,) = (await app.get("/v1/requests")).json()["data"]
         assert story["outcome"] == "disconnected"
-        engine.tokenizer.decode = None  # type: ignore[method-assign,assignment]
+        monkeypatch.setattr(engine.tokenizer, "decode", None)
         reply = await app.post("/detokenize", {"tokens": [1]})
         assert (reply.status, reply.error()["code"]) == (500, "internal_error")
 
