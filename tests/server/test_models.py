@@ -69,7 +69,9 @@ def test_the_name_says_who_answers() -> None:
             assert (reply.status, reply.json()["model"]) == (200, name or "small")
             assert len(reply.headers["x-request-id"]) == 32
             long = await app.post(CHAT, chat_body(model=name, max_tokens=1000))
-            check_refused(long, 422, "max_tokens", "context_length_exceeded", f"most {size}")
+            check_refused(
+                long, 400, "max_tokens", "context_length_exceeded", f"length is {size} tokens"
+            )
             stream = await app.post(CHAT, chat_body(model=name, stream=True))
             assert {event["model"] for event in stream.events()} == {name or "small"}
             tokens = await app.post("/tokenize", {"prompt": "x", "model": name})
@@ -77,7 +79,7 @@ def test_the_name_says_who_answers() -> None:
             assert (await app.get(f"/v1/models/{name or 'small'}")).json()["max_model_len"] == size
         for wrong in ("huge", "", 3, ["small"]):
             reply = await app.post(COMPLETIONS, completion_body(model=wrong))
-            check_refused(reply, 422, "model", "model_not_found", "this server has small, big")
+            check_refused(reply, 404, "model", "model_not_found", "this server has small, big")
         assert (await app.get("/v1/models/huge")).status == 404
         assert (await app.get("/nowhere")).status == 404
         assert (await app.post(COMPLETIONS, b"{")).status == 400

@@ -102,7 +102,7 @@ class Endpoints:
         wire = validation.read(model, body, ignored)
         if wire.model not in (None, self._engine.model_name):
             message = f"there is no such model here; this server has {self._engine.model_name!r}"
-            raise UnprocessableError(message, param="model", code="model_not_found")
+            raise HttpError(404, message, param="model", code="model_not_found")
         return wire
 
     # ---- generating

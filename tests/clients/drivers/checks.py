@@ -20,6 +20,7 @@ from pathlib import Path
 URL, KEY, MODEL, TOOL_MODEL, FOLDER = sys.argv[1:]
 STORY = "Once upon a time"
 QUESTION = [{"role": "user", "content": "Tell me a story about a fox."}]
+TOO_LONG = [{"role": "user", "content": "A fox. " * 3000}]
 WEATHER = {
     "type": "object",
     "properties": {

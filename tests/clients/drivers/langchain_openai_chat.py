@@ -7,6 +7,7 @@ from typing import Literal
 
 import openai
 from checks import KEY, MODEL, STORY, TOOL_MODEL, URL, check, raises, report, wait_until_cancelled
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -107,7 +108,9 @@ with check("completion"):
     assert model.batch([STORY, STORY]) == [text, text]
 
 with check("typed errors"):
-    with raises(openai.UnprocessableEntityError, MODEL):
+    with raises(ContextOverflowError, "maximum context length"):
+        chat().invoke("A fox. " * 3000)
+    with raises(openai.NotFoundError, MODEL):
         chat(model="nobody").invoke(MESSAGES)
     with raises(openai.UnprocessableEntityError, "temperature"):
         chat(temperature=9).invoke(MESSAGES)

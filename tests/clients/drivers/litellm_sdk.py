@@ -14,6 +14,7 @@ from checks import (
     MODEL,
     QUESTION,
     STORY,
+    TOO_LONG,
     TOOL_MODEL,
     URL,
     WEATHER,
@@ -114,6 +115,8 @@ for provider in ("openai", "hosted_vllm"):
     with check(f"{provider}/ typed errors"):
         with raises(litellm.AuthenticationError):
             litellm.completion(model, **{**DRAWN, "api_key": "wrong"})
+        with raises(litellm.ContextWindowExceededError):
+            litellm.completion(model, **{**DRAWN, "messages": TOO_LONG})
         with raises(litellm.NotFoundError, MODEL):
             litellm.completion(f"{provider}/nobody", **DRAWN)
         with raises(litellm.BadRequestError, "temperature"):

@@ -125,7 +125,9 @@ await check("typed errors", async () => {
   const rejects = (promise, kind, word) =>
     assert.rejects(promise, (error) => error instanceof kind && error.message.includes(word));
   const unknown = client.chat.completions.create({ ...drawn, model: "nobody" });
-  await rejects(unknown, OpenAI.UnprocessableEntityError, MODEL);
+  await rejects(unknown, OpenAI.NotFoundError, MODEL);
+  const long = { ...drawn, messages: [{ role: "user", content: "A fox. ".repeat(3000) }] };
+  await rejects(client.chat.completions.create(long), OpenAI.BadRequestError, "context length");
   const hot = client.chat.completions.create({ ...drawn, temperature: 9 });
   await rejects(hot, OpenAI.UnprocessableEntityError, "temperature");
   await rejects(client.models.retrieve("nobody"), OpenAI.NotFoundError, "model");

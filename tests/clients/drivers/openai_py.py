@@ -13,6 +13,7 @@ from checks import (
     MODEL,
     QUESTION,
     STORY,
+    TOO_LONG,
     TOOL_MODEL,
     URL,
     WEATHER,
@@ -190,8 +191,10 @@ def sync(client: openai.OpenAI) -> None:
         assert weather_is_valid(json.loads(chat.choices[0].message.content))
 
     with check("typed errors"):
-        with raises(openai.UnprocessableEntityError, MODEL):
+        with raises(openai.NotFoundError, MODEL):
             client.chat.completions.create(model="nobody", messages=QUESTION)
+        with raises(openai.BadRequestError, "maximum context length"):
+            client.chat.completions.create(model=MODEL, messages=TOO_LONG)
         with raises(openai.NotFoundError):
             client.models.retrieve("nobody")
         with raises(openai.UnprocessableEntityError, "temperature"):
@@ -238,7 +241,7 @@ async def alongside(client: openai.AsyncOpenAI) -> None:
         )
         assert isinstance(parsed.choices[0].message.parsed, Animal)
 
-    with check("async typed errors"), raises(openai.UnprocessableEntityError, MODEL):
+    with check("async typed errors"), raises(openai.NotFoundError, MODEL):
         await client.completions.create(model="nobody", prompt=STORY)
 
     with check("async cancel"):

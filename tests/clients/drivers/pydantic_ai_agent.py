@@ -9,6 +9,11 @@ from checks import KEY, MODEL, TOOL_MODEL, URL, check, raises, report, wait_unti
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput
 from pydantic_ai.capabilities import AbstractCapability
+from pydantic_ai.exceptions import (
+    ModelAuthenticationError,
+    ModelContextWindowExceededError,
+    ModelNotFoundError,
+)
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -102,11 +107,13 @@ async def main() -> None:
         assert found.usage.requests == 2
 
     with check("typed errors"):
-        with raises(ModelHTTPError, "422", MODEL):
+        with raises(ModelContextWindowExceededError):
+            await agent().run("A fox. " * 3000)
+        with raises(ModelNotFoundError, MODEL):
             await agent("nobody").run(ASKED)
         with raises(ModelHTTPError, "422", "temperature"):
             await agent(temperature=9).run(ASKED)
-        with raises(ModelHTTPError, "401"):
+        with raises(ModelAuthenticationError):
             await Agent(OpenAIChatModel(MODEL, provider=WRONG)).run(ASKED)
 
     with check("cancel"):
