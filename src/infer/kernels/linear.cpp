@@ -349,6 +349,13 @@ INLINE void put(const Call& c, long row, long column, __m512 value) {
   else _mm256_mask_storeu_epi16((uint16_t*)c.y + at, lanes, (__m256i)_mm512_cvtneps_pbh(value));
 }
 
+// Asks for the residual that `finish` will add.
+INLINE void expect(const Call& c, long group, long panel) {
+  const long first = group * SIDE, end = std::min(first + SIDE, c.M);
+  for (long row = first; c.residual && row < end; ++row)
+    _mm_prefetch((const char*)(c.residual + row * c.layer.width + panel * SIDE), _MM_HINT_T0);
+}
+
 // Sums → y: the scales, the bias, the gate.
 void finish(const Call& c, const float* sums, long group, long panel) {
   const Layer& layer = c.layer;
@@ -418,10 +425,12 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
       for (long g = 0; g < groups; ++g) {
         const int tiles = c.tiles_in(group + g);
         float* own = sums + ((panel - begin) * groups + g) * SUMS;
+        const bool is_last = k + steps == layer.steps;
+        if (is_last) expect(c, group + g, panel);
         KINDS[layer.int8][tiles - 1][k == 0](
             c.packed + (group + g) * panel_bytes + k * tiles * TILE, b, steps, own,
             next + g * steps * lines * 64, lines, 0, nullptr);
-        if (k + steps == layer.steps) finish(c, own, group + g, panel);
+        if (is_last) finish(c, own, group + g, panel);
       }
     }
   }
