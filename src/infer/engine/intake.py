@@ -161,7 +161,7 @@ class Intake:
         limit = self.limits.max_seq_len
         room = limit - num_prompt
         if room < 1:
-            found = f"the prompt is too long: {num_prompt} leave none for output"
+            found = f"the prompt is too long: {num_prompt} tokens leave none for output"
             raise too_long(limit, found, param="prompt")
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room:
