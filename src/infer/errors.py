@@ -38,6 +38,13 @@ class RequestError(InferError, ValueError):
         self.code = code
 
 
+def too_long(max_seq_len: int, found: str, *, param: str) -> RequestError:
+    """Prompt and output do not fit. OpenAI's status and words: clients that shorten a prompt, or
+    go to another model, know it by them (LangChain, LiteLLM, Pydantic AI, aiperf)."""
+    message = f"this model's maximum context length is {max_seq_len} tokens, input and output"
+    return RequestError(f"{message} together; {found}", param=param, code="context_length_exceeded")
+
+
 class UnprocessableError(RequestError):
     """The request can be read, but asks for something that does not exist or is out of range."""
 

@@ -92,7 +92,7 @@ def test_a_turn_finds_the_ones_before_it() -> None:
 
 def test_what_the_engine_refuses_is_an_error_of_its_kind() -> None:
     document = offline(make_hash_llm(), workload="long_prompt", num_requests=2)
-    assert document["summary"]["errors"] == {"UnprocessableError": 1}
+    assert document["summary"]["errors"] == {"RequestError": 1}
     assert "4096 tokens" in records(document)[-1].message
 
 

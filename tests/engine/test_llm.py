@@ -177,7 +177,7 @@ def test_one_bad_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate(["fine", ""])
     with pytest.raises(UnprocessableError, match="outside the vocabulary"):
         llm.generate([[1, 2], [99_999]])
-    with pytest.raises(UnprocessableError, match="at most 256"):
+    with pytest.raises(RequestError, match="length is 256 tokens"):
         llm.generate([[1] * 250], SamplingParams(max_tokens=7))
     with pytest.raises(RequestError, match="text or a list of token ids"):
         llm.generate([3.5])  # type: ignore[list-item]

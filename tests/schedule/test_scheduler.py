@@ -9,7 +9,7 @@ import pytest
 
 from doubles import make_hash_core, solo
 from infer.engine.core import EngineCore
-from infer.errors import OverloadedError, RequestError, UnprocessableError
+from infer.errors import OverloadedError, RequestError
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
 
 names = (f"q{i}" for i in itertools.count())
@@ -286,9 +286,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
     core = make_hash_core(max_seq_len=512, num_pages=9, page_size=4)
-    with pytest.raises(UnprocessableError, match="at most 512"):
+    with pytest.raises(RequestError, match="length is 512 tokens"):
         core.add(request(500, max_tokens=13))
-    with pytest.raises(UnprocessableError, match="whole cache has 8"):
+    with pytest.raises(RequestError, match="whole cache has 8"):
         core.add(request(30, max_tokens=4))
     core.add(request(29, max_tokens=4))  # 32 cells: the last token is never computed
     assert core.run_until_complete()[-1].finish_reason is FinishReason.LENGTH

@@ -22,7 +22,7 @@ from doubles import HashRunner, solo
 from infer.cache.allocator import PageAllocator, PageTable
 from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
 from infer.engine.core import EngineCore
-from infer.errors import OverloadedError, UnprocessableError
+from infer.errors import OverloadedError, RequestError
 from infer.schedule.scheduler import Scheduler
 from infer.types import Request, SamplingParams
 
@@ -129,7 +129,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         try:
             self.core.add(request)
-        except (OverloadedError, UnprocessableError):
+        except (OverloadedError, RequestError):
             return
         self.wanted[request.request_id] = solo(request, VOCAB_SIZE)
         self.got[request.request_id] = []

@@ -15,7 +15,7 @@ from doubles import HashRunner, solo
 from infer.cache.allocator import PageAllocator
 from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
 from infer.engine.core import EngineCore
-from infer.errors import OverloadedError, UnprocessableError
+from infer.errors import OverloadedError, RequestError
 from infer.schedule.scheduler import Scheduler
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
 
@@ -138,7 +138,7 @@ class Workload:
     def _add(self, request: Request) -> None:
         try:
             self.core.add(request)
-        except (OverloadedError, UnprocessableError):
+        except (OverloadedError, RequestError):
             self.num_refused += 1
             return
         self.requests[request.request_id] = request

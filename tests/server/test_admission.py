@@ -72,7 +72,7 @@ def test_a_place_is_held_while_the_tokens_are_made(monkeypatch: pytest.MonkeyPat
         short = await app.post(COMPLETIONS, completion_body())
         assert (short.status, (await long).status) == (503, 200)
         wrong = completion_body(prompt="x" * 400, max_tokens=10**6)
-        assert (await app.post(COMPLETIONS, wrong)).status == 422
+        assert (await app.post(COMPLETIONS, wrong)).status == 400
         assert (await app.post(COMPLETIONS, completion_body())).status == 200
 
     with_app(engine, use)
@@ -112,7 +112,7 @@ def test_a_text_that_can_never_fit_is_not_tokenised(monkeypatch: pytest.MonkeyPa
     async def use(app: App) -> None:
         for length in (limit, limit + 1):
             reply = await app.post(COMPLETIONS, completion_body(prompt="x" * length))
-            check_refused(reply, 422, "prompt", "context_length_exceeded", "at most 64 tokens")
+            check_refused(reply, 400, "prompt", "context_length_exceeded", "length is 64 tokens")
 
     with_app(engine, use)
     assert made == [limit]

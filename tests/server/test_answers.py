@@ -200,6 +200,7 @@ def test_messages_become_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
         {"role": "developer", "content": "Be kind."},
         {"role": "user", "content": parts, "name": "Ann"},
         {"role": "assistant", "content": "", "refusal": None, "tool_calls": []},
+        {"role": "assistant", "content": "c", "provider_specific_fields": {"refusal": None}},
         {"role": "tool", "content": "x", "tool_call_id": "7"},
         {"role": "user", "content": []},
     ]
@@ -210,6 +211,7 @@ def test_messages_become_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
                 {"role": "system", "content": "Be kind."},
                 {"role": "user", "content": "a b", "name": "Ann"},
                 {"role": "assistant", "content": ""},
+                {"role": "assistant", "content": "c"},
                 {"role": "tool", "content": "x", "tool_call_id": "7"},
                 {"role": "user", "content": ""},
             ],

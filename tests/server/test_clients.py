@@ -110,7 +110,7 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError) as wrong_model:
+    with pytest.raises(openai.NotFoundError) as wrong_model:
         client.chat.completions.create(model="other", messages=MESSAGES)
     assert (wrong_model.value.code, wrong_model.value.param) == ("model_not_found", "model")
     with pytest.raises(openai.BadRequestError) as empty:

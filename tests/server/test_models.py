@@ -72,7 +72,9 @@ def test_the_name_says_who_answers() -> None:
             assert (reply.status, reply.json()["model"]) == (200, name or "small")
             assert len(reply.headers["x-request-id"]) == 32
             long = await app.post(CHAT, chat_body(model=name, max_tokens=1000))
-            check_refused(long, 422, "max_tokens", "context_length_exceeded", f"most {size}")
+            check_refused(
+                long, 400, "max_tokens", "context_length_exceeded", f"length is {size} tokens"
+            )
             stream = await app.post(CHAT, chat_body(model=name, stream=True))
             assert {event["model"] for event in stream.events()} == {name or "small"}
             tokens = await app.post("/tokenize", {"prompt": "x", "model": name})
@@ -80,7 +82,7 @@ def test_the_name_says_who_answers() -> None:
             assert (await app.get(f"/v1/models/{name or 'small'}")).json()["max_model_len"] == size
         for wrong in ("huge", "", 3, ["small"]):
             reply = await app.post(COMPLETIONS, completion_body(model=wrong))
-            check_refused(reply, 422, "model", "model_not_found", "this server has small, big")
+            check_refused(reply, 404, "model", "model_not_found", "this server has small, big")
         assert (await app.get("/v1/models/huge")).status == 404
         assert (await app.get("/nowhere")).status == 404
         assert (await app.post(COMPLETIONS, b"{")).status == 400
@@ -199,6 +201,32 @@ def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
             assert (keys["few"]["requests"] if keys else keys) == expected
 
     used(later, {"a": make_hash_llm, "b": make_hash_llm}, keys=str(file))
+
+
+def test_what_nobody_expected_reaches_the_edge(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not a last resort on the way there: a leaver is no error, and an error is told as ours."""
+
+    async def body(app: App, models: Models) -> None:
+        leave = asyncio.Event()
+        asking = asyncio.create_task(
+            app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
+        )
+        (engine,) = models._engines()
+        async with asyncio.timeout(5):
+            while not engine.stats()["num_running"]:
+                await asyncio.sleep(0.002)
+        leave.set()
+        assert (await asking).status == 0
+        (story,) = (await app.get("/v1/requests")).json()["data"]
+        assert story["outcome"] == "disconnected"
+        monkeypatch.setattr(engine.tokenizer, "decode", None)
+        reply = await app.post("/detokenize", {"tokens": [1]})
+        assert (reply.status, reply.error()["code"]) == (500, "internal_error")
+
+    used(body, {"a": partial(make_hash_llm, step_s=0.004)})
+    assert "TypeError" in caplog.text
 
 
 def test_a_server_that_drains_loads_nothing() -> None:

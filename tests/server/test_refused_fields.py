@@ -165,8 +165,8 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"stream_format": "sse", "stream": True}, 422, "stream_format", None, "events"),
     ({"stream_format": "events", "stream": True, "n": 2}, 422, "stream_format", None, "one choice"),
     # names
-    ({"model": "gpt-4"}, 422, "model", "model_not_found", "hash-model"),
-    ({"model": ""}, 422, "model", "model_not_found", "hash-model"),
+    ({"model": "gpt-4"}, 404, "model", "model_not_found", "hash-model"),
+    ({"model": ""}, 404, "model", "model_not_found", "hash-model"),
     ({"temprature": 1}, 422, "temprature", "unknown_parameter", "'temperature'"),
     ({"qqqq": 1}, 422, "qqqq", "unknown_parameter", "known are"),
     (
@@ -174,8 +174,8 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
         *(422, "stream_options.include_usge", "unknown_parameter", "'include_usage'"),
     ),
     # lengths
-    ({"max_tokens": 510}, 422, "max_tokens", "context_length_exceeded", "512"),
-    ({"max_tokens": 2**31 - 1}, 422, "max_tokens", "context_length_exceeded", "512"),
+    ({"max_tokens": 510}, 400, "max_tokens", "context_length_exceeded", "512"),
+    ({"max_tokens": 2**31 - 1}, 400, "max_tokens", "context_length_exceeded", "512"),
 ]
 
 COMPLETION_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
@@ -198,9 +198,9 @@ COMPLETION_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"prompt": [[1], [2**63]]}, 422, "prompt", None, "vocabulary"),
     ({"prompt": ["a"] * 257}, 422, "prompt", None, "256"),
     ({"prompt": ["a"] * 40, "n": 8}, 422, "n", None, "256"),
-    ({"prompt": "x" * 512}, 422, "prompt", "context_length_exceeded", "512"),
-    ({"prompt": [1] * 505}, 422, "max_tokens", "context_length_exceeded", "512"),
-    ({"prompt": "x" * 10**6}, 422, "prompt", "context_length_exceeded", "512"),
+    ({"prompt": "x" * 512}, 400, "prompt", "context_length_exceeded", "512"),
+    ({"prompt": [1] * 505}, 400, "max_tokens", "context_length_exceeded", "512"),
+    ({"prompt": "x" * 10**6}, 400, "prompt", "context_length_exceeded", "512"),
     ({"logprobs": 21}, 422, "logprobs", None, "between 0 and 20"),
     ({"logprobs": -1}, 422, "logprobs", None, "between 0 and 20"),
     ({"logprobs": True}, 400, "logprobs", "invalid_type", "integer"),
@@ -287,7 +287,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ),
     (
         said({"role": "user", "content": "x" * 512}),
-        *(422, "messages", "context_length_exceeded", "512"),
+        *(400, "messages", "context_length_exceeded", "512"),
     ),
     ({"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", None, "differ"),
     (
@@ -296,7 +296,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ),
     (
         {"max_tokens": None, "max_completion_tokens": 510},
-        *(422, "max_completion_tokens", "context_length_exceeded", "max_completion_tokens (510)"),
+        *(400, "max_completion_tokens", "context_length_exceeded", "max_completion_tokens (510)"),
     ),
     ({"max_tokens": None, "min_tokens": 512}, 422, "min_tokens", None, "room"),
     ({"stop": ["a"] * 5}, 422, "stop", None, "at most 4"),

@@ -319,7 +319,7 @@ TEMPLATE_ROWS: list[tuple[dict[str, Any], int, str | None, str | None, str]] = [
         for name in ("self", "messages", "tools", "add_generation_prompt", "range", "_x")
     ),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", None, "unknown role"),
-    ({"model": "gpt-4"}, 422, "model", "model_not_found", "hash-model"),
+    ({"model": "gpt-4"}, 404, "model", "model_not_found", "hash-model"),
     ({"model": 5}, 400, "model", "invalid_type", "string"),
     ({"temprature": 1}, 422, "temprature", "unknown_parameter", "there is no field"),
 ]
@@ -350,7 +350,7 @@ ROWS: list[Row] = [
         *(TOKENIZE, {"prompt": "a", "add_special_tokens": 1}, 400),
         *("add_special_tokens", "invalid_type", "true or false"),
     ),
-    (TOKENIZE, {"prompt": "a", "model": "gpt-4"}, 422, "model", "model_not_found", "hash-model"),
+    (TOKENIZE, {"prompt": "a", "model": "gpt-4"}, 404, "model", "model_not_found", "hash-model"),
     (
         *(TOKENIZE, {"messages": HELLO, "add_special_tokens": True}, 400),
         *("add_special_tokens", "unsupported_parameter", "false"),
@@ -363,7 +363,7 @@ ROWS: list[Row] = [
     (DETOKENIZE, {"tokens": [-1]}, 422, "tokens", None, "vocabulary"),
     (DETOKENIZE, {"tokens": [262]}, 422, "tokens", None, "0 to 261"),
     (DETOKENIZE, {"tokens": [2**63]}, 422, "tokens", None, "vocabulary"),
-    (DETOKENIZE, {"tokens": [1], "model": "gpt-4"}, 422, "model", "model_not_found", "hash-model"),
+    (DETOKENIZE, {"tokens": [1], "model": "gpt-4"}, 404, "model", "model_not_found", "hash-model"),
     (DETOKENIZE, {"token": [1]}, 422, "token", "unknown_parameter", "'tokens'"),
 ]
 

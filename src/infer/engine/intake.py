@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.errors import RequestError, UnprocessableError
+from infer.errors import RequestError, UnprocessableError, too_long
 from infer.grammar import Grammar
 from infer.text import grammar
 from infer.text.tokenizer import Tokenizer
@@ -136,12 +136,7 @@ class Intake:
         shorter as it gets) is not tokenised at all: that takes memory, a hundred times its size."""
         limit = self.limits.max_seq_len
         if num_chars > limit * self.tokenizer.max_token_chars * _MAX_SHRINKING:
-            raise UnprocessableError(
-                f"the prompt has {num_chars} characters; this model serves at most {limit} tokens"
-                " of prompt and output together",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            raise too_long(limit, f"the prompt is too long: {num_chars} characters", param="prompt")
 
     def _check_ids(self, sampling: SamplingParams) -> None:
         for name, ids in (
@@ -167,24 +162,16 @@ class Intake:
         """For how many more tokens there is room; at least one."""
         limit = self.limits.max_seq_len
         if num_prompt >= limit:
-            raise UnprocessableError(
-                f"the prompt has {num_prompt} tokens; this model serves at most {limit} tokens of"
-                " prompt and output together, at least one of them output",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+            found = f"the prompt is too long: {num_prompt} tokens leave none for output"
+            raise too_long(limit, found, param="prompt")
         return limit - num_prompt
 
     def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
         limit, room = self.limits.max_seq_len, self._check_room(num_prompt)
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room:
-            raise UnprocessableError(
-                f"prompt ({num_prompt} tokens) + max_tokens ({wanted}) is {num_prompt + wanted}"
-                f" tokens; this model serves at most {limit}",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
+            found = f"prompt ({num_prompt}) + max_tokens ({wanted}) is {num_prompt + wanted}"
+            raise too_long(limit, found, param="max_tokens")
         if sampling.min_tokens > wanted:
             raise UnprocessableError(
                 f"min_tokens ({sampling.min_tokens}) exceeds the {wanted} tokens that there is"

@@ -9,7 +9,7 @@ from bisect import bisect
 from collections.abc import Sequence as Seq
 
 from infer.cache.allocator import PageAllocator
-from infer.errors import UnprocessableError
+from infer.errors import RequestError, too_long
 from infer.facts import Happening
 from infer.schedule.sequence import Sequence
 from infer.types import Request
@@ -19,20 +19,16 @@ MAX_NAMED = 4
 
 
 def check_fits(request: Request, max_seq_len: int, allocator: PageAllocator) -> None:
-    """Raises `UnprocessableError` if a request can never be served, however empty the room is."""
+    """Raises `RequestError` if a request can never be served, however empty the room is."""
     num_prompt = len(request.prompt_token_ids)
     total = num_prompt + request.max_tokens
     if total > max_seq_len:
-        raise UnprocessableError(
-            f"prompt ({num_prompt} tokens) + max_tokens ({request.max_tokens}) is {total}"
-            f" tokens; this model serves at most {max_seq_len}",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
+        found = f"prompt ({num_prompt}) + max_tokens ({request.max_tokens}) is {total}"
+        raise too_long(max_seq_len, found, param="max_tokens")
     # The last token is sampled but never computed, so it needs no room.
     pages, usable = allocator.pages_for(total - 1), allocator.num_usable
     if pages > usable:
-        raise UnprocessableError(
+        raise RequestError(
             f"prompt ({num_prompt} tokens) + max_tokens ({request.max_tokens}) needs"
             f" {pages} pages of KV cache; the whole cache has {usable}",
             param="max_tokens",

@@ -29,7 +29,7 @@ from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import TextPool
 from infer.server.conversations import Conversations
-from infer.server.failures import IGNORED, Edge, HttpError, respond
+from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
 from infer.server.keys import Keys
 from infer.server.logs import log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics
@@ -84,7 +84,7 @@ class Endpoints:
         wire = validation.read(model, body, ignored)
         if wire.model not in (None, self._engine.model_name):
             message = f"there is no such model here; this server has {self._engine.model_name!r}"
-            raise UnprocessableError(message, param="model", code="model_not_found")
+            raise HttpError(404, message, param="model", code="model_not_found")
         return wire
 
     # ---- generating
@@ -348,7 +348,7 @@ def create_app(
             Route("/openapi.json", endpoints.openapi, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: respond, InferError: respond},
+        exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
         middleware=[] if is_inner else layers(settings, (endpoints.metrics.seen,)),
         lifespan=lifespan,
     )

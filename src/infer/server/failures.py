@@ -107,6 +107,12 @@ async def respond(http: Request, error: Exception) -> Response:
     return response
 
 
+async def pass_on(_: Request, error: Exception) -> Response:
+    """In the place of Starlette's last resort, which would answer with words of its own, and whom
+    nobody reads any more: `Edge` knows what to do."""
+    raise error
+
+
 def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
     """A header for what was ignored; names that are no names are shown as `?`."""
     names = scope[IGNORED][:_MAX_IGNORED_SHOWN]

@@ -43,6 +43,7 @@ REQUEST_FIELDS: Inert = {
 MESSAGE_FIELDS: Inert = {
     **dict.fromkeys(("audio", "function_call", "reasoning", "refusal"), ()),
     "annotations": ([],),
+    "provider_specific_fields": (dict,),  # LiteLLM puts it into answers that it hands out
 }
 TOKENIZE_CHAT_FIELDS: Inert = {
     "add_special_tokens": (False,),  # the template writes them
@@ -67,7 +68,7 @@ def has_no_effect(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 def shown(accepted: tuple[Any, ...]) -> str:
     """What may be sent, for the error message."""
-    types = {str: "a string", bool: "true or false"}
+    types = {str: "a string", bool: "true or false", dict: "an object"}
     words = [types[one] if isinstance(one, type) else json.dumps(one) for one in accepted]
     return " or ".join(words) or "null"
 

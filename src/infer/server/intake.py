@@ -114,7 +114,9 @@ def _retold(names: Mapping[str, str]) -> Iterator[None]:
         theirs = names.get(error.param or "")
         if theirs is None:
             raise
-        message = re.sub(rf"\b{error.param}\b", theirs, error.message)
+        message = error.message
+        if error.param != "prompt":  # no field of a chat, but the right word for what it becomes
+            message = re.sub(rf"\b{error.param}\b", theirs, message)
         raise type(error)(message, param=theirs, code=error.code) from None
 
 

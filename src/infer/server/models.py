@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
-from infer.errors import ConfigError, EngineDeadError, InferError, LoadError, UnprocessableError
+from infer.errors import ConfigError, EngineDeadError, InferError, LoadError
 from infer.server.body import PARSED, TextPool
 from infer.server.failures import HttpError, respond
 from infer.server.visit import Visit
@@ -257,7 +257,7 @@ class Models:
             return next(iter(self._models.values()))
         if not isinstance(name, str) or name not in self._models:
             message = f"there is no such model here; this server has {self.model_name}"
-            raise UnprocessableError(message, param="model", code="model_not_found")
+            raise HttpError(404, message, param="model", code="model_not_found")
         return self._models[name]
 
     async def _list(self, _: Request) -> Response:

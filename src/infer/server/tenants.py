@@ -140,9 +140,12 @@ class Gate:
         visit, path = Visit.of(scope), scope["path"]
         visit.tenant = self._anybody
         if self._keys is not None and path not in OPEN_PATHS:
-            key = self._key_of(Headers(scope=scope))
-            if key is None:
-                message = "send a key that this server knows: Authorization: Bearer …"
+            headers = Headers(scope=scope)
+            key = self._key_of(headers)
+            if key is None:  # OpenAI's words, by which LiteLLM tells it from other refusals
+                found = "Incorrect" if "authorization" in headers else "No"
+                message = f"{found} API key provided; send one that this server knows as"
+                message += " `Authorization: Bearer KEY`"
                 error = HttpError(401, message, code="invalid_api_key")
                 await describe(error)(scope, receive, send)
                 return
