@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
 from infer.engine.intake import Intake
@@ -52,6 +53,8 @@ COUNTS = (
     *("num_requests_finished", "num_requests_cancelled", "num_requests_failed"),
 )
 """the ledger: at any moment admitted = num_open + finished + cancelled + failed"""
+MAX_MESSAGES_A_TURN = 8
+"""steps of the engine that the event loop reads before it turns to others"""
 MAX_MAILBOX_BYTES = 256 * 1024
 """of one request, about; a reader for whom more has gathered, though merged, is cancelled"""
 
@@ -117,6 +120,8 @@ class AsyncLLM:
         self._worker = worker
         self._intake = intake
         self._mailboxes: dict[str, Mailbox] = {}
+        self._messages: deque[Callable[[], None]] = deque()
+        """from the engine's thread, in their order"""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._draining = False
@@ -296,18 +301,30 @@ class AsyncLLM:
 
     def _deliver(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
         """On the engine's thread: hand a step's outputs over to the event loop in one go."""
-        self._on_the_loop(self._receive, outputs, facts)
+        self._on_the_loop(partial(self._receive, outputs, facts))
 
     def _died(self) -> None:
         """On the engine's thread, which ends now: nobody will answer, so let no caller wait."""
-        self._on_the_loop(self._end, EngineDeadError("the engine has died"))
+        self._on_the_loop(partial(self._end, EngineDeadError("the engine has died")))
 
-    def _on_the_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+    def _on_the_loop(self, message: Callable[[], None]) -> None:
         assert self._loop is not None
+        self._messages.append(message)
+        if len(self._messages) > 1:
+            return  # the loop has been told of those before
         try:
-            self._loop.call_soon_threadsafe(function, *arguments)
+            self._loop.call_soon_threadsafe(self._read_messages)
         except RuntimeError:  # the loop has been closed; so have all readers
             log.debug("a message is dropped: the event loop is closed")
+
+    def _read_messages(self) -> None:
+        """A few, so that after a stall the readers have a turn before everything has come in."""
+        try:
+            for _ in range(min(len(self._messages), MAX_MESSAGES_A_TURN)):
+                self._messages.popleft()()
+        finally:
+            if self._messages:
+                asyncio.get_running_loop().call_soon(self._read_messages)
 
     def _receive(self, outputs: list[StepOutput], facts: StepFacts | None = None) -> None:
         if self.observer is not None:
