@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from doubles import make_hash_llm, small_tokenizer, solo
 from infer import FinishReason, SamplingParams
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.async_llm import MAX_MAILBOX_BYTES, AsyncLLM
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -115,6 +116,62 @@ def test_a_slow_reader_finds_one_merged_piece_or_one_a_token() -> None:
 
     run(lambda llm: body(llm, True))
     run(lambda llm: body(llm, False))
+
+
+LONG = GREEDY.replace(max_tokens=3000)
+ROOM: dict[str, Any] = {"max_seq_len": 4096, "num_pages": 2000}
+
+
+def test_a_reader_far_behind_gets_everything_while_it_takes_little_room_when_merged() -> None:
+    """Thrice the room of a mailbox if each token had its own piece."""
+
+    async def body(llm: AsyncLLM) -> None:
+        request = llm.make_request("abc", LONG)
+        async with llm.stream(request) as pieces:
+            (mailbox,) = llm._mailboxes.values()
+            await until(lambda: mailbox.processor.finish_reason is not None)
+            (piece,) = [piece async for piece in pieces]
+        assert list(piece.token_ids) == solo(request, VOCAB_SIZE)
+
+    run(body, **ROOM)
+
+
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_reader_for_whom_too_much_gathers_is_cancelled(merge: bool) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        request, other = (llm.make_request([i, 7], LONG.replace(logprobs=20)) for i in (1, 2))
+        async with llm.stream(request, merge=merge) as pieces:
+            (mailbox,) = llm._mailboxes.values()
+            output = await llm.generate(other)
+            assert list(output.token_ids) == solo(other, VOCAB_SIZE)
+            assert mailbox._num_bytes < 2 * MAX_MAILBOX_BYTES
+            assert sum(len(piece.token_ids) for piece in mailbox._pieces) < 300
+            taken = [piece async for piece in pieces]
+        assert taken[-1].error is not None
+        assert taken[-1].error.code == "client_stalled"
+        tokens = [token for piece in taken for token in piece.token_ids]
+        assert tokens == solo(request, VOCAB_SIZE)[: len(tokens)]
+        assert len(tokens) > 50
+        await until(lambda: idle(llm))
+        stats = llm.stats()
+        assert (stats["num_requests_finished"], stats["num_requests_cancelled"]) == (1, 1)
+
+    run(body, **ROOM)
+
+
+def test_a_reader_that_only_had_no_chance_to_read_is_not_cancelled() -> None:
+    """The event loop stands still; then all comes at once."""
+
+    async def body(llm: AsyncLLM) -> None:
+        request = llm.make_request("abc", LONG.replace(max_tokens=600, logprobs=20))
+        running = asyncio.create_task(llm.generate(request))
+        await asyncio.sleep(0)
+        before = llm.stats()["num_steps"]
+        while llm.stats()["num_running"] or llm.stats()["num_steps"] == before:
+            time.sleep(0.01)
+        assert list((await running).token_ids) == solo(request, VOCAB_SIZE)
+
+    run(body, **ROOM)
 
 
 def test_a_failing_step_is_done_again_and_nobody_notices(

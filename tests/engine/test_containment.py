@@ -134,7 +134,10 @@ def test_a_row_without_numbers_fails_alone() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("AT", "3:1:sing"), ("AT", "3:1"), ("PREEMPT_EVERY", "x"), ("SLOW_STEP_MS", ""), ("X", "1")],
+    [
+        *(("AT", "3:1:sing"), ("AT", "3:1"), ("AT", "3:nan"), ("SEEDS", "1:2:nan")),
+        *(("PREEMPT_EVERY", "x"), ("SLOW_STEP_MS", ""), ("X", "1")),
+    ],
 )
 def test_a_fault_that_is_not_known(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"INFER_FAULT_{name}: "):
@@ -144,9 +147,9 @@ def test_a_fault_that_is_not_known(name: str, value: str) -> None:
 def test_faults_of_the_environment(caplog: pytest.LogCaptureFixture) -> None:
     assert Faults.from_environment({"INFER": "1"}) == Faults()
     assert not caplog.text
-    values = {"PREEMPT_EVERY": "3", "AT": "4:1:nan", "SLOW_STEP_MS": "0.5", "POISON": "1"}
+    values = {"PREEMPT_EVERY": "3", "AT": "4:1:nan", "SLOW_STEP_MS": "0.5", "SEEDS": "7:raise"}
     faults = Faults.from_environment({f"INFER_FAULT_{name}": v for name, v in values.items()})
-    assert faults == Faults(3, (4, 1, "nan"), 0.5, poison=True)
+    assert faults == Faults(3, (4, 1, "nan"), 0.5, seeds=(7, "raise"))
     assert "faults on purpose" in caplog.text
 
 

@@ -220,6 +220,14 @@ async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None)
     return heard
 
 
+async def ask(port: int, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """Status and body of a plain answer."""
+    reader, writer = await send(port, body)
+    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return int(head.split()[1]), json.loads(answer)
+
+
 def _note(heard: Heard, data: bytes) -> None:
     if data == b"[DONE]":
         heard.is_done = True

@@ -2,8 +2,8 @@
 
 `python observed.py OPTIONS` is `python -m infer.server OPTIONS` on the model that ships;
 `python observed.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
-answers in microseconds). `GET /test/stats` tells counts, memory, files, threads, tasks, and the
-longest time since the last look that the event loop was not there.
+answers in microseconds). `GET /test/stats` tells counts, memory, files, threads, tasks, and since
+the last look the longest time that the event loop was not there, and how long each 503 took.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.engine.async_llm import AsyncLLM
 from infer.server import __main__ as command
@@ -35,6 +36,7 @@ class Observer:
         self._engine = engine
         self._lag_s = 0.0
         self._watching: asyncio.Task[None] | None = None
+        self.refused_s: list[float] = []
 
     async def _watch(self) -> None:
         while True:
@@ -47,6 +49,7 @@ class Observer:
             self._watching = asyncio.create_task(self._watch())
         engine = getattr(self._engine._worker, "pid", None)
         lag_s, self._lag_s = self._lag_s, 0.0
+        refused_s, self.refused_s = self.refused_s, []
         return JSONResponse(
             {
                 **self._engine.stats(),
@@ -56,6 +59,7 @@ class Observer:
                 "threads": len(list(Path("/proc/self/task").iterdir())),
                 "tasks": len(asyncio.all_tasks()),
                 "lag_s": lag_s,
+                "refused_s": refused_s,
                 "engine_pid": engine,
             }
         )
@@ -71,9 +75,28 @@ def memory(pid: object) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.split()[0] in kinds)
 
 
+class Timed:
+    """Around the app: how long each 503 takes, from where the request's headers are read."""
+
+    def __init__(self, app: ASGIApp, observer: Observer) -> None:
+        self._app = app
+        self._observer = observer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began_s = time.monotonic()
+
+        async def timed(message: Message) -> None:
+            await send(message)
+            if message.get("status") == 503:
+                self._observer.refused_s.append(time.monotonic() - began_s)
+
+        await self._app(scope, receive, timed)
+
+
 def create_app(engine: AsyncLLM, *settings: Any, **how: Any) -> Starlette:
-    app = make_app(engine, *settings, **how)
-    app.router.routes.insert(0, Route("/test/stats", Observer(engine).stats))
+    app, observer = make_app(engine, *settings, **how), Observer(engine)
+    app.router.routes.insert(0, Route("/test/stats", observer.stats))
+    app.add_middleware(Timed, observer=observer)
     return app
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from load import Findings, Served, bodies, follow, hash_server, model_server, send, served
-from serving import COMPLETIONS, App, completion_body, is_idle, serving
+from serving import COMPLETIONS, App, Reply, completion_body, is_idle, serving
 
 from doubles import make_hash_llm
 from infer.engine.async_llm import AsyncLLM
@@ -24,7 +24,7 @@ LONG = {"max_tokens": 60, "ignore_eos": True}
 
 
 MOMENTS = ("in the queue", "in the prompt", "first token", "decoding", "last token", "preempted")
-WAYS = ("leaves", "deadline")
+WAYS = ("leaves", "DELETE", "deadline")
 
 
 def reached(engine: AsyncLLM, moment: str, writes: list[bytes]) -> bool:
@@ -38,10 +38,16 @@ def reached(engine: AsyncLLM, moment: str, writes: list[bytes]) -> bool:
     return len(writes) >= {"first token": 1, "decoding": 20, "last token": 59}[moment]
 
 
+def said(reply: Reply) -> tuple[str, str]:
+    """The text, in however many pieces it came, and how it ended."""
+    choices = [event["choices"][0] for event in reply.events()]
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
 async def cancel_once(engine: AsyncLLM, app: App, moment: str, way: str, pause_s: float) -> None:
     """A neighbour runs all the time and must not notice."""
     neighbour = completion_body(stream=True, prompt="neighbour", **LONG)
-    expected = (await app.post(COMPLETIONS, neighbour)).events()[-1]
+    expected = said(await app.post(COMPLETIONS, neighbour))
     near = asyncio.create_task(app.post(COMPLETIONS, neighbour))
     others = 3 if moment == "in the queue" else 1 if moment == "preempted" else 0
     extra = [
@@ -54,20 +60,33 @@ async def cancel_once(engine: AsyncLLM, app: App, moment: str, way: str, pause_s
     body = completion_body(stream=True, prompt=prompt, **LONG)
     before = engine.stats()
     task = asyncio.create_task(
-        app.post(COMPLETIONS, body, leave=gone, on_write=lambda data: writes.append(data))
+        app.post(
+            COMPLETIONS,
+            body,
+            headers={"x-request-id": "victim"},
+            leave=gone,
+            on_write=lambda data: writes.append(data),
+        )
     )
-    if way == "leaves":
+    if way != "deadline":
         async with asyncio.timeout(3):
             while not task.done() and not reached(engine, moment, writes):
                 await asyncio.sleep(0.0003)
         await asyncio.sleep(pause_s)
+    if way == "leaves":
         gone.set()
         gone.set()
+    elif way == "DELETE":
+        listed = (await app.get("/v1/requests")).json()["data"]
+        for each in listed:
+            if each["client_request_id"] == "victim" and each["state"] != "finished":
+                path = f"/v1/requests/{each['id']}"
+                answers = [(await app.send("DELETE", path)).json() for _ in range(2)]
+                assert not answers[1]["cancelled"], "twice"
     reply = await asyncio.wait_for(task, 2)
-    if way == "deadline":
-        assert b"deadline_exceeded" in reply.body or b"[DONE]" in reply.body
-    events = (await near).events()
-    assert {**events[-1], "id": 0, "created": 0} == {**expected, "id": 0, "created": 0}
+    code = {"deadline": b"deadline_exceeded", "DELETE": b"request_cancelled"}.get(way)
+    assert code is None or code in reply.body or b"[DONE]" in reply.body
+    assert said(await near) == expected
     await asyncio.gather(*extra)
     async with asyncio.timeout(0.5):
         while not is_idle(engine):

@@ -195,7 +195,7 @@ OPEN = {
     *(("POST", path) for path in ROUTES),
     *(("GET", f"/health{end}") for end in ("", "/live", "/ready")),
     *(("GET", path) for path in ("/", "/v1/models", "/v1/models/hash-model", "/tokenizer_info")),
-    *(("POST", f"/v1/{name}") for name in ("embeddings", "responses")),
+    ("GET", "/openapi.json"),
     *(("GET", path) for path in ("/metrics", "/stats", "/v1/requests", "/v1/sessions")),
     *((method, "/v1/requests/{id}") for method in ("GET", "DELETE")),
     *((method, "/v1/sessions/{id}") for method in ("GET", "PATCH", "DELETE")),
@@ -210,7 +210,6 @@ TRICKS = (
 )
 PRIVATE = (
     "/docs",
-    "/openapi.json",
     "/metrics/..",
     "/debug/ledger",
     "/test/stats",

@@ -7,9 +7,11 @@ import contextlib
 import json
 import os
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from load import (
     Findings,
     Heard,
     Served,
+    ask,
     bodies,
     follow,
     hash_server,
@@ -26,15 +29,6 @@ from load import (
     send,
     served,
 )
-
-
-async def ask(port: int, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Status and body of a plain answer."""
-    reader, writer = await send(port, body)
-    head, _, answer = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    return int(head.split()[1]), json.loads(answer)
-
 
 # ---- 1: the ledger
 
@@ -111,7 +105,35 @@ def test_the_ledger_for_longer(tmp_path: Path) -> None:
 # ---- 20: ten times too much
 
 
-async def overload(server: Served, seconds: float) -> dict[str, Any]:
+CONTROL = """
+import asyncio
+
+async def refuse(reader, writer):
+    await reader.readuntil(b"}")
+    writer.write(b"HTTP/1.1 503 no\\r\\nconnection: close\\r\\n\\r\\n")
+    writer.close()
+
+async def main():
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+asyncio.run(main())
+"""
+"""a server that does nothing but refuse: what that takes on this machine under the same load"""
+
+
+@contextlib.contextmanager
+def control() -> Iterator[int]:
+    with subprocess.Popen(
+        [sys.executable, "-c", CONTROL], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        process.kill()
+
+
+async def overload(server: Served, control_port: int, seconds: float) -> dict[str, Any]:
     wanted = [{**body, "max_tokens": 256, "ignore_eos": True} for body in bodies(32, 256)]
     for body in wanted:
         body.pop("stop", None)
@@ -134,8 +156,12 @@ async def overload(server: Served, seconds: float) -> dict[str, Any]:
     ended_s: list[float] = []
     tasks: set[asyncio.Task[None]] = set()
     lag_s, highest, memory = 0.0, 0, []
+    inside: list[float] = []
+    by_control: list[float] = []
 
     async def one(i: int) -> None:
+        if i % 10 == 0:
+            by_control.append((await follow(control_port, wanted[0])).status_s)
         heard = await follow(server.port, wanted[i % 32])
         if heard.status == 200:
             admitted.append((i % 32, heard))
@@ -153,6 +179,7 @@ async def overload(server: Served, seconds: float) -> dict[str, Any]:
         if now_s > looked_s + 1:
             stats = await server.stats()
             highest = max(highest, stats["num_open"])
+            inside += stats["refused_s"]
             if now_s > seconds / 4:
                 memory.append(stats["memory"] + stats["engine_memory"])
             looked_s = now_s
@@ -176,9 +203,9 @@ async def overload(server: Served, seconds: float) -> dict[str, Any]:
         "seconds": round(sent_s),
         "admitted, all exact": len(admitted),
         "refused, all with Retry-After": len(refused),
-        "refused after, median / p99 / longest [ms]": tuple(
-            round(1000 * percentile(late, q), 1) for q in (50, 99, 100)
-        ),
+        "refused after, median / p99 / longest [ms]": _times_ms(late),
+        "the same without the way to and from the server [ms]": _times_ms(inside),
+        "a bare server that does nothing else, under the same load [ms]": _times_ms(by_control),
         "goodput / capacity": round(goodput / capacity, 3),
         "most in flight": highest,
         "memory, last quarter above second [MB]": round(growth, 2),
@@ -186,11 +213,15 @@ async def overload(server: Served, seconds: float) -> dict[str, Any]:
     }
 
 
+def _times_ms(times_s: list[float]) -> tuple[float, ...]:
+    return tuple(round(1000 * percentile(times_s, q), 1) for q in (50, 99, 100))
+
+
 @pytest.mark.slow
 def test_ten_times_too_much(tmp_path: Path) -> None:
     seconds = float(os.environ.get("INFER_OVERLOAD_S", "120"))
-    with served(model_server(), tmp_path / "log") as server:
-        counted = asyncio.run(overload(server, seconds))
+    with served(model_server(), tmp_path / "log") as server, control() as port:
+        counted = asyncio.run(overload(server, port, seconds))
     load = "open loop, 256 tokens each, shipped model, queue of 256"
     Findings().note(20, "ten times too much", load, **counted)
     assert counted["refused after, median / p99 / longest [ms]"][1] < 50

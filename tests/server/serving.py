@@ -15,14 +15,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
-from doubles import make_hash_core, small_tokenizer
+from starlette.routing import BaseRoute, Match, Route
+
+from doubles import make_hash_core, make_hash_llm, small_tokenizer
 from infer.engine.async_llm import AsyncLLM
 from infer.engine.intake import Intake, Limits
 from infer.engine.worker import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
+from infer.server.openapi import document
 from infer.server.serve import Server, bind, url_of
 from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
@@ -78,6 +82,25 @@ class Reply:
         *events, done = self.body.decode("ascii").split("\n\n")[:-1]
         assert done == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@cache
+def documented() -> dict[str, Any]:
+    """The OpenAPI document of an app with keys, which has all statuses."""
+    app = create_app(make_hash_llm(), ServerSettings(sessions="sqlite://"))
+    return document(app.routes, has_keys=True)
+
+
+def check_documented(routes: Sequence[BaseRoute], scope: dict[str, Any], reply: Reply) -> None:
+    """Nothing is answered in these tests that `/openapi.json` does not say."""
+    found = [route for route in routes if route.matches(scope)[0] is Match.FULL]
+    if not found or not reply.status or not isinstance(found[0], Route):
+        return  # of a mounted app
+    method = scope["method"].lower().replace("head", "get")
+    operation = documented()["paths"][found[0].path_format][method]
+    answer = operation["responses"].get(str(reply.status))
+    assert answer, f"{scope['method']} {scope['path']} answers {reply.status}, says no document"
+    assert reply.headers["content-type"].partition(";")[0] in answer["content"]
 
 
 class App:
@@ -136,12 +159,13 @@ class App:
             "server": ("127.0.0.1", 80),
         }
         await self.app(scope, receive, send)
+        check_documented(self.app.routes, scope, reply)
         return reply
 
     async def post(self, path: str, body: Any, **how: Any) -> Reply:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {**JSON, "content-length": str(len(data)), **how.pop("headers", {})}
-        return await self.send("POST", path, data, headers, **how)
+        return await self.send(how.pop("method", "POST"), path, data, headers, **how)
 
     async def get(self, path: str, **headers: str) -> Reply:
         return await self.send("GET", path, headers=headers)

@@ -23,6 +23,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server import models as module
 from infer.server.app import create_app, layers
+from infer.server.keys import Keys, Limits
 from infer.server.models import Models, configs_of
 from infer.server.settings import ServerSettings
 
@@ -38,16 +39,18 @@ def used(
     launches: dict[str, Callable[[], AsyncLLM]],
     *,
     load: bool = True,
+    keys: str | None = None,
     **how: Any,
 ) -> None:
     """`body` with an app over these models; at the end every engine must have ended."""
 
     async def main() -> None:
-        models = Models(launches, partial(create_app, is_inner=True), **how)
+        settings = ServerSettings(api_keys=keys)
+        models = Models(launches, partial(create_app, settings=settings, is_inner=True), **how)
         if load:
             await asyncio.to_thread(models.load_all)
         app = App.__new__(App)
-        app.app = models.make_app(layers(ServerSettings()))
+        app.app = models.make_app(layers(settings, (models.seen,)))
         async with app.app.router.lifespan_context(app.app):
             await body(app, models)
         assert not any(engine.is_alive for engine in models._engines())
@@ -189,6 +192,41 @@ def test_what_nobody_expected_reaches_the_edge(
 
     used(body, {"a": partial(make_hash_llm, step_s=0.004)})
     assert "TypeError" in caplog.text
+
+
+def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    few = Keys(file, must_exist=False).create("few", Limits(requests_per_minute=2))
+    admin = Keys(file).create("admin", Limits(admin=True))
+
+    async def body(app: App, _: Models) -> None:
+        for token, expected in ((few, 200), (few, 200), (few, 429), ("no", 401)):
+            headers = {"authorization": f"Bearer {token}"}
+            reply = await app.post(COMPLETIONS, completion_body(model="b"), headers=headers)
+            assert reply.status == expected
+        shown = []
+        for name in "ab":
+            path = f"/metrics?model={name}"
+            reply = await app.send("GET", path, headers={"authorization": f"Bearer {admin}"})
+            lines = reply.body.decode().splitlines()
+            shown.append([line for line in lines if line.startswith("infer:admission_rejections")])
+        (refused_a,), (refused_b,) = shown
+        assert 'reason="401"' in refused_a  # nobody knows for whom it was
+        assert refused_a.endswith(" 1.0")
+        assert 'reason="429"' in refused_b
+        assert refused_b.endswith(" 1.0")
+
+    used(body, {"a": make_hash_llm, "b": make_hash_llm}, keys=str(file))
+
+    async def later(app: App, _: Models) -> None:
+        """What a key has used outlives the server."""
+        for name, expected in (("a", {}), ("b", 2)):
+            path = f"/stats?model={name}"
+            reply = await app.send("GET", path, headers={"authorization": f"Bearer {admin}"})
+            keys = reply.json()["keys"]
+            assert (keys["few"]["requests"] if keys else keys) == expected
+
+    used(later, {"a": make_hash_llm, "b": make_hash_llm}, keys=str(file))
 
 
 def test_a_server_that_drains_loads_nothing() -> None:

@@ -13,9 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, with_app
 
-from doubles import make_hash_llm
+from doubles import launch_hash_llm, make_hash_llm
+from infer.engine import async_llm
 from infer.errors import ConfigError
-from infer.server import app as app_module
 from infer.server.logs import JsonLines
 from infer.server.settings import ServerSettings
 
@@ -123,31 +123,29 @@ def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture
     assert (last["client_request_id"], last["path"]) == ("mine", "/no\nsuch")
 
 
-def test_an_engine_that_makes_no_steps_is_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "MAX_SILENCE_S", 0.1)
+@pytest.mark.parametrize(("slow_ms", "num_tokens", "is_live"), [(2500, 1, False), (250, 9, True)])
+def test_an_engine_that_makes_no_progress_is_not_live(
+    slow_ms: int, num_tokens: int, is_live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the soft limit has passed; slow steps that go on, and no work, are neither."""
+    monkeypatch.setattr(async_llm, "SOFT_LIMIT_S", 1.5)
+    monkeypatch.setenv("INFER_FAULT_SLOW_STEP_MS", str(slow_ms))
 
     async def use(app: App) -> None:
-        body = completion_body(max_tokens=3, ignore_eos=True)
-        await app.post(COMPLETIONS, body)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.7)
         assert (await app.get("/health/live")).status == 200  # idle
-        app.engine._worker._core.runner.step_s = 0.4
+        body = completion_body(max_tokens=num_tokens, ignore_eos=True)
         asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
-        await asyncio.sleep(0.05)
+        statuses = []
+        while not asking.done():
+            await asyncio.sleep(0.05)
+            statuses.append((await app.get("/health/live")).status)
+        assert statuses[0] == 200
+        assert (503 in statuses) is not is_live
+        assert (await asking).status == 200
         assert (await app.get("/health/live")).status == 200
-        await asyncio.sleep(0.12)
-        later = asyncio.ensure_future(app.post(COMPLETIONS, body))
-        await asyncio.sleep(0.02)
-        assert (await app.get("/health/live")).status == 503  # whoever comes
-        await asyncio.gather(asking, later)
-        assert (await app.get("/health/live")).status == 200
-        app.engine._worker._core.runner.step_s = 0.02
-        asking = asyncio.ensure_future(app.post(COMPLETIONS, {**body, "max_tokens": 15}))
-        await asyncio.sleep(0.2)
-        assert (await app.get("/health/live")).status == 200  # slow, but it goes on
-        await asking
 
-    with_app(make_hash_llm(), use)
+    with_app(launch_hash_llm(), use)
 
 
 @pytest.mark.parametrize("keep_alive_s", [0.0, 0.05])

@@ -3,24 +3,77 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import CHAT, App, Reply, chat_body, with_app
+import sqlalchemy as sql
+from serving import CHAT, App, Reply, chat_body, until, with_app
 
 from doubles import make_hash_llm
 from infer.errors import ConfigError
+from infer.server.failures import HttpError
 from infer.server.keys import Keys, Limits
+from infer.server.sessions import Sessions
 from infer.server.settings import ServerSettings
 
+PATH = os.pathsep.join([os.environ["PATH"], *sorted(glob.glob("/usr/lib/postgresql/*/bin"))[::-1]])
 ASKED = ["Tell me of the fox and the river", "And then?", "Why?"]
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'sessions.db'}"
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    """A PostgreSQL of our own, on a socket in a folder: the URL of a database, without its name."""
+    pytest.importorskip("psycopg", reason="needs the extra: pip install 'infer[postgres]'")
+    found = [shutil.which(name, path=PATH) for name in ("initdb", "postgres")]
+    if None in found:
+        pytest.skip("PostgreSQL is not here: no initdb and postgres in PATH or where Debian has it")
+    initdb, server = map(str, found)
+    # It refuses to be root.
+    how: Any = {"user": "nobody"} if os.geteuid() == 0 else {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if how:
+            shutil.chown(folder, **how)
+        quiet = {"stdout": subprocess.DEVNULL, "cwd": folder, **how}
+        data = f"{folder}/data"
+        subprocess.run(
+            [initdb, "-D", data, "-U", "infer", "-A", "trust", "-N"], check=True, **quiet
+        )
+        command = [server, "-D", data, "-k", folder, "-c", "listen_addresses=", "-F"]
+        with subprocess.Popen(command, stderr=subprocess.DEVNULL, **quiet) as process:
+            try:
+                until(Path(folder, ".s.PGSQL.5432").exists, 20)
+                yield f"postgresql+psycopg://infer@/%s?host={folder}"
+            finally:
+                process.send_signal(signal.SIGINT)  # SIGTERM would wait for its clients
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.peer)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of an empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'sessions.db'}"
+    urls: str = request.getfixturevalue("postgres")
+    name = f"t{secrets.token_hex(8)}"
+    run_sql(urls % "postgres", f"CREATE DATABASE {name}")
+    return urls % name
+
+
+def run_sql(url: str, statement: str) -> None:
+    engine = sql.create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as db:
+        db.execute(sql.text(statement))
+    engine.dispose()
 
 
 async def call(app: App, method: str, path: str, body: Any = None, **headers: str) -> Any:
@@ -178,6 +231,57 @@ def test_what_is_refused(changes: dict[str, Any], status: int, param: str, url: 
         assert (await app.post("/v1/sessions", {"messages": [{"role": "x"}]})).status == 422
 
     with_app(make_hash_llm(), use, sessions=url)
+
+
+def test_characters_that_databases_dislike(url: str) -> None:
+    odd = "a\x00b \u2028 \U0001f98a ' \\u0000 \x1b"
+
+    async def use(app: App) -> None:
+        messages = [{"role": "user", "content": odd}, {"role": "assistant", "content": "\x00"}]
+        name = (await call(app, "POST", "", {"title": odd[3:], "messages": messages}))["id"]
+        found = await call(app, "GET", f"/{name}")
+        assert (found["title"], found["messages"]) == (odd[3:], messages)
+        for path, method in (("", "POST"), (f"/{name}", "PATCH")):
+            reply = await app.post(f"/v1/sessions{path}", {"title": odd}, method=method)
+            assert (reply.status, reply.error()["param"]) == (422, "title")
+        for wrong in ("\x00", f"{name}\x00", "x" * 5000, "'; DROP TABLE sessions; --"):
+            assert (await app.get(f"/v1/sessions/{wrong}")).status == 404
+            assert (await app.post(CHAT, question("?", session_id=wrong))).status == 404
+
+    with_app(make_hash_llm(), use, sessions=url)
+
+
+def test_two_servers_write_a_turn_at_the_same_time(url: str) -> None:
+    """One of them does; the other one is told, as it would be by its own server."""
+    servers = [Sessions(url) for _ in range(2)]
+    name = servers[0].create("me")["id"]
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+
+    def write(server: Sessions, num_before: int) -> int:
+        try:
+            server.add_turn("me", name, num_before, turn)
+        except HttpError as error:
+            return error.status
+        return 200
+
+    with ThreadPoolExecutor(2) as threads:
+        for i in range(30):
+            statuses = threads.map(write, servers, [2 * i, 2 * i])
+            assert sorted(statuses) == [200, 409]
+    assert servers[0].history("me", name) == turn * 30
+    for server in servers:
+        server.close()
+
+
+def test_a_connection_that_is_gone_is_made_again(url: str) -> None:
+    if url.startswith("sqlite"):
+        pytest.skip("a file has no connection")
+    sessions = Sessions(url)
+    name = sessions.create("me")["id"]
+    others = "pg_stat_activity WHERE pid != pg_backend_pid() AND datname = current_database()"
+    run_sql(url, f"SELECT pg_terminate_backend(pid) FROM {others}")
+    assert sessions.read("me", name)["id"] == name
+    sessions.close()
 
 
 def test_databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

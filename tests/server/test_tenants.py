@@ -15,7 +15,7 @@ from doubles import make_hash_llm
 from infer.cli.main import app as command
 from infer.config import EngineConfig
 from infer.errors import ConfigError, RequestError
-from infer.server import serve
+from infer.server import metrics, serve
 from infer.server.keys import Key, Keys, Limits
 from infer.server.settings import ServerSettings
 from infer.server.story import Story, Track
@@ -102,10 +102,50 @@ def test_nothing_crosses_from_one_key_to_another(file: Path) -> None:
         told = (await app.get("/stats", **admin)).json()["keys"]
         assert told["a"]["cached_tokens"] == 132
         assert told["b"]["prompt_tokens"] == told["a"]["prompt_tokens"] / 2
-        metrics = (await app.get("/metrics", **admin)).body.decode()
-        assert 'infer:key_generation_tokens_total{key="a",model_name="hash-model"} 16' in metrics
+        shown = (await app.get("/metrics", **admin)).body.decode()
+        assert 'infer:key_generation_tokens_total{key="a",model_name="hash-model"} 16' in shown
 
     with_app(make_hash_llm(), use, api_keys=str(file))
+
+
+def test_what_a_key_has_used_outlives_the_server(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys, admin = {name: make(file, name) for name in "ab"}, make(file, "root", admin=True)
+    usage = file.with_name("keys.json.usage")
+
+    async def use(app: App) -> dict[str, Any]:
+        for headers in (keys["a"], keys["a"], keys["b"]):
+            reply = await app.post(COMPLETIONS, completion_body(ignore_eos=True), headers=headers)
+            assert reply.status == 200
+        told: dict[str, Any] = (await app.get("/stats", **admin)).json()["keys"]
+        return told
+
+    first = with_app(make_hash_llm(), use, api_keys=str(file))
+    assert {name: counts["generation_tokens"] for name, counts in first.items()} == {
+        "a": 16,
+        "b": 8,
+    }
+    assert json.loads(usage.read_text()) == {"hash-model": first}
+    assert usage.stat().st_mode & 0o77 == 0
+    second = with_app(make_hash_llm(), use, api_keys=str(file))
+    for name, counts in second.items():
+        assert counts["requests"] == 2 * first[name]["requests"]
+        assert counts["generation_tokens"] == 2 * first[name]["generation_tokens"]
+    # One that dies loses what is not yet written; one that cannot write says so and goes on.
+    monkeypatch.setattr(metrics, "SAVE_S", 0)
+    before = usage.read_text()
+
+    async def die(app: App) -> None:
+        await use(app)
+        assert usage.read_text() != before
+        usage.write_text("{")
+        assert await use(app)
+
+    with_app(make_hash_llm(), die, api_keys=str(file))
+    assert "the usage of the keys is not saved" in caplog.text
+    with pytest.raises(ConfigError, match=r"keys\.json\.usage holds no usage"):
+        App(make_hash_llm(), api_keys=str(file))
 
 
 def test_the_story_does_not_name_others(file: Path) -> None:

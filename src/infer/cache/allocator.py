@@ -9,7 +9,8 @@ numbers belong to `runner.storage`. Called by the scheduler only. Its rules, che
    page that is not full has one owner. Hence there is no copy-on-write.
 3. The index key is (node of the parent page, the tokens in the page), under a root per cache
    scope, compared exactly. A node is a number given to a page when it is indexed and never
-   reused, so an entry cannot be reached through a parent that was evicted and replaced.
+   reused, so an entry cannot be reached through a parent that was evicted and replaced. Pages of
+   public tokens are under a root of their own; the pages behind them are in a scope again.
 4. A page that fills up with a key which is already indexed is dropped for the indexed one. Tables
    are released tail first, so a parent page is never taken from the free list before its child.
 5. A match leaves at least one token to compute: its result is what gets sampled. So does `adopt`,
@@ -25,8 +26,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-Node = int | str
-"""A page's number in the prefix tree; at the root the cache scope's name."""
+Node = int | str | tuple[str, int]
+"""A page's number in the prefix tree; at the root the cache scope's name (0 = public); behind the
+last public page the scope's name and that page's number."""
 Key = tuple[Node, tuple[int, ...]]
 """What a page is found by: its parent's node and its tokens."""
 
@@ -40,6 +42,9 @@ class PageTable:
     """how many of `pages`, from the front, are full and in the index"""
     node: Node = ""
     """node of the last indexed page, or the scope's name"""
+    scope: str = ""
+    num_public: int = 0
+    """how many pages, from the front, hold public tokens only"""
 
 
 class PageAllocator:
@@ -84,12 +89,14 @@ class PageAllocator:
         """How many pages that many tokens need."""
         return -(-num_tokens // self.page_size)
 
-    def match(self, tokens: Sequence[int], scope: str = "") -> PageTable:
+    def match(self, tokens: Sequence[int], scope: str = "", num_public: int = 0) -> PageTable:
         """A table that holds the longest indexed beginning of `tokens`, short of the last token.
+        The first `num_public` are nobody's secret: whole pages of them are shared by all scopes.
 
         The pages in it are the caller's until `release`. Costs one dict look-up per page.
         """
-        table = PageTable(node=scope)
+        public = num_public // self.page_size
+        table = PageTable(node=0 if public else scope, scope=scope, num_public=public)
         self.adopt(table, tokens)
         return table
 
@@ -165,7 +172,8 @@ class PageAllocator:
             else:
                 pages.append(page)
         table.num_indexed = i + 1
-        table.node = self._node_of_page[page]
+        node = self._node_of_page[page]
+        table.node = (table.scope, node) if table.num_indexed == table.num_public else node
 
     def _release_page(self, page: int) -> None:
         self._refs[page] -= 1
@@ -202,5 +210,6 @@ class PageAllocator:
         for key, page in self._index.items():
             assert self._key_of_page[page] == key
             assert len(key[1]) == self.page_size, "an indexed page is not full"
-            parent = key[0]
-            assert isinstance(parent, str) or parent in nodes, "a parent was evicted before a child"
+            parent = key[0][1] if isinstance(key[0], tuple) else key[0]
+            is_root = isinstance(parent, str) or parent == 0
+            assert is_root or parent in nodes, "a parent was evicted before a child"

@@ -3,8 +3,8 @@
 `async with engine.stream(request) as pieces` is the one way in: entering reserves a place (or
 raises `OverloadedError`), leaving, for whatever reason, aborts what has not finished. Each request
 has a mailbox; the outputs of a step arrive in one message and are turned into text here, on the
-event loop. A consumer that is slow finds what has gathered merged into one piece: the engine never
-waits for a reader.
+event loop. A consumer that is slow finds what has gathered merged into one piece, one for whom too
+much gathers is cancelled: the engine never waits for a reader.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import reduce
 from typing import Any, Protocol, TypeVar
 
 from infer.engine.intake import Intake
 from infer.engine.output import OutputCollector, OutputProcessor, error_of
-from infer.engine.worker import EngineClient
-from infer.errors import EngineDeadError, EngineError, OverloadedError, RequestError
+from infer.engine.worker import SOFT_LIMIT_S, EngineClient
+from infer.errors import (
+    CancelledError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+)
 from infer.facts import StepFacts
 from infer.text.tokenizer import Tokenizer
 from infer.types import (
@@ -45,19 +52,33 @@ COUNTS = (
     *("num_requests_finished", "num_requests_cancelled", "num_requests_failed"),
 )
 """the ledger: at any moment admitted = num_open + finished + cancelled + failed"""
+MAX_MAILBOX_BYTES = 256 * 1024
+"""of one request, about; a reader for whom more has gathered, though merged, is cancelled"""
 
 
 class Mailbox:
     """What has arrived for one request and has not been taken."""
 
-    def __init__(self, processor: OutputProcessor) -> None:
+    def __init__(self, processor: OutputProcessor, merge: bool) -> None:
         self.processor = processor
         self.is_cancelled = False
+        self._merge = merge
         self._pieces: list[TextDelta] = []
+        self._num_bytes = 0
         self._reader: asyncio.Future[None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its reader is so far behind that nothing more may gather."""
+        return self._num_bytes > MAX_MAILBOX_BYTES
 
     def put(self, piece: TextDelta) -> None:
         """Add a piece; called on the event loop."""
+        if self._pieces:  # its reader is behind: only then is it worth counting
+            self._num_bytes += _size_of(piece)
+            if self.is_full and self._merge:
+                self._pieces = [reduce(TextDelta.merge, self._pieces)]
+                self._num_bytes = _size_of(self._pieces[0]) + _size_of(piece)
         self._pieces.append(piece)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -67,8 +88,14 @@ class Mailbox:
         if not self._pieces:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+        return [reduce(TextDelta.merge, pieces)] if self._merge else pieces
+
+
+def _size_of(piece: TextDelta) -> int:
+    """About the bytes that it takes in memory."""
+    pairs = sum(1 + len(each.top) for each in piece.logprobs)
+    return 200 + len(piece.text) + 48 * len(piece.token_ids) + 125 * pairs
 
 
 class Observer(Protocol):
@@ -120,6 +147,12 @@ class AsyncLLM:
     def is_ready(self) -> bool:
         """Whether a request that is sent now is worked on at once; implies `is_alive`."""
         return self.is_alive and not self._draining and self._worker.is_ready
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is alive and goes on with what there is to do; an idle one does."""
+        is_stuck = self.num_open > 0 and self._worker.silence_s >= SOFT_LIMIT_S
+        return self.is_alive and not is_stuck
 
     @property
     def num_open(self) -> int:
@@ -198,9 +231,9 @@ class AsyncLLM:
         With `merge=False` there is one piece per token, however late it is taken.
         Raises `OverloadedError` if there is no room, `EngineDeadError` if there is no engine.
         """
-        mailbox = self._enter(request)
+        mailbox = self._enter(request, merge)
         try:
-            yield _pieces(mailbox, merge)
+            yield _pieces(mailbox)
         finally:
             del self._mailboxes[request.request_id]
             reason = mailbox.processor.finish_reason
@@ -251,11 +284,11 @@ class AsyncLLM:
             self._counts["num_requests_refused"] += count
             raise
 
-    def _enter(self, request: Request) -> Mailbox:
+    def _enter(self, request: Request, merge: bool) -> Mailbox:
         self._check_room(1)
         if request.request_id in self._mailboxes:
             raise ValueError(f"a request with id {request.request_id!r} is already running")
-        mailbox = Mailbox(OutputProcessor(request, self.tokenizer))
+        mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
         self._mailboxes[request.request_id] = mailbox
         self._counts["num_requests_admitted"] += 1
         self._worker.add(request)
@@ -293,9 +326,17 @@ class AsyncLLM:
                 continue
             if piece is not None:
                 mailbox.put(piece)
+                if mailbox.is_full:  # look again when its reader has had a chance
+                    asyncio.get_running_loop().call_soon(self._end_if_full, output.request_id)
             if processor.needs_abort:
                 processor.needs_abort = False
                 self._worker.abort(output.request_id)
+
+    def _end_if_full(self, request_id: str) -> None:
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None and mailbox.is_full:
+            message = "what was not read of the answer has become too much"
+            self.cancel(request_id, CancelledError(message, code="client_stalled"))
 
 
 def _fail(mailbox: Mailbox, error: EngineError | RequestError) -> None:
@@ -305,15 +346,9 @@ def _fail(mailbox: Mailbox, error: EngineError | RequestError) -> None:
         mailbox.put(TextDelta("", (), finish_reason=FinishReason.ERROR, error=reason))
 
 
-async def _pieces(mailbox: Mailbox, merge: bool) -> AsyncIterator[TextDelta]:
+async def _pieces(mailbox: Mailbox) -> AsyncIterator[TextDelta]:
     while True:
-        pieces = await mailbox.take()
-        if merge:
-            merged = pieces[0]
-            for piece in pieces[1:]:
-                merged = merged.merge(piece)
-            pieces = [merged]
-        for piece in pieces:
+        for piece in await mailbox.take():
             yield piece
             if piece.finish_reason is not None:
                 return

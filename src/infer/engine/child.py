@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import logging
 import os
@@ -35,13 +36,11 @@ from infer.engine.messages import (
     read_begin,
     read_commands,
 )
-from infer.engine.worker import Blueprint, Command, EngineLoop
+from infer.engine.worker import Blueprint, Command, EngineLoop, settle
 from infer.errors import LoadError
 from infer.facts import StepFacts
 from infer.types import StepOutput
 
-HEARTBEAT_S = 1.0
-"""an idle engine reports so often"""
 DUMP_SIGNAL = signal.SIGUSR1
 """writes the stacks of all threads to stderr, also while the interpreter is stuck"""
 _PR_SET_PDEATHSIG = 1
@@ -112,13 +111,17 @@ def main(fd: int, parent: int) -> int:
     if faults != Faults():
         core = FaultyCore(core, faults)
     core.announce = lambda request_id: channel.send(Alone(request_id))
+    settle()
+    # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
+    # be used again, 2,000 of each length, which fill over an hour and look like a leak.
+    gc.set_threshold(700, 2, 2)
     channel.send(Ready(limits, core.stats()))
 
     def report(outputs: list[StepOutput], facts: StepFacts | None) -> None:
         channel.send(Report(outputs, core.stats(), facts))
 
     try:
-        EngineLoop(core, report, commands, report_every_s=HEARTBEAT_S).run()
+        EngineLoop(core, report, commands).run()
     except Exception:
         logger.exception("the engine has failed")
         return 1

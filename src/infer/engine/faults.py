@@ -3,6 +3,8 @@
 `INFER_FAULT_PREEMPT_EVERY=k`   before each k-th step the last in rank loses its pages
 `INFER_FAULT_AT=step:row:kind`  from that step on, the request in that row of its plan is poisonous;
                                 kind is raise, nan, memory (when not alone), crash or hang
+`INFER_FAULT_SEEDS=k:kind`      so is each request whose seed is a multiple of k, from its third
+                                token on: whoever asks knows which
 `INFER_FAULT_SLOW_STEP_MS=ms`   each step takes so much longer
 `INFER_FAULT_STRICT_LEDGER=1`   the scheduler's invariants are checked after each step
 `INFER_FAULT_POISON=1`          a page that a sequence takes is full of NaN until it is written;
@@ -26,7 +28,7 @@ from typing import Any
 from infer.cache.allocator import PageAllocator, PageTable
 from infer.engine.core import EngineCore, Runner
 from infer.errors import ConfigError
-from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
+from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled
 from infer.types import StepOutput
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ class Faults:
     slow_step_ms: float = 0.0
     strict_ledger: bool = False
     poison: bool = False
+    seeds: tuple[int, str] | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Faults:
@@ -64,41 +67,46 @@ class Faults:
 
 
 def _read(name: str, value: str) -> object:
-    if name != "at":
+    if name not in ("at", "seeds"):
         return float(value) if name == "slow_step_ms" else int(value)
-    step, row, kind = value.split(":")
-    if kind not in KINDS:
+    *numbers, kind = value.split(":")
+    if kind not in KINDS or len(numbers) != (2 if name == "at" else 1):
         raise ValueError
-    return int(step), int(row), kind
+    return *map(int, numbers), kind
 
 
 class _FaultyRunner:
     """Poison sticks to a request: a step that is executed in halves finds it in one of them."""
 
-    def __init__(self, runner: Runner, at: tuple[int, int, str] | None) -> None:
+    def __init__(self, runner: Runner, faults: Faults) -> None:
         self.runner = runner
-        self._at = at
+        self._faults = faults
         self._num_steps = 0
         self._poisonous: str | None = None
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
         self._num_steps += 1
-        if self._at is None:
-            return self.runner.execute(plan)
-        step, row, kind = self._at
-        if self._num_steps >= step and self._poisonous is None and row < len(plan):
-            self._poisonous = plan[row].sequence.request_id
-        ids = [chunk.sequence.request_id for chunk in plan]
-        if self._poisonous in ids:
+        if self._faults.at is not None:
+            step, row, _ = self._faults.at
+            if self._num_steps >= step and self._poisonous is None and row < len(plan):
+                self._poisonous = plan[row].sequence.request_id
+        kinds = list(map(self._kind, plan))
+        for kind in filter(None, kinds):
             _fail(kind, len(plan))
-        results = self.runner.execute(plan)
-        if kind != "nan":
-            return results
-        sampling = [chunk.sequence.request_id for chunk in plan if chunk.samples]
+        sampling = [kind for kind, chunk in zip(kinds, plan, strict=True) if chunk.samples]
         return [
-            Sampled(0, error=NOT_FINITE) if request_id == self._poisonous else result
-            for request_id, result in zip(sampling, results, strict=True)
+            Sampled(0, error=NOT_FINITE) if kind == "nan" else result
+            for kind, result in zip(sampling, self.runner.execute(plan), strict=True)
         ]
+
+    def _kind(self, chunk: Chunk) -> str | None:
+        """How a chunk fails."""
+        sequence, faults = chunk.sequence, self._faults
+        if faults.at is not None and sequence.request_id == self._poisonous:
+            return faults.at[2]
+        if faults.seeds is not None and sequence.request.seed % faults.seeds[0] == 0:
+            return faults.seeds[1] if sequence.num_output >= 2 else None
+        return None
 
 
 def _fail(kind: str, num_rows: int) -> None:
@@ -129,7 +137,7 @@ class FaultyCore(EngineCore):
     """An engine core to which `faults` happen."""
 
     def __init__(self, core: EngineCore, faults: Faults) -> None:
-        super().__init__(core.scheduler, _FaultyRunner(core.runner, faults.at))
+        super().__init__(core.scheduler, _FaultyRunner(core.runner, faults))
         self._faults = faults
         self._num_steps = 0
         if faults.poison:

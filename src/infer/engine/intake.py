@@ -115,6 +115,7 @@ class Intake:
                 f"a prompt must be text or a list of token ids, not {type(prompt).__name__}",
                 param="prompt",
             )
+        self._check_room(len(prompt))  # before a look at each of a million
         vocab_size = self.limits.vocab_size
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int):
@@ -157,12 +158,16 @@ class Intake:
         found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts}
         return tuple(sorted(ids for ids in found if ids and max(ids) < self.limits.vocab_size))
 
-    def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
+    def _check_room(self, num_prompt: int) -> int:
+        """For how many more tokens there is room; at least one."""
         limit = self.limits.max_seq_len
-        room = limit - num_prompt
-        if room < 1:
+        if num_prompt >= limit:
             found = f"the prompt is too long: {num_prompt} tokens leave none for output"
             raise too_long(limit, found, param="prompt")
+        return limit - num_prompt
+
+    def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
+        limit, room = self.limits.max_seq_len, self._check_room(num_prompt)
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room:
             found = f"prompt ({num_prompt}) + max_tokens ({wanted}) is {num_prompt + wanted}"

@@ -112,6 +112,8 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
+        # Once: a new piece for each frame, cut to what came, leaves the allocator ever more holes.
+        self._piece = memoryview(bytearray(_PIECE))
         self._sending = threading.Lock()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
@@ -134,12 +136,12 @@ class Channel:
                 yield None
                 continue
             try:
-                piece = self._sock.recv(_PIECE)
+                size = self._sock.recv_into(self._piece)
             except OSError:
                 return
-            if not piece:
+            if not size:
                 return
-            self._buffer += piece
+            self._buffer += self._piece[:size]
 
     def _end_of_frame(self) -> int | None:
         if len(self._buffer) < 4:

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from infer.engine.child import DUMP_SIGNAL, HEARTBEAT_S
+from infer.engine.child import DUMP_SIGNAL
 from infer.engine.core import GAUGES
 from infer.engine.intake import Limits
 from infer.engine.ledger import Ledger
@@ -42,13 +42,12 @@ from infer.engine.messages import (
     Text,
     read_event,
 )
-from infer.engine.worker import Command, Deliver
+from infer.engine.worker import HEARTBEAT_S, SOFT_LIMIT_S, Command, Deliver
 from infer.errors import EngineDeadError, LoadError
 from infer.types import ErrorRecord, Request, StepOutput
 
 log = logging.getLogger(__name__)
 
-SOFT_LIMIT_S = 10.0
 HANG_S = 120.0
 """longer than any step; a step of a large model on a slow CPU takes many seconds"""
 STOP_S = 5.0
@@ -209,8 +208,13 @@ class EngineProcess:
     @property
     def is_ready(self) -> bool:
         """Whether there is a process that works, and has not been silent for too long."""
+        return self._ready is not None and self.silence_s < SOFT_LIMIT_S and self.is_alive
+
+    @property
+    def silence_s(self) -> float:
+        """See `EngineClient`."""
         life = self._ready
-        return life is not None and life.silence_s < SOFT_LIMIT_S and self.is_alive
+        return 0.0 if life is None else life.silence_s
 
     @property
     def pid(self) -> int | None:

@@ -8,9 +8,11 @@ An exception that gets out of the loop ends the engine, and its owner is told.
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -24,6 +26,11 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_S = 1.0
+"""an idle engine reports so often"""
+SOFT_LIMIT_S = 10.0
+"""an engine that has not reported for so long hangs, or is very slow: it is neither ready nor,
+if somebody waits for it, live"""
 Command = Request | str | None
 """add this request · abort this id · stop"""
 
@@ -41,6 +48,14 @@ Deliver = Callable[[list[StepOutput], StepFacts | None], None]
 """takes what a step gave, and what it did (None = nothing)"""
 
 
+def settle() -> None:
+    """Before the work begins: what has been made until now stays, so the garbage collector need not
+    look at it ever again. Looking at all of it stops a process for 0.1 s."""
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # counts what is left, so that the next time comes soon, and is short
+
+
 class EngineClient(Protocol):
     """An engine from outside: takes messages, sends messages."""
 
@@ -51,6 +66,11 @@ class EngineClient(Protocol):
     @property
     def is_ready(self) -> bool:
         """Whether it works now."""
+
+    @property
+    def silence_s(self) -> float:
+        """How long it has not reported: it does after each step and each `HEARTBEAT_S`. 0 while
+        another one is being started."""
 
     def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
         """Begin to work. From a thread of the engine, `deliver` is called with each step's
@@ -77,14 +97,11 @@ class EngineLoop:
         core: EngineCore,
         send: Deliver,
         commands: queue.SimpleQueue[Command],
-        *,
-        report_every_s: float | None = None,
     ) -> None:
-        """`report_every_s`: `send` an empty list when there was nothing to do for so long."""
+        """`send` gets an empty list when there was nothing to do for `HEARTBEAT_S`."""
         self._commands = commands
         self._core = core
         self._send = send
-        self._report_every_s = report_every_s
         self._refused: list[StepOutput] = []
 
     def run(self) -> None:
@@ -100,8 +117,7 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Apply what has been sent; waits while there is nothing to do. False = stop."""
         wait_s = self._core.wait_s()
-        if wait_s is None:
-            wait_s = self._report_every_s
+        wait_s = HEARTBEAT_S if wait_s is None else min(wait_s, HEARTBEAT_S)
         try:
             command = self._commands.get(block=wait_s != 0.0, timeout=wait_s or None)
             while True:
@@ -133,11 +149,13 @@ class EngineThread:
         self._deliver: Deliver | None = None
         self._died: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
+        self._heard_s = 0.0
 
     def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
         """See `EngineClient`."""
         assert self._thread is None, "an engine is started once"
         self._deliver, self._died = deliver, died
+        self._heard_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
         self._thread.start()
 
@@ -150,6 +168,11 @@ class EngineThread:
     def is_ready(self) -> bool:
         """A thread is never between two lives."""
         return self.is_alive
+
+    @property
+    def silence_s(self) -> float:
+        """See `EngineClient`."""
+        return time.monotonic() - self._heard_s
 
     def add(self, request: Request) -> None:
         """See `EngineClient`."""
@@ -178,5 +201,6 @@ class EngineThread:
             self._died()
 
     def _send(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
+        self._heard_s = time.monotonic()
         if (outputs or facts) and self._deliver is not None:
             self._deliver(outputs, facts)

@@ -197,8 +197,8 @@ class Scheduler:
     def _seat(self, sequence: Sequence) -> bool:
         """Give a sequence the pages for all its tokens and a place in the batch, if they fit."""
         allocator = self.allocator
-        scope = sequence.request.cache_scope
-        table = allocator.match(sequence.tokens, scope)
+        request = sequence.request
+        table = allocator.match(sequence.tokens, request.cache_scope, request.num_public)
         needed = allocator.pages_for(len(sequence.tokens)) - len(table.pages)
         # Leave a page to each running sequence that will want one, or they would preempt at once.
         reserve = sum(1 for running in self.running if self._wants_pages(running))

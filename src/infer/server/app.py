@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +33,8 @@ from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
 from infer.server.keys import Keys
 from infer.server.logs import log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics
+from infer.server.openapi import JSON, document, each, takes
+from infer.server.prefixes import PublicPrefixes
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
 from infer.server.stream import Events, EventStream, all_of, unless_gone
@@ -54,28 +55,7 @@ from infer.types import Request
 B = TypeVar("B", bound=Body)
 G = TypeVar("G", bound=Generation)
 
-MAX_SILENCE_S = 300.0
-"""without a step, though there is work; longer than the watchdog and a restart take"""
-
-_INDEX = """\
-infer serves {model}.
-
-POST /v1/chat/completions   OpenAI's chat completions
-POST /v1/completions        OpenAI's completions
-POST /v1/chat/completions/render   the prompt that a chat would become, as text and token ids
-POST /v1/sessions           a conversation kept here: send its id as session_id of a chat
-POST /tokenize              text or messages to token ids
-POST /detokenize            token ids to text
-GET  /tokenizer_info        the special tokens and the chat template
-GET  /v1/models             the model's name
-GET  /v1/requests           the requests that run, and the latest that have ended
-GET  /v1/requests/ID        the story of one: what it waited for, and why
-POST /v1/requests/ID/cancel    end one (also: DELETE /v1/requests/ID)
-GET  /health/ready          200 while a request would be worked on at once, else 503
-GET  /health/live           200 while requests are taken, else 503 (also: /health)
-GET  /metrics               for Prometheus
-GET  /stats                 queue depth, batch sizes, waiting times
-"""
+EVENTS = "text/event-stream"
 
 
 class Endpoints:
@@ -88,8 +68,10 @@ class Endpoints:
         self._stories = Stories(engine)
         if settings.tracing:
             self._stories.on_end.append(make_tracing(engine.model_name))
+        self._prefixes = PublicPrefixes(settings.public_prefixes, engine)
         self.conversations = Conversations(settings.sessions, pool)
-        self.metrics = Metrics(engine, self._stories, settings.metrics_prefix)
+        usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
+        self.metrics = Metrics(engine, self._stories, settings.metrics_prefix, usage)
         self._started = int(time.time())
 
     async def _read(self, http: HttpRequest, model: type[B]) -> B:
@@ -107,11 +89,15 @@ class Endpoints:
 
     # ---- generating
 
+    @takes(CompletionBody, refuses=(429, 499, 504), answers=(JSON, EVENTS))
     async def completions(self, http: HttpRequest) -> Response:
+        """OpenAI's completions."""
         make_requests = intake.completion_requests
         return await self._answer(http, CompletionBody, make_requests, CompletionAnswer)
 
+    @takes(ChatBody, refuses=(404, 409, 429, 499, 504), answers=(JSON, EVENTS))
     async def chat_completions(self, http: HttpRequest) -> Response:
+        """OpenAI's chat completions; with a session_id, the new messages of a session."""
         return await self._answer(http, ChatBody, intake.chat_requests, ChatAnswer)
 
     async def _answer(
@@ -131,10 +117,8 @@ class Endpoints:
         computed, heavy = self._pool.computed, wire.is_heavy
         with engine.reserved(wire.num_choices):
             requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
+        requests = [self._prefixes.owned(request, tenant.key) for request in requests]
         key = tenant.key
-        requests = [
-            replace(r, tenant=key.id, cache_scope=key.cache_scope + r.cache_scope) for r in requests
-        ]
         answer = kind(engine, wire, requests, answer_id)
         if turn:
             answer.on_new = turn.add
@@ -164,13 +148,16 @@ class Endpoints:
     # ---- asking about requests
 
     async def requests(self, http: HttpRequest) -> Response:
+        """The requests that run, and the latest that have ended."""
         data = [summary(story) for story in self._stories.all(tenant_of(http.scope).sight)]
         return JSONResponse({"object": "list", "data": data})
 
     async def request(self, http: HttpRequest) -> Response:
+        """The story of one: what it waited for, and why."""
         return JSONResponse(view(self._found(http)))
 
     async def cancel(self, http: HttpRequest) -> Response:
+        """End one."""
         story = self._found(http)
         cancelled = self._stories.cancel(story)
         return JSONResponse({"id": story.id, "object": "request.cancel", "cancelled": cancelled})
@@ -178,23 +165,20 @@ class Endpoints:
     def _found(self, http: HttpRequest) -> Story:
         return self._stories.find(http.path_params["id"], tenant_of(http.scope).sight)
 
-    async def absent(self, http: HttpRequest) -> Response:
-        name = http.scope["path"].rpartition("/")[2]
-        message = (
-            f"this server has no {name}: it completes texts and chats; see / for what there is"
-        )
-        raise HttpError(404, message, code="not_found")
-
     # ---- asking the tokenizer
 
+    @takes(ChatBody)
     async def render(self, http: HttpRequest) -> Response:
+        """The prompt that a chat would become, as text and token ids."""
         wire = await self._read(http, ChatBody)
         prompt, ids = await self._pool.computed(http, intake.rendered_chat, self._engine, wire)
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
         return JSONResponse(fields)
 
+    @takes(TokenizeBody, TokenizeChatBody)
     async def tokenize(self, http: HttpRequest) -> Response:
+        """Text or messages to token ids."""
         body = await self._pool.read_object(http)
         model = TokenizeBody if body.get("messages") is None else TokenizeChatBody
         wire = await self._pool.computed(http, self._checked, http, model, body)
@@ -214,7 +198,9 @@ class Endpoints:
         size = engine.max_seq_len
         return {"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": pieces}
 
+    @takes(DetokenizeBody)
     async def detokenize(self, http: HttpRequest) -> Response:
+        """Token ids to text."""
         wire = await self._read(http, DetokenizeBody)
         return JSONResponse({"prompt": await self._pool.computed(http, self._text, wire.tokens)})
 
@@ -227,6 +213,7 @@ class Endpoints:
         return self._engine.tokenizer.decode(ids, skip_special_tokens=False)
 
     async def tokenizer_info(self, _: HttpRequest) -> Response:
+        """The special tokens and the chat template."""
         tokenizer = self._engine.tokenizer
         template = tokenizer.chat_template
         return JSONResponse(
@@ -241,9 +228,11 @@ class Endpoints:
     # ---- what there is
 
     async def models(self, _: HttpRequest) -> Response:
+        """The model, in a list."""
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, http: HttpRequest) -> Response:
+        """The model of this name."""
         if http.path_params["name"] != self._engine.model_name:
             message = "there is no such model here"
             raise HttpError(404, message, param="model", code="model_not_found")
@@ -259,25 +248,39 @@ class Endpoints:
         }
 
     async def health(self, _: HttpRequest) -> Response:
-        if not self._engine.is_alive:
-            raise EngineDeadError("the engine is not running")
-        if self._stories.silence_s() > MAX_SILENCE_S:
-            raise EngineDeadError("the engine makes no progress")
+        """200 while requests are taken and move on, else 503."""
+        if not self._engine.is_live:
+            raise EngineDeadError("the engine is not running, or makes no progress")
         return JSONResponse({"status": "ok"})
 
     async def ready(self, _: HttpRequest) -> Response:
+        """200 while a request would be worked on at once, else 503."""
         if not self._engine.is_ready:
             raise EngineDeadError("the engine is not ready")
         return JSONResponse({"status": "ready"})
 
+    @takes(answers=("text/plain",))
     async def metrics_text(self, _: HttpRequest) -> Response:
+        """For Prometheus."""
         return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def stats(self, _: HttpRequest) -> Response:
+        """Queue depth, batch sizes, waiting times."""
         return JSONResponse(self.metrics.stats())
 
-    async def index(self, _: HttpRequest) -> Response:
-        return PlainTextResponse(_INDEX.format(model=self._engine.model_name))
+    @takes(answers=("text/plain",))
+    async def index(self, http: HttpRequest) -> Response:
+        """This page."""
+        found = [
+            f"{how:6} {route.path_format:28} {text}" for how, route, text in each(http.app.routes)
+        ]
+        lines = [f"infer serves {self._engine.model_name}.", "", *found, ""]
+        return PlainTextResponse("\n".join(lines))
+
+    async def openapi(self, http: HttpRequest) -> Response:
+        """All this for programs: the OpenAPI document."""
+        has_keys = self._settings.api_keys is not None
+        return JSONResponse(await asyncio.to_thread(document, http.app.routes, has_keys=has_keys))
 
 
 def layers(
@@ -315,6 +318,7 @@ def create_app(
             yield
         finally:
             await engine.close()
+            endpoints.metrics.save()
             endpoints.conversations.close()
             pool.close()
 
@@ -326,8 +330,6 @@ def create_app(
             Route("/v1/completions", endpoints.completions, methods=["POST"]),
             Route("/v1/chat/completions", endpoints.chat_completions, methods=["POST"]),
             Route("/v1/chat/completions/render", endpoints.render, methods=["POST"]),
-            Route("/v1/embeddings", endpoints.absent, methods=["POST"]),
-            Route("/v1/responses", endpoints.absent, methods=["POST"]),
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),
             Route("/detokenize", endpoints.detokenize, methods=["POST"]),
             Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
@@ -343,6 +345,7 @@ def create_app(
             *endpoints.conversations.routes(),
             Route("/metrics", endpoints.metrics_text, methods=["GET"]),
             Route("/stats", endpoints.stats, methods=["GET"]),
+            Route("/openapi.json", endpoints.openapi, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
@@ -350,4 +353,5 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
+    app.state.metrics = endpoints.metrics
     return app

@@ -22,6 +22,7 @@ from infer.errors import UnprocessableError
 from infer.server import validation
 from infer.server.answer import unnumbered
 from infer.server.body import TextPool
+from infer.server.openapi import takes
 from infer.server.sessions import Message, Sessions, busy
 from infer.server.tenants import tenant_of
 from infer.server.validation import Wire
@@ -107,28 +108,37 @@ class Conversations:
         body["messages"] = [*history, *asked]
         return Turn(self._sessions, owner, name, len(history), asked)
 
+    @takes(SessionBody)
     async def _create(self, http: HttpRequest) -> Response:
+        """A conversation that is kept here."""
         wire = validation.read(SessionBody, body := await self._pool.read_object(http))
         messages = body.get("messages") or []
         return await self._call(http, "create", wire.title, messages)
 
     async def _list(self, http: HttpRequest) -> Response:
+        """The sessions of this key, the last used first."""
         owner = tenant_of(http.scope).key.id
         data = await asyncio.to_thread(self._sessions.all, owner)
         return JSONResponse({"object": "list", "data": data})
 
     async def _read(self, http: HttpRequest) -> Response:
+        """A session with its messages."""
         return await self._call(http, "read", http.path_params["id"])
 
+    @takes(RenameBody)
     async def _rename(self, http: HttpRequest) -> Response:
+        """Give a session a title."""
         wire = validation.read(RenameBody, await self._pool.read_object(http))
         return await self._call(http, "rename", http.path_params["id"], wire.title)
 
     async def _delete(self, http: HttpRequest) -> Response:
+        """Forget a session."""
         await self._call(http, "delete", name := http.path_params["id"])
         return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
 
+    @takes(ForkBody)
     async def _fork(self, http: HttpRequest) -> Response:
+        """A new session that begins with the first `at` messages of this one."""
         wire = validation.read(ForkBody, await self._pool.read_object(http))
         return await self._call(http, "fork", http.path_params["id"], wire.at)
 

@@ -16,6 +16,7 @@ from http import HTTPStatus
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineError, RequestError
@@ -25,11 +26,13 @@ log = logging.getLogger("infer.server")
 
 DEAD_RETRY_AFTER_S = 5
 """Retry-After of a 503 that says nothing about when"""
+MAX_HEADER_BYTES = 16 * 1024
+"""request line and headers"""
 IGNORED = "infer.ignored"
 """where in a request's scope the names of fields are that were not understood and not refused"""
 _UNEXPECTED = "the server failed to process this request"
 _ROUTER = {
-    404: "there is no such route; see / for what there is",
+    404: "there is no such route: this server completes texts and chats; see / for what there is",
     405: "this route is there, but not with this method; see the Allow header",
 }
 _MAX_IGNORED_SHOWN = 32
@@ -46,6 +49,24 @@ class HttpError(RequestError):
         super().__init__(message, param=param, code=code)
         self.status = status
         self.retry_after_s: int | None = None
+
+
+def headers_too_large() -> HttpError:
+    """There, or while they come."""
+    message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
+    return HttpError(431, message, code="headers_too_large")
+
+
+def _check_head(scope: Scope) -> None:
+    """What the parser lets through: it looks at the size only of what is not complete, and a length
+    beside chunks may mean another end of the request to whoever passed it on."""
+    sizes = [len(name) + len(value) + 4 for name, value in scope["headers"]]
+    target = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
+    if len(scope["method"]) + target + 14 + sum(sizes) > MAX_HEADER_BYTES:
+        raise headers_too_large()
+    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+        message = "send Content-Length or Transfer-Encoding, not both"
+        raise HttpError(400, message, code="invalid_http")
 
 
 def describe(error: BaseException) -> Response:
@@ -75,9 +96,15 @@ def describe(error: BaseException) -> Response:
     return Response(body, status, headers, "application/json")
 
 
-async def respond(_: Request, error: Exception) -> Response:
+async def respond(http: Request, error: Exception) -> Response:
     """The app's handler of every exception that is expected."""
-    return describe(error)
+    response = describe(error)
+    if response.status_code == 405:  # the router knows only the first route of this path
+        here = [
+            r for r in http.app.routes if isinstance(r, Route) and r.matches(http.scope)[0].value
+        ]
+        response.headers["allow"] = ", ".join(sorted({m for r in here for m in r.methods or ()}))
+    return response
 
 
 async def pass_on(_: Request, error: Exception) -> Response:
@@ -134,7 +161,12 @@ class Edge:
 
         try:
             with visit.leaving:
+                _check_head(scope)
                 await self._app(scope, receive, send_with_id)
+        except HttpError as error:  # of the head; nobody knows where the next request begins
+            response = describe(error)
+            response.headers["connection"] = "close"
+            await response(scope, receive, send_with_id)
         except ClientGone:
             log.debug("request %s: the client has left", visit.id)
         except Exception as error:

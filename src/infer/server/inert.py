@@ -71,3 +71,10 @@ def shown(accepted: tuple[Any, ...]) -> str:
     types = {str: "a string", bool: "true or false", dict: "an object"}
     words = [types[one] if isinstance(one, type) else json.dumps(one) for one in accepted]
     return " or ".join(words) or "null"
+
+
+def schema(accepted: tuple[Any, ...]) -> dict[str, Any]:
+    """The same for the OpenAPI document."""
+    types = {str: "string", bool: "boolean", dict: "object"}
+    kinds = [{"type": types[one]} if isinstance(one, type) else {"const": one} for one in accepted]
+    return {"anyOf": [*kinds, {"type": "null"}]}

@@ -34,6 +34,9 @@ class Limits:
     share_cache: str | None = option(
         None, "Keys with the same name here share one prefix cache: they may find each other out."
     )
+    public_prefixes: bool = option(
+        False, "Share what is cached of the server's public prefixes with the other such keys."
+    )
     admin: bool = option(False, "May read /metrics and /stats, and see everybody's requests.")
 
     def __post_init__(self) -> None:

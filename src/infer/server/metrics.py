@@ -8,11 +8,15 @@ and, for keys, the name of the key: values that a client cannot choose.
 
 from __future__ import annotations
 
+import json
+import logging
 import statistics
+import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -24,11 +28,15 @@ from prometheus_client.core import (
 )
 
 from infer.engine.async_llm import AsyncLLM
+from infer.errors import ConfigError
 from infer.facts import StepFacts
 from infer.server.story import GAP_BUCKETS_S, Stories, Story
 from infer.server.visit import Visit
 
+log = logging.getLogger("infer.server")
+
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+SAVE_S = 10.0
 MAX_WAITS = 1000
 """the latest requests whose waiting times `/stats` tells"""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -84,7 +92,11 @@ class Histogram:
 class Metrics:
     """See the module's docstring. A collector in prometheus' sense."""
 
-    def __init__(self, engine: AsyncLLM, stories: Stories, prefix: str) -> None:
+    def __init__(
+        self, engine: AsyncLLM, stories: Stories, prefix: str, usage: Path | None = None
+    ) -> None:
+        """`usage`: a file where the totals of the keys outlive the server, by model and key. Of a
+        server that dies the last `SAVE_S` are lost; two servers need a file each."""
         self._engine = engine
         self._stories = stories
         self._prefix = prefix
@@ -95,7 +107,10 @@ class Metrics:
         self._num_rows = 0
         self._outcomes: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
-        self._by_key: dict[str, Counter[str]] = {}
+        self._usage = usage
+        self._saved_s = 0.0
+        known = self._saved().get(engine.model_name, {})
+        self._by_key = {key: Counter(counts) for key, counts in known.items()}
         self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -134,6 +149,30 @@ class Metrics:
                 cached_tokens=story.sum_of("num_cached"),
                 generation_tokens=num_tokens,
             )
+            if time.monotonic() > self._saved_s + SAVE_S:
+                self.save()
+
+    def _saved(self) -> dict[str, dict[str, dict[str, int]]]:
+        if self._usage is None or not self._usage.exists():
+            return {}
+        try:
+            return dict(json.loads(self._usage.read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError("api_keys", f"{self._usage.name} holds no usage: {error}") from None
+
+    def save(self) -> None:
+        """Write the totals of the keys; those of other models stay as they are."""
+        if self._usage is None or not self._by_key:
+            return
+        self._saved_s = time.monotonic()
+        beside = self._usage.with_name(f".{self._usage.name}.new")
+        try:
+            totals = {**self._saved(), self._engine.model_name: self._by_key}
+            beside.touch(mode=0o600)
+            beside.write_text(json.dumps(totals))
+            beside.replace(self._usage)
+        except (OSError, ConfigError) as error:
+            log.error("the usage of the keys is not saved: %s", error)
 
     def seen(self, visit: Visit) -> None:
         """An HTTP request has ended."""

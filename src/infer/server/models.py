@@ -24,13 +24,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, InferError, LoadError
 from infer.server.body import PARSED, TextPool
 from infer.server.failures import HttpError, respond
+from infer.server.visit import Visit
 
 log = logging.getLogger("infer.server")
 
@@ -65,7 +66,7 @@ class _Model:
     name: str
     launch: Callable[[], AsyncLLM]
     engine: AsyncLLM | None = None
-    app: ASGIApp | None = None
+    app: Starlette | None = None
     used_s: float = 0.0
     refused_until_s: float = 0.0
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -86,7 +87,7 @@ class Models:
     def __init__(
         self,
         launches: Mapping[str, Callable[[], AsyncLLM]],
-        make_app: Callable[[AsyncLLM], ASGIApp],
+        make_app: Callable[[AsyncLLM], Starlette],
         *,
         idle_unload_s: float | None = None,
     ) -> None:
@@ -144,7 +145,7 @@ class Models:
         log.error("the model %r cannot be loaded: %s", model.name, error)
         model.refused_until_s = time.monotonic() + RETRY_LOAD_S
 
-    async def _app_of(self, model: _Model) -> ASGIApp:
+    async def _app_of(self, model: _Model) -> Starlette:
         model.used_s = time.monotonic()
         if model.app is not None:
             return model.app
@@ -187,9 +188,14 @@ class Models:
                     model.used_s = now_s
                 elif now_s - model.used_s >= after_s:
                     async with model.changing:
+                        self._save_usage(model)
                         model.engine = model.app = None
                         await engine.close()
                     log.info("the model %r is unloaded", model.name)
+
+    def _save_usage(self, model: _Model) -> None:
+        if model.app is not None:
+            model.app.state.metrics.save()
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
@@ -205,6 +211,8 @@ class Models:
             if unloading is not None:
                 unloading.cancel()
             await self.close()
+            for model in self._models.values():
+                self._save_usage(model)
             self._pool.close()
             self._loader.shutdown(wait=False, cancel_futures=True)
 
@@ -226,13 +234,22 @@ class Models:
             lifespan=self._lifespan,
         )
 
+    def seen(self, visit: Visit) -> None:
+        """An HTTP request has ended: it is counted by the app of the model that it was for, or, if
+        it did not get so far, of the default one."""
+        model = self._models.get(visit.model) or self._find(None)
+        if model.app is not None:
+            model.app.state.metrics.seen(visit)
+
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         name = request.query_params.get("model")
         if scope["method"] == "POST" and "content-type" in request.headers:
             scope[PARSED] = body = await self._pool.read_object(request)
             name = body.get("model", name)
-        app = await self._app_of(self._find(name))
+        model = self._find(name)
+        Visit.of(scope).model = model.name
+        app = await self._app_of(model)
         await app(scope, receive, send)
 
     def _find(self, name: Any) -> _Model:
@@ -265,7 +282,7 @@ class Models:
         }
 
     async def _health(self, _: Request) -> Response:
-        if not any(model.engine is None or model.engine.is_alive for model in self._all()):
+        if not any(model.engine is None or model.engine.is_live for model in self._all()):
             raise EngineDeadError("no engine is running")
         return JSONResponse({"status": "ok"})
 

@@ -2,7 +2,8 @@
 
 A connection above `MAX_CONNECTIONS` is answered at once with 503; one whose request line and
 headers are not complete `HEADER_TIMEOUT_S` after they have begun (or after the connection was
-opened) with 408. Both are closed, so neither many nor slow clients take the place of others. Bodies
+opened) with 408; what is not HTTP with 400. All are closed, so neither many nor slow clients take
+the place of others. Bodies
 have their own deadline in `body` (and whoever has its answer and goes on sending is closed here),
 answers theirs in `failures.Edge`; a connection that takes nothing for longer than that is cut here,
 because a close would wait until what is left has been read. Used by `serve`.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import sys
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +22,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from infer.errors import OverloadedError, RequestError
-from infer.server.failures import HttpError, describe
+from infer.server.failures import HttpError, describe, headers_too_large
 
 MAX_CONNECTIONS = 1024
 HEADER_TIMEOUT_S = 10.0
@@ -115,6 +117,19 @@ class BoundedProtocol(H11Protocol):
     def _be_late(self) -> None:
         message = f"the headers were not complete after {HEADER_TIMEOUT_S:g} s"
         self._refuse(HttpError(408, message, code="request_timeout"))
+
+    def send_400_response(self, msg: str) -> None:
+        """h11 cannot read what comes (uvicorn would say so in plain text)."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()  # in the middle of an answer, or behind its end
+            return
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if getattr(sys.exception(), "error_status_hint", 400) == 431:
+            self._refuse(headers_too_large())
+        else:
+            self._refuse(HttpError(400, "this is not valid HTTP/1.1", code="invalid_http"))
 
     def _refuse(self, error: RequestError) -> None:
         response = describe(error)

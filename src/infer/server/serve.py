@@ -26,14 +26,15 @@ import uvicorn
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
+from infer.engine.worker import settle
 from infer.errors import ConfigError
 from infer.server.app import create_app, layers
+from infer.server.failures import MAX_HEADER_BYTES
 from infer.server.logs import JsonLines, access
 from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
 from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 
-MAX_HEADER_BYTES = 16 * 1024
 KEEP_ALIVE_S = 75
 SEND_BUFFER_BYTES = 128 * 1024
 """in the kernel, a connection (which takes twice of it): by default it may be megabytes, and who
@@ -101,7 +102,7 @@ class Server(uvicorn.Server):
         settings = settings or ServerSettings()
         super().__init__(
             uvicorn.Config(
-                engine.make_app(layers(settings))
+                engine.make_app(layers(settings, (engine.seen,)))
                 if isinstance(engine, Models)
                 else create_app(engine, settings),
                 http=functools.partial(  # type: ignore[arg-type]
@@ -266,4 +267,6 @@ def run(
     settings = settings or ServerSettings()
     with sock or bind(host, port, settings.write_stall_s) as held:
         announce = functools.partial(print, flush=True)
-        Server(engine, held, settings, announce=announce).serve_until_stopped()
+        server = Server(engine, held, settings, announce=announce)
+        settle()
+        server.serve_until_stopped()

@@ -15,7 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sql
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    IntegrityError,
+    NoSuchModuleError,
+    SQLAlchemyError,
+)
 
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.failures import HttpError
@@ -49,14 +54,15 @@ class Sessions:
     def __init__(self, url: str) -> None:
         """Raises `ConfigError` if the database cannot be used."""
         try:
-            self._engine = sql.create_engine(
-                url, hide_parameters=True
-            )  # errors are logged, texts not
+            # Errors are logged, texts not; and a server of databases may be restarted.
+            self._engine = sql.create_engine(url, hide_parameters=True, pool_pre_ping=True)
             _tables.create_all(self._engine)
         except (SQLAlchemyError, ArgumentError, NoSuchModuleError, ImportError) as error:
             message = f"the database cannot be used ({type(error).__name__})"
             raise ConfigError(
-                "sessions", f"{message}; give a URL like sqlite:///sessions.db"
+                "sessions",
+                f"{message}; give a URL like sqlite:///sessions.db or"
+                " postgresql+psycopg://user@host/name (needs the extra: infer[postgres])",
             ) from None
 
     def create(
@@ -118,13 +124,16 @@ class Sessions:
         self, owner: str, session_id: str, num_before: int, messages: Sequence[Message]
     ) -> None:
         """Write a turn behind the messages that it was asked with; 409 if there are others."""
-        with self._engine.begin() as db:
-            _own(db, owner, session_id)
-            if len(_history(db, session_id)) != num_before:
-                raise busy()
-            _append(db, session_id, num_before, messages)
-            now = sql.update(_sessions).where(_sessions.c.id == session_id)
-            db.execute(now.values(updated=int(time.time())))
+        try:
+            with self._engine.begin() as db:
+                _own(db, owner, session_id)
+                if len(_history(db, session_id)) != num_before:
+                    raise busy()
+                _append(db, session_id, num_before, messages)
+                now = sql.update(_sessions).where(_sessions.c.id == session_id)
+                db.execute(now.values(updated=int(time.time())))
+        except IntegrityError:  # another server has written one since we looked
+            raise busy() from None
 
     def close(self) -> None:
         """Close all connections."""
@@ -139,7 +148,8 @@ def busy() -> HttpError:
 
 def _own(db: sql.Connection, owner: str, session_id: str) -> dict[str, Any]:
     query = sql.select(_sessions).where(_sessions.c.id == session_id, _sessions.c.owner == owner)
-    row = db.execute(query).first()
+    # No id has it, and not every database takes it as text.
+    row = None if "\0" in session_id else db.execute(query).first()
     if row is None:
         message = "there is no such session; POST /v1/sessions makes one"
         raise HttpError(404, message, code="session_not_found", param="session_id")
@@ -161,8 +171,8 @@ def _append(db: sql.Connection, session_id: str, start: int, messages: Sequence[
 
 
 def _check_title(title: str) -> None:
-    if len(title) > MAX_TITLE_CHARS:
-        message = f"title must have at most {MAX_TITLE_CHARS} characters"
+    if len(title) > MAX_TITLE_CHARS or "\0" in title:  # which PostgreSQL's texts cannot hold
+        message = f"title must have at most {MAX_TITLE_CHARS} characters, and no NUL"
         raise UnprocessableError(message, param="title")
 
 

@@ -54,6 +54,9 @@ class ServerSettings:
     api_keys: str | None = option(
         None, "File of the keys that are let in (infer keys create); default: no keys."
     )
+    public_prefixes: str | None = option(
+        None, "Folder of texts (NAME.txt), as of system messages, that keys may share the cache of."
+    )
     insecure: bool = option(
         False, "Without keys, listen on an address that others than this machine can reach."
     )

@@ -182,15 +182,6 @@ class Stories:
                 if owner in (None, story.owner):
                     yield story
 
-    def silence_s(self) -> float:
-        """How long the engine has not made a step though it has something to do."""
-        if not self._tracks:
-            return 0.0
-        since_s = next(iter(self._tracks.values())).story.visit.received_s
-        if self._steps:
-            since_s = max(since_s, self._steps[-1].ended_s)
-        return time.monotonic() - since_s
-
     def num_queued(self, owner: str) -> int:
         """Choices of an owner's requests that wait for a seat."""
         tracks = self._tracks.values()

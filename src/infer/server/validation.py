@@ -8,9 +8,18 @@ they get the place where they happened.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from infer.errors import RequestError, UnprocessableError
 from infer.server import inert
@@ -51,6 +60,11 @@ _OTHER_NAMES = {
 }
 
 
+def plain(check: Callable[..., Any], sent: Any) -> PlainValidator:
+    """`check` alone decides; `sent` is what clients send, for the OpenAPI document."""
+    return PlainValidator(check, json_schema_input_type=sent)
+
+
 class Wire(BaseModel):
     """Strict types, no unknown names, null = absent."""
 
@@ -83,6 +97,17 @@ class Wire(BaseModel):
                     code="unsupported_parameter",
                 )
         return kept
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> Any:
+        """With the fields without effect, and null wherever a field may be left out."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for name, field in schema["properties"].items():
+            if name not in schema.get("required", ()):
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+        others = {name: inert.schema(values) for name, values in cls.inert_fields.items()}
+        schema["properties"] = others | schema["properties"]
+        return schema
 
     @classmethod
     def _unknown(cls, name: str) -> str:

@@ -43,6 +43,8 @@ class Visit:
     """of the API key; "" where there are none"""
     tenant: object = None
     """whose it is: set by `tenants.Gate`"""
+    model: str = ""
+    """whose it is, of several"""
     headers: list[tuple[str, str]] = field(default_factory=list)
     """that the answer gets"""
     status: int = 0

@@ -11,20 +11,14 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    FailFast,
-    Field,
-    PlainValidator,
-    ValidationInfo,
-    model_validator,
-)
+from pydantic import AfterValidator, FailFast, Field, ValidationInfo, model_validator
 
 from infer.errors import RequestError, UnprocessableError
 from infer.grammar import Grammar
 from infer.server import inert, structured
 from infer.server.body import MAX_NAME_CHARS, parse_json
-from infer.server.validation import Wire
+from infer.server.validation import Wire, plain
+from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
 MAX_CHOICES_PER_PROMPT = 8
 MAX_CHOICES = 256
@@ -38,6 +32,7 @@ MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400
 
 Prompt = str | tuple[int, ...]
+Object = dict[str, Any]
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
@@ -62,7 +57,7 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
 
 
 def _is_ids(items: list[Any]) -> bool:
-    return all(type(item) is int for item in items)
+    return set(map(type, items)) <= {int}
 
 
 def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
@@ -84,6 +79,8 @@ def _logit_bias(value: Any) -> dict[int, float]:
     """JSON's keys are strings; here they are token ids."""
     if not isinstance(value, dict):
         raise RequestError("logit_bias must be an object: token id → number")
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:  # `SamplingParams` would say so too, but late
+        raise UnprocessableError(f"logit_bias has more than {MAX_LOGIT_BIAS_ENTRIES} entries")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not _TOKEN_ID.fullmatch(key):
@@ -185,10 +182,10 @@ Role = Annotated[
     Literal["system", "developer", "user", "assistant", "tool"],
     AfterValidator(lambda role: "system" if role == "developer" else role),
 ]
-Stop = Annotated[tuple[str, ...], PlainValidator(_stop)]
+Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
 TokenIds = Annotated[list[int], FailFast()]  # not a finding for each of a million wrong ones
-ToolChoice = Annotated[str | dict[str, str], PlainValidator(_tool_choice)]
-Functions = Annotated[list[dict[str, Any]], PlainValidator(_functions)]
+ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str, Any])]
+Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
 
 class StreamOptions(Wire):
@@ -218,10 +215,10 @@ class Generation(Body):
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias)] = Field({})
+    logit_bias: Annotated[dict[int, float], plain(_logit_bias, dict[str, float])] = Field({})
     stop: Stop = ()
     user: str | None = None
-    metadata: Annotated[dict[str, str], PlainValidator(_metadata)] = Field({})
+    metadata: Annotated[dict[str, str], plain(_metadata, dict[str, str])] = Field({})
 
     top_k: int = 0
     min_p: float = 0.0
@@ -239,12 +236,12 @@ class Generation(Body):
     bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
-    response_format: Annotated[Grammar | None, PlainValidator(structured.response_format)] = None
-    structured_outputs: Annotated[Grammar | None, PlainValidator(structured.outputs)] = None
-    guided_json: Annotated[Grammar | None, PlainValidator(structured.json_schema)] = None
-    guided_regex: Annotated[Grammar | None, PlainValidator(structured.regex)] = None
-    guided_choice: Annotated[Grammar | None, PlainValidator(structured.choice)] = None
-    guided_grammar: Annotated[Grammar | None, PlainValidator(structured.grammar)] = None
+    response_format: Annotated[Grammar | None, plain(structured.response_format, Object)] = None
+    structured_outputs: Annotated[Grammar | None, plain(structured.outputs, Object)] = None
+    guided_json: Annotated[Grammar | None, plain(structured.json_schema, Object | str)] = None
+    guided_regex: Annotated[Grammar | None, plain(structured.regex, str)] = None
+    guided_choice: Annotated[Grammar | None, plain(structured.choice, list[str])] = None
+    guided_grammar: Annotated[Grammar | None, plain(structured.grammar, str)] = None
 
     @property
     def is_heavy(self) -> bool:
@@ -279,7 +276,7 @@ class Generation(Body):
 class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
-    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
+    prompt: Annotated[tuple[Prompt, ...], plain(_prompts, str | list[str | int | list[int]])]
     max_tokens: int = 16
     logprobs: int | None = None
     echo: bool = False
@@ -303,7 +300,7 @@ class Message(Wire):
 
     inert_fields = inert.MESSAGE_FIELDS
     role: Role
-    content: Annotated[str | None, PlainValidator(_content)] = None
+    content: Annotated[str | None, plain(_content, str | list[dict[str, str]])] = None
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -325,7 +322,7 @@ class Conversation(Body):
     tool_choice: ToolChoice = "auto"
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], PlainValidator(_variables)] = Field({})
+    chat_template_kwargs: Annotated[dict[str, Any], plain(_variables, dict[str, Any])] = Field({})
 
     @property
     def template_arguments(self) -> dict[str, Any]:

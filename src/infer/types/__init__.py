@@ -66,6 +66,8 @@ class Request:
     requests overtake an earlier one at most so often, so that nobody waits for ever"""
     cache_scope: str = ""
     """prefix-cache entries are shared within a scope only"""
+    num_public: int = 0
+    """except those of so many tokens at the beginning, which are the operator's own words"""
     tenant: str = ""
     """whose share of the engine it is computed from"""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()

@@ -1,0 +1,155 @@
+"""The OpenAPI document and what answers, against each other: fields, routes, methods, and (marked)
+schemathesis against a server with the model that ships. That every status and media type that any
+other test here sees is in the document is checked by `serving.App` itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import App, check_documented, with_app
+
+from doubles import make_hash_llm
+from infer.server import inert
+from infer.server.keys import Keys, Limits
+from infer.server.validation import Wire
+
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
+STARTS = ({"messages": [{"role": "user", "content": "x"}]}, {"prompt": "x"}, {"tokens": [1]}, {})
+
+
+def the_document() -> Any:
+    return with_app(make_hash_llm(), lambda app: app.get("/openapi.json")).json()
+
+
+def wire_models(root: type[Wire] = Wire) -> Iterator[type[Wire]]:
+    for model in root.__subclasses__():
+        yield model
+        yield from wire_models(model)
+
+
+def bodies(document: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Method, path and schema of each body that is read."""
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                for ref in content["schema"]["anyOf"]:
+                    name = ref["$ref"].rpartition("/")[2]
+                    yield method.upper(), path, document["components"]["schemas"][name]
+
+
+def test_every_field_that_is_read_is_in_the_document_and_no_other(tmp_path: Path) -> None:
+    document = the_document()
+    names = {name for model in wire_models() for name in (*model.model_fields, *model.inert_fields)}
+    names |= {name for _, _, schema in bodies(document) for name in schema["properties"]}
+    names |= {"zzz", *inert.REQUEST_FIELDS}
+
+    async def is_read(app: App, method: str, path: str, start: Any, name: str) -> bool:
+        body = {**start, name: {"no field": ["has this"]}}
+        if path == "/tokenize" and (name in ("messages", "prompt")) and name not in start:
+            return False  # it says which of two bodies this is
+        reply = await app.post(path.replace("{id}", "x"), body, method=method)
+        assert reply.status != 500
+        error = reply.error() if reply.status != 200 else {}
+        return (error.get("code"), error.get("param")) != ("unknown_parameter", name)
+
+    async def use(app: App) -> int:
+        checked = 0
+        for method, path, schema in bodies(document):
+            start = next(start for start in STARTS if start.keys() <= schema["properties"].keys())
+            for name in names:
+                has = name in schema["properties"]
+                assert await is_read(app, method, path, start, name) == has, (path, name)
+                checked += 1
+        return checked
+
+    url = f"sqlite:///{tmp_path}/s.db"
+    assert with_app(make_hash_llm(), use, sessions=url) > 500
+
+
+def test_every_schema_says_something_about_each_field() -> None:
+    for schema in the_document()["components"]["schemas"].values():
+        for name, field in schema["properties"].items():
+            kinds = field.get("anyOf", [field])
+            assert all(kind.keys() - {"title", "default"} for kind in kinds), name
+
+
+def test_every_route_and_method() -> None:
+    """Other methods are refused, with an Allow header that names the ones that are documented."""
+    document = the_document()
+
+    async def use(app: App) -> None:
+        for path, operations in document["paths"].items():
+            known = {method.upper() for method in operations}
+            at = path.replace("{id}", "x").replace("{name}", "hash-model")
+            for method in METHODS:
+                reply = await app.send(method, at)
+                assert (reply.status == 405) == (method not in known), (method, path)
+                if reply.status == 405:
+                    assert set(reply.headers["allow"].split(", ")) - {"HEAD"} == known
+        assert {"/v1/completions", "/v1/sessions/{id}/fork", "/"} < document["paths"].keys()
+        assert len(document["paths"]) == len({route.path for route in app.app.routes})
+
+    with_app(make_hash_llm(), use, sessions="sqlite://")
+
+
+def test_an_answer_that_is_not_documented_is_noticed() -> None:
+    async def use(app: App) -> None:
+        reply = await app.get("/v1/models")
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+        check_documented(app.app.routes, scope, reply)
+        reply.status = 418
+        with pytest.raises(AssertionError, match="answers 418"):
+            check_documented(app.app.routes, scope, reply)
+
+    with_app(make_hash_llm(), use)
+
+
+# ---- another program's opinion
+
+CHECKS = (
+    *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
+    *("response_schema_conformance", "response_headers_conformance", "negative_data_rejection"),
+    *("unsupported_method", "allow_header_conformance", "ignored_auth"),
+)
+"""all but those that want every body that fits the schema to be accepted: ranges are the model's"""
+
+
+def schemathesis() -> Path:
+    """The program, in an environment of its own that is kept."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "infer-tests" / "schemathesis"
+    if not (folder / "bin" / "st").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([folder / "bin/pip", "install", "-q", "schemathesis>=4.32"], check=True)
+    return folder / "bin" / "st"
+
+
+@pytest.mark.peer
+@pytest.mark.timeout(900)
+def test_schemathesis(tmp_path: Path) -> None:
+    """Positive, negative, NUL bytes, all phases; a key, and none."""
+    from load import served
+
+    program, keys = schemathesis(), tmp_path / "keys.json"
+    token = Keys(keys, must_exist=False).create("admin", Limits(admin=True))
+    server = [*("-m", "infer.server", "--port", "0", "--max-seq-len", "64")]
+    server += ["--sessions", f"sqlite:///{tmp_path}/s.db", "--api-keys", str(keys)]
+    with served(server, tmp_path / "log") as running:
+        url = f"http://127.0.0.1:{running.port}/openapi.json"
+        command = [*(program, "run", url, "-H", f"Authorization: Bearer {token}")]
+        command += ["--checks", ",".join(CHECKS), "--mode", "all", "--continue-on-failure"]
+        command += ["--generation-allow-x00", "true", "--suppress-health-check", "all"]
+        command += ["--generation-database", "none", "--no-color", "--seed", "1"]
+        command += ["-n", os.environ.get("INFER_SCHEMATHESIS_EXAMPLES", "50")]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr)
+    assert done.returncode == 0
+    assert "Tested: 2" in done.stdout  # more than twenty operations
+    assert "Traceback" not in (tmp_path / "log").read_text()

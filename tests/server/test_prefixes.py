@@ -1,0 +1,108 @@
+"""Public prefixes: whole pages of the operator's own texts are shared, by the keys made for it, and
+not a token more crosses from one key to another."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
+from test_tenants import cached, make
+
+from doubles import make_hash_llm, small_tokenizer, solo
+from infer.errors import ConfigError
+from infer.types import Request, SamplingParams
+
+PAGE = 4  # of the hash model
+TEXT = "You are the keeper of the north library."
+BEGIN = small_tokenizer().encode(TEXT)
+OWNERS = {"a": True, "b": True, "c": False, "d": False}
+"""which of the keys share"""
+
+
+@pytest.fixture
+def setup(tmp_path: Path) -> dict[str, Any]:
+    """Keys that share, and keys that do not."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "library.txt").write_text(TEXT)
+    file = tmp_path / "keys.json"
+    keys = {name: make(file, name, public_prefixes=shares) for name, shares in OWNERS.items()}
+    public = str(tmp_path / "texts")
+    return {"keys": keys, "how": {"api_keys": str(file), "public_prefixes": public}}
+
+
+def pages_of(*sequences: list[int]) -> int:
+    """Tokens in the whole pages that sequences begin with, all of them."""
+    places = zip(*sequences, strict=False)
+    return len([*takewhile(lambda tokens: len({*tokens}) == 1, places)]) // PAGE * PAGE
+
+
+PROMPTS = st.tuples(
+    st.integers(0, len(BEGIN)) | st.just(len(BEGIN)), st.lists(st.integers(1, 2), max_size=20)
+).map(lambda drawn: [*BEGIN[: drawn[0]], *drawn[1]] or [1])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), PROMPTS), min_size=2, max_size=12))
+@settings(
+    max_examples=60,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+def test_exactly_whole_pages_of_the_public_prefix_cross(
+    setup: dict[str, Any], asked: list[tuple[str, list[int]]]
+) -> None:
+    async def main() -> None:
+        before: list[tuple[str, list[int]]] = []
+        async with serving(make_hash_llm(num_pages=2000), **setup["how"]) as app:
+            for owner, prompt in asked:
+                body = completion_body(prompt=prompt, max_tokens=2, ignore_eos=True, temperature=0)
+                reply = await app.post(COMPLETIONS, body, headers=setup["keys"][owner])
+                found = [pages_of(prompt, other) for name, other in before if name == owner]
+                if OWNERS[owner]:
+                    theirs = [other for name, other in before if OWNERS[name]]
+                    found += [pages_of(prompt, other, BEGIN) for other in theirs]
+                most = (len(prompt) - 1) // PAGE * PAGE  # one token is left to compute
+                assert cached(reply) == min(max(found, default=0), most), (owner, prompt)
+                request = Request("x", tuple(prompt), SamplingParams(temperature=0), 0, 2)
+                answer = solo(request, 262)
+                text = small_tokenizer().decode(answer)
+                assert reply.json()["choices"][0]["text"] == text
+                before.append((owner, [*prompt, answer[0]]))  # the last one is not computed
+            await app.idle()
+
+    asyncio.run(main())
+
+
+def test_a_system_message(setup: dict[str, Any]) -> None:
+    """The text as the chat's template writes it, whoever asks what behind it."""
+
+    async def use(app: App) -> None:
+        async def ask(name: str, words: str, **changes: Any) -> int:
+            told = {"role": "system", "content": TEXT}
+            messages = [told, {"role": "user", "content": words}]
+            body = {"messages": messages, "max_tokens": 2, **changes}
+            return cached(await app.post(CHAT, body, headers=setup["keys"][name]))
+
+        assert await ask("a", "Where are the maps?") == 0
+        shared = await ask("b", "Is anybody here?")
+        assert len(BEGIN) // PAGE * PAGE <= shared < len(BEGIN) + 20
+        assert await ask("b", "Where are the maps?") == shared  # of what a said behind it: nothing
+        assert await ask("c", "Where are the maps?") == 0
+        assert await ask("a", "?", prompt_logprobs=0) == 0  # which cached pages could not tell
+
+    with_app(make_hash_llm(), use, **setup["how"])
+
+
+def test_a_folder_without_texts(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(ConfigError, match=r"no NAME\.txt"):
+            App(make_hash_llm(), public_prefixes=str(folder))
+    (tmp_path / "x.txt").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        App(make_hash_llm(), public_prefixes=str(tmp_path))
