@@ -140,6 +140,7 @@ def _by_victim(short: Any, long: Any) -> Any:
         chosen = short if b"victim" in message.get("body", b"") else long
         await chosen(scope, received, send)
 
+    app.routes = long.routes  # type: ignore[attr-defined]
     return app
 
 

@@ -49,11 +49,15 @@ def test_a_hundred_thousand_workloads() -> None:
         Workload(seed).run()
 
 
-def match_last_token_too(self: PageAllocator, tokens: list[int], scope: str = "") -> PageTable:
+def match_last_token_too(
+    self: PageAllocator, tokens: list[int], scope: str = "", num_public: int = 0
+) -> PageTable:
     return original_match(self, [*tokens, 0], scope)
 
 
-def match_any_scope(self: PageAllocator, tokens: list[int], scope: str = "") -> PageTable:
+def match_any_scope(
+    self: PageAllocator, tokens: list[int], scope: str = "", num_public: int = 0
+) -> PageTable:
     return original_match(self, tokens, "")
 
 

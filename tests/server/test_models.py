@@ -168,32 +168,6 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
     used(body, dict.fromkeys("ab", partial(launch_hash_llm, step_s=0.004)))
 
 
-def test_what_nobody_expected_reaches_the_edge(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not a last resort on the way there: a leaver is no error, and an error is told as ours."""
-
-    async def body(app: App, models: Models) -> None:
-        leave = asyncio.Event()
-        asking = asyncio.create_task(
-            app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
-        )
-        (engine,) = models._engines()
-        async with asyncio.timeout(5):
-            while not engine.stats()["num_running"]:
-                await asyncio.sleep(0.002)
-        leave.set()
-        assert (await asking).status == 0
-        (story,) = (await app.get("/v1/requests")).json()["data"]
-        assert story["outcome"] == "disconnected"
-        monkeypatch.setattr(engine.tokenizer, "decode", None)
-        reply = await app.post("/detokenize", {"tokens": [1]})
-        assert (reply.status, reply.error()["code"]) == (500, "internal_error")
-
-    used(body, {"a": partial(make_hash_llm, step_s=0.004)})
-    assert "TypeError" in caplog.text
-
-
 def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     few = Keys(file, must_exist=False).create("few", Limits(requests_per_minute=2))
@@ -227,6 +201,32 @@ def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
             assert (keys["few"]["requests"] if keys else keys) == expected
 
     used(later, {"a": make_hash_llm, "b": make_hash_llm}, keys=str(file))
+
+
+def test_what_nobody_expected_reaches_the_edge(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not a last resort on the way there: a leaver is no error, and an error is told as ours."""
+
+    async def body(app: App, models: Models) -> None:
+        leave = asyncio.Event()
+        asking = asyncio.create_task(
+            app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
+        )
+        (engine,) = models._engines()
+        async with asyncio.timeout(5):
+            while not engine.stats()["num_running"]:
+                await asyncio.sleep(0.002)
+        leave.set()
+        assert (await asking).status == 0
+        (story,) = (await app.get("/v1/requests")).json()["data"]
+        assert story["outcome"] == "disconnected"
+        monkeypatch.setattr(engine.tokenizer, "decode", None)
+        reply = await app.post("/detokenize", {"tokens": [1]})
+        assert (reply.status, reply.error()["code"]) == (500, "internal_error")
+
+    used(body, {"a": partial(make_hash_llm, step_s=0.004)})
+    assert "TypeError" in caplog.text
 
 
 def test_a_server_that_drains_loads_nothing() -> None:
