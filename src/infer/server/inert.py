@@ -75,6 +75,6 @@ def shown(accepted: tuple[Any, ...]) -> str:
 
 def schema(accepted: tuple[Any, ...]) -> dict[str, Any]:
     """The same for the OpenAPI document."""
-    types = {str: "string", bool: "boolean"}
+    types = {str: "string", bool: "boolean", dict: "object"}
     kinds = [{"type": types[one]} if isinstance(one, type) else {"const": one} for one in accepted]
     return {"anyOf": [*kinds, {"type": "null"}]}

@@ -24,7 +24,7 @@ E = TypeVar("E", bound=Callable[..., Any])
 JSON = "application/json"
 REF = "#/components/schemas/{model}"
 ANY_REQUEST = {400, 431, 500, 503}
-ANY_BODY = {408, 413, 415, 422}
+ANY_BODY = {404, 408, 413, 415, 422}  # 404: it names a model that is not there
 _TYPES = {"message": "string", "type": "string", "param": ["string", "null"]}
 _MEMBERS = {name: {"type": kind} for name, kind in {**_TYPES, "code": _TYPES["param"]}.items()}
 _ERROR = {"type": "object", "properties": _MEMBERS, "required": [*_MEMBERS]}
