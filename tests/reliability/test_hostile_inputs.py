@@ -155,18 +155,18 @@ def _ids(vocab: int) -> Iterator[Row]:
     yield from completion("prompt of context - 1 tokens", 200, prompt=one_less, max_tokens=1)
     for more, words in ((1, "context"), (2, "context + 1")):
         yield from completion(
-            f"prompt of {words} tokens", 422, prompt=[*one_less, *[1] * more], max_tokens=1
+            f"prompt of {words} tokens", 400, prompt=[*one_less, *[1] * more], max_tokens=1
         )
     yield from completion("prompt of 10**6 tokens, 3 MB", 413, prompt=[1] * BIG)
     close = Raw("[" + "1," * BIG + "1]")
-    yield from completion("prompt of 10**6 tokens, 2 MB", 422, prompt=close)
+    yield from completion("prompt of 10**6 tokens, 2 MB", 400, prompt=close)
     yield from completion(
         "prompt of 10**6 tokens, the last of 30 digits",
         400,
         prompt=Raw(close[:-2] + "1" * 30 + "]"),
     )
-    yield from completion("prompt of 10**6 characters", 422, prompt="x" * BIG)
-    yield from completion("prompt of 10**6 words", 422, prompt="a " * (BIG - 100))
+    yield from completion("prompt of 10**6 characters", 400, prompt="x" * BIG)
+    yield from completion("prompt of 10**6 words", 400, prompt="a " * (BIG - 100))
 
 
 def _texts() -> Iterator[Row]:
@@ -196,7 +196,7 @@ def _texts() -> Iterator[Row]:
         )
     yield from both("NUL in stop", 200, stop="a\x00b")
     yield from both("NUL in user", 200, user="\x00")
-    yield from both("NUL in the model's name", 422, model="\x00")
+    yield from both("NUL in the model's name", 404, model="\x00")
     yield from both("NUL in a field's name", 422, **{"see\x00d": 1})
     yield from completion("NUL in the prompt", 200, prompt="a\x00b")
     yield from chat("NUL in a message", 200, user("a\x00b"))

@@ -36,6 +36,8 @@ MAX_LONG_BODIES = 64
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 50_000
 """objects and arrays in one body: bounds the time the parser may keep the event loop"""
+MAX_JSON_VALUES = 500_000
+"""bounds it too; the longest contexts there are have 131,072 token ids"""
 MAX_INTEGER_DIGITS = 20
 """2**64 has 20; longer integers are not numbers that any field could mean"""
 MAX_NAME_CHARS = 64
@@ -144,6 +146,8 @@ def parse_json(body: bytes) -> Any:
         _refuse("the body is empty; send a JSON object")
     bare = _STRING.sub("", text)
     _check_nesting(bare)
+    if bare.count(",") >= MAX_JSON_VALUES:
+        _refuse(f"the body has more than {MAX_JSON_VALUES} values")
     # Once for all: as a hook of the parser it would take as long as the rest of it.
     if _MANY_DIGITS.search(bare) and _MANY_DIGITS.search(_FRACTION.sub("", bare)):
         _refuse(f"an integer has more than {MAX_INTEGER_DIGITS} digits")
