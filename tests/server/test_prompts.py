@@ -157,4 +157,4 @@ def test_a_timeout(path: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
 def test_what_is_not_there(path: str) -> None:
     reply = ask(make_hash_llm(), path, {"input": "x"})
-    check_refused(reply, 404, None, "not_found", "completes texts and chats")
+    check_refused(reply, 404, None, "not_found", f"has no {path[4:]}: it completes texts and chats")

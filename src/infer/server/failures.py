@@ -31,6 +31,8 @@ MAX_HEADER_BYTES = 16 * 1024
 IGNORED = "infer.ignored"
 """where in a request's scope the names of fields are that were not understood and not refused"""
 _UNEXPECTED = "the server failed to process this request"
+_ABSENT = {"/v1/embeddings": "embeddings", "/v1/responses": "responses"}
+"""OpenAI's paths that clients try, and what they will not find"""
 _ROUTER = {
     404: "there is no such route: this server completes texts and chats; see / for what there is",
     405: "this route is there, but not with this method; see the Allow header",
@@ -98,6 +100,9 @@ def describe(error: BaseException) -> Response:
 
 async def respond(http: Request, error: Exception) -> Response:
     """The app's handler of every exception that is expected."""
+    if isinstance(error, HTTPException) and (name := _ABSENT.get(http.url.path)):
+        message = f"this server has no {name}: it completes texts and chats; see / for what it has"
+        error = HttpError(404, message, code="not_found")
     response = describe(error)
     if response.status_code == 405:  # the router knows only the first route of this path
         here = [
