@@ -118,6 +118,8 @@ BOMBS = [
     ("10 MB", b'{"prompt": "' + b"x" * 10_000_000 + b'"}', {}),
     ("a million token ids", json.dumps({"prompt": [7] * 600_000}).encode(), {}),
     ("100,000 messages", json.dumps({"messages": [{"role": "user"}] * 49_000}).encode(), {}),
+    ("2 MB of digits", b'{"seed": ' + b"9" * 2_000_000 + b"}", {}),
+    ("a million strings", json.dumps({"stop": [""] * 500_000}).encode(), {}),
     ("100,000 levels", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", {}),
     ("a gzip bomb", gzip.compress(b" " * 50_000_000), {"content-encoding": "gzip"}),
     ("chunked without end", b"", {"transfer-encoding": "chunked"}),
@@ -184,7 +186,9 @@ def test_size_bombs(tmp_path: Path) -> None:
     with served(model_server(), tmp_path / "log") as server:
         counted = asyncio.run(throw(server, 50))
     assert "Traceback" not in (tmp_path / "log").read_text()
-    Findings().note(18, "size bombs", "50 in parallel, 8 kinds, 4 streams beside", **counted)
+    Findings().note(
+        18, "size bombs", f"50 in parallel, {len(BOMBS)} kinds, 4 streams beside", **counted
+    )
     assert counted["event loop absent, p99 and longest [ms]"][1] < 100
     assert counted["memory above before [MB]"] < 200
 

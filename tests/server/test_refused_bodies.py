@@ -61,8 +61,13 @@ RAW_BODIES: list[tuple[str, bytes, str]] = [
     ("depth 1000", DEEP + b'{"a":' * 1000 + b"1" + b"}" * 1001, "deeper than 64"),
     ("depth 100000", b"[" * 100_000, "deeper than 64"),
     ("a million brackets", b"[" + b"[]," * 600_000 + b"[]]", "objects and arrays"),
-    ("a million quotes", b'{"a": "' + b'\\"' * 900_000, "not valid JSON"),
-    ("quotes that end in a backslash", b'{"a": "' + b'\\"' * 900_000 + b"\\", "not valid JSON"),
+    ("2 MB of digits", b'{"seed": ' + b"9" * 2_000_000 + b"}", "digits"),
+    ("2 MB of digits in an exponent", b'{"seed": 1e' + b"9" * 2_000_000 + b"}", "too large"),
+    ("a million numbers without end", b'{"seed": ' + b"1." * 1_000_000, "not valid JSON"),
+    ("20 digits again and again", b'{"seed": ' + (b"9" * 20 + b".") * 95_000, "not valid JSON"),
+    ("many quotes", b'{"a": "' + b'\\"' * 490_000, "not valid JSON"),
+    ("a million quotes", b'{"a": "' + b'\\"' * 900_000, "quotation marks"),
+    ("quotes that end in a backslash", b'{"a": "' + b'\\"' * 490_000 + b"\\", "not valid JSON"),
 ]
 
 
