@@ -27,7 +27,7 @@ namespace {
 
 constexpr int BLOCK = 128;    // keys that are scored together; starts at multiples of itself
 constexpr int SEGMENT = 512;  // keys whose partial result may come from another thread
-constexpr int TILE_ROWS = 256;
+constexpr int TILE_FLOATS = 65536;  // of sums of P·V that an item keeps: they stay in its core's cache
 constexpr int UNITS = 4;  // independent pieces of work that go through the phases together
 constexpr float RISE = 8.f;
 constexpr float LOWEST = -1e30f;  // below every score, and its difference to one is finite
@@ -287,6 +287,10 @@ struct Engine {
   std::vector<float> workspace{};
 };
 
+int tokens_together(const Engine& e) {
+  return std::max<int64_t>(1, TILE_FLOATS / (e.D * (e.H / e.G)));
+}
+
 // Numbers of keys and rows, weighted: packing a block costs about as much as a few rows of it.
 double cost_of(const Engine& e, const Item& item, int64_t window) {
   const Span keys = visible(item, window);
@@ -366,7 +370,7 @@ void cut_shared(const Engine& e, Cut& cut, Item shared, const int64_t* lengths, 
 // the last position in these.
 int shared_from(const Engine& e, int s, int B, const int64_t* starts, const int64_t* lengths,
                 int64_t& position) {
-  const int most = std::max(1, TILE_ROWS / (e.H / e.G));
+  const int most = tokens_together(e);
   int64_t segments = lengths[s] / SEGMENT;
   int members = 1;
   for (; segments && members < most && s + members < B; ++members) {
@@ -386,7 +390,7 @@ int shared_from(const Engine& e, int s, int B, const int64_t* starts, const int6
 
 size_t cut_step(const Engine& e, Cut& cut, int64_t window, int B, const int64_t* starts,
                 const int64_t* lengths) {
-  const int most = std::max(1, TILE_ROWS / (e.H / e.G));
+  const int most = tokens_together(e);
   std::vector<Item> whole;
   for (int s = 0; s < B; ++s) {
     if (!window && starts[s + 1] - starts[s] == 1) {
