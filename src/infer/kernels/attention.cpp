@@ -117,8 +117,7 @@ struct Packed {  // one block of one head
 struct Unit {  // a few rows of one head
   const Packed* packed;
   const uint32_t* queries;
-  uint32_t* probs;
-  float *scores, *state;
+  float *scores, *state;  // P takes the scores' place, row by row
   int row, count, keys;  // keys: of the block that some row sees, up to a multiple of 32
   float alpha[16];
 };
@@ -136,7 +135,7 @@ class Scratch {
   float* reserve(const Job& job, int groups, int rows, int words, Buffers& at) {
     const size_t queries = (size_t)groups * rows * words, block = (size_t)BLOCK * job.padded;
     const size_t states = 2 * (size_t)groups * rows * job.state_words;
-    const size_t need = (queries + UNITS * (2 * block + 32 * BLOCK) + states + 15) / 16 * 64;
+    const size_t need = (queries + UNITS * (2 * block + 16 * BLOCK) + states + 15) / 16 * 64;
     if (need > size_) {
       std::free(memory_);
       memory_ = (float*)std::aligned_alloc(64, size_ = need);
@@ -149,9 +148,8 @@ class Scratch {
       free += 2 * block;
     }
     for (Unit& unit : at.units) {
-      unit.probs = free;
-      unit.scores = (float*)free + 16 * BLOCK;
-      free += 32 * BLOCK;
+      unit.scores = (float*)free;
+      free += 16 * BLOCK;
     }
     at.queries = free;
     return (float*)at.queries + queries;

@@ -407,8 +407,8 @@ INLINE vf greatest_of(const float* scores, int n) {
 }
 
 template <class M>
-INLINE void weigh_row(const float* scores, int n, float scale, float greatest, float alpha,
-                      float* lanes, uint32_t* probs) {
+INLINE void weigh_row(float* scores, int n, float scale, float greatest, float alpha, float* lanes) {
+  uint32_t* probs = (uint32_t*)scores;  // never ahead of what has been read
   vf sum = load(lanes) * set1(alpha);
   for (int i = 0; i < n; i += 2 * W) {
     const vf p0 = exp2_vf<M::EXACT>(fma(load(scores + i), set1(scale), set1(-greatest)));
@@ -490,12 +490,12 @@ INLINE void soften_rows(const Job& job, const Item& item, Unit& unit, int64_t fi
 #endif
   for (int i = 0; i < unit.count; ++i)
     weigh_row<M>(unit.scores + i * BLOCK, n, job.scale, now[i], unit.alpha[i],
-                 unit.state + (long)i * job.state_words + job.padded, unit.probs + i * BLOCK);
+                 unit.state + (long)i * job.state_words + job.padded);
 }
 
 template <class M>
 INLINE void mix_rows(const Job& job, const Unit& unit) {
-  M::mix(unit.count, unit.probs, unit.keys, unit.packed->values, job.padded, unit.state, job.state_words,
+  M::mix(unit.count, (const uint32_t*)unit.scores, unit.keys, unit.packed->values, job.padded, unit.state, job.state_words,
          unit.alpha);
 }
 
