@@ -20,13 +20,7 @@ from typing import Any, Protocol, TypeVar
 from infer.engine.intake import Intake
 from infer.engine.output import OutputCollector, OutputProcessor, error_of
 from infer.engine.worker import SOFT_LIMIT_S, EngineClient
-from infer.errors import (
-    CancelledError,
-    EngineDeadError,
-    EngineError,
-    OverloadedError,
-    RequestError,
-)
+from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
 from infer.facts import StepFacts
 from infer.text.tokenizer import Tokenizer
 from infer.types import (
@@ -74,11 +68,6 @@ class Mailbox:
         """that wait because the reader is behind"""
         self._reader: asyncio.Future[None] | None = None
 
-    @property
-    def is_full(self) -> bool:
-        """Whether its reader is so far behind that nothing more may gather."""
-        return self.num_bytes > MAX_MAILBOX_BYTES
-
     def drop(self) -> None:
         """Forget everything that waits, an end too; what is put next is the first piece."""
         self._pieces, self.num_bytes, self.processor.finish_reason = [], 0, None
@@ -87,7 +76,7 @@ class Mailbox:
         """Add a piece; called on the event loop."""
         if self._pieces:  # its reader is behind: only then is it worth counting
             self.num_bytes += _size_of(piece)
-            if self.is_full and self._merge:
+            if self.num_bytes > MAX_MAILBOX_BYTES and self._merge:
                 self._pieces = [reduce(TextDelta.merge, self._pieces)]
                 self.num_bytes = _size_of(self._pieces[0]) + _size_of(piece)
         self._pieces.append(piece)
@@ -284,18 +273,18 @@ class AsyncLLM:
 
     def _check_room(self, count: int) -> None:
         num_taken = len(self._mailboxes) + self._num_reserved
-        try:
-            if not self.is_alive:
-                raise EngineDeadError("the engine is not running")
-            if self._draining:
-                raise EngineDeadError("the server is shutting down")
-            if num_taken + count > self._intake.limits.max_unfinished:
-                raise OverloadedError(
-                    f"the server is busy: {num_taken} requests are running or waiting"
-                )
-        except (EngineDeadError, OverloadedError):
-            self._counts["num_requests_refused"] += count
-            raise
+        error: EngineDeadError | OverloadedError
+        if not self.is_alive:
+            error = EngineDeadError("the engine is not running")
+        elif self._draining:
+            error = EngineDeadError("the server is shutting down")
+        elif num_taken + count > self._intake.limits.max_unfinished:
+            busy = f"the server is busy: {num_taken} requests are running or waiting"
+            error = OverloadedError(busy)
+        else:
+            return
+        self._counts["num_requests_refused"] += count
+        raise error
 
     def _enter(self, request: Request, merge: bool) -> Mailbox:
         self._check_room(1)
@@ -368,7 +357,7 @@ class AsyncLLM:
             if num_bytes > MAX_MAILBOXES_BYTES:
                 num_bytes -= mailbox.num_bytes
                 mailbox.drop()
-            elif not mailbox.is_full:
+            elif mailbox.num_bytes <= MAX_MAILBOX_BYTES:
                 return
             message = "what was not read of the answer has become too much"
             self.cancel(request_id, CancelledError(message, code="client_stalled"))
