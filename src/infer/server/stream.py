@@ -128,6 +128,7 @@ async def beside(work: Coroutine[Any, Any, T], company: Coroutine[Any, Any, None
         return await working
     finally:
         await _end(working, other)
+        del working, other  # their errors would hold this frame, and it them: a whole request
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
