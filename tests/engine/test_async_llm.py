@@ -12,6 +12,7 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from doubles import make_hash_llm, small_tokenizer, solo
 from infer import FinishReason, SamplingParams
+from infer.engine import async_llm
 from infer.engine.async_llm import MAX_MAILBOX_BYTES, AsyncLLM
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 
@@ -144,7 +145,7 @@ def test_a_reader_for_whom_too_much_gathers_is_cancelled(merge: bool) -> None:
             (mailbox,) = llm._mailboxes.values()
             output = await llm.generate(other)
             assert list(output.token_ids) == solo(other, VOCAB_SIZE)
-            assert mailbox._num_bytes < 2 * MAX_MAILBOX_BYTES
+            assert mailbox.num_bytes < 2 * MAX_MAILBOX_BYTES
             assert sum(len(piece.token_ids) for piece in mailbox._pieces) < 300
             taken = [piece async for piece in pieces]
         assert taken[-1].error is not None
@@ -155,6 +156,48 @@ def test_a_reader_for_whom_too_much_gathers_is_cancelled(merge: bool) -> None:
         await until(lambda: idle(llm))
         stats = llm.stats()
         assert (stats["num_requests_finished"], stats["num_requests_cancelled"]) == (1, 1)
+
+    run(body, **ROOM)
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(
+    has_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has 900 tokens with log-probabilities waiting, one a few; one is read as it comes."""
+    monkeypatch.setattr(async_llm, "MAX_MAILBOX_BYTES", 10**9)
+
+    def waiting(llm: AsyncLLM) -> int:
+        return sum(mailbox.num_bytes for mailbox in llm._mailboxes.values())
+
+    async def body(llm: AsyncLLM) -> None:
+        wanted = [
+            llm.make_request([i, 7], GREEDY.replace(max_tokens=count, logprobs=logprobs))
+            for i, count, logprobs in ((1, 900, 5), (2, 30, 0), (3, 1500, 0))
+        ]
+        async with llm.stream(wanted[0]) as full, llm.stream(wanted[1]) as behind:
+            mailbox = llm._mailboxes[wanted[0].request_id]
+            if has_ended:
+                await until(lambda: mailbox.processor.finish_reason is not None)
+            else:
+                await until(lambda: mailbox.num_bytes > 100_000)
+            assert mailbox.processor.finish_reason is (FinishReason.LENGTH if has_ended else None)
+            limit = waiting(llm) + 100
+            monkeypatch.setattr(async_llm, "MAX_MAILBOXES_BYTES", limit)
+            running = asyncio.create_task(llm.generate(wanted[2]))
+            async with llm.stream(llm.make_request([4, 7], GREEDY)) as late:
+                await until(lambda: waiting(llm) < 20_000)
+                assert [p.error async for p in late if p.finish_reason] == [None]
+            async with asyncio.timeout(5):
+                (end,) = [piece async for piece in full]
+            assert end.error is not None
+            assert (end.error.code, end.token_ids) == ("client_stalled", ())
+            (all_of_it,) = [piece async for piece in behind]
+            assert list(all_of_it.token_ids) == solo(wanted[1], VOCAB_SIZE)
+            assert list((await running).token_ids) == solo(wanted[2], VOCAB_SIZE)
+        await until(lambda: idle(llm))
+        stats = llm.stats()
+        assert (stats["num_requests_finished"], stats["num_requests_cancelled"]) == (3, 1)
 
     run(body, **ROOM)
 

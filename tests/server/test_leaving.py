@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import json
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -217,3 +220,34 @@ def test_all_of() -> None:
         assert asyncio.all_tasks() == before
 
     asyncio.run(main())
+
+
+def test_what_a_client_has_left_is_gone_without_the_garbage_collector() -> None:
+    """Which comes rarely under load."""
+
+    class Held:
+        pass
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def main() -> None:
+        held = Held()
+        seen.append(weakref.ref(held))
+
+        async def work() -> None:
+            await asyncio.sleep(60)
+            assert held
+
+        with contextlib.suppress(ClientGone):
+            await unless_gone(receive, work())
+
+    seen: list[weakref.ref[Held]] = []
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+        assert seen[0]() is None
+    finally:
+        gc.enable()

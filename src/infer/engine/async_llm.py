@@ -20,13 +20,7 @@ from typing import Any, Protocol, TypeVar
 from infer.engine.intake import Intake
 from infer.engine.output import OutputCollector, OutputProcessor, error_of
 from infer.engine.worker import SOFT_LIMIT_S, EngineClient
-from infer.errors import (
-    CancelledError,
-    EngineDeadError,
-    EngineError,
-    OverloadedError,
-    RequestError,
-)
+from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
 from infer.facts import StepFacts
 from infer.text.tokenizer import Tokenizer
 from infer.types import (
@@ -57,6 +51,9 @@ MAX_MESSAGES_A_TURN = 8
 """steps of the engine that the event loop reads before it turns to others"""
 MAX_MAILBOX_BYTES = 256 * 1024
 """of one request, about; a reader for whom more has gathered, though merged, is cancelled"""
+MAX_MAILBOXES_BYTES = 256 * 1024 * 1024
+"""of all requests together; above it the readers who are furthest behind are cancelled, and what
+they have not read is dropped"""
 
 
 class Mailbox:
@@ -67,21 +64,21 @@ class Mailbox:
         self.is_cancelled = False
         self._merge = merge
         self._pieces: list[TextDelta] = []
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """that wait because the reader is behind"""
         self._reader: asyncio.Future[None] | None = None
 
-    @property
-    def is_full(self) -> bool:
-        """Whether its reader is so far behind that nothing more may gather."""
-        return self._num_bytes > MAX_MAILBOX_BYTES
+    def drop(self) -> None:
+        """Forget everything that waits, an end too; what is put next is the first piece."""
+        self._pieces, self.num_bytes, self.processor.finish_reason = [], 0, None
 
     def put(self, piece: TextDelta) -> None:
         """Add a piece; called on the event loop."""
         if self._pieces:  # its reader is behind: only then is it worth counting
-            self._num_bytes += _size_of(piece)
-            if self.is_full and self._merge:
+            self.num_bytes += _size_of(piece)
+            if self.num_bytes > MAX_MAILBOX_BYTES and self._merge:
                 self._pieces = [reduce(TextDelta.merge, self._pieces)]
-                self._num_bytes = _size_of(self._pieces[0]) + _size_of(piece)
+                self.num_bytes = _size_of(self._pieces[0]) + _size_of(piece)
         self._pieces.append(piece)
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -91,7 +88,7 @@ class Mailbox:
         if not self._pieces:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+        pieces, self._pieces, self.num_bytes = self._pieces, [], 0
         return [reduce(TextDelta.merge, pieces)] if self._merge else pieces
 
 
@@ -276,18 +273,18 @@ class AsyncLLM:
 
     def _check_room(self, count: int) -> None:
         num_taken = len(self._mailboxes) + self._num_reserved
-        try:
-            if not self.is_alive:
-                raise EngineDeadError("the engine is not running")
-            if self._draining:
-                raise EngineDeadError("the server is shutting down")
-            if num_taken + count > self._intake.limits.max_unfinished:
-                raise OverloadedError(
-                    f"the server is busy: {num_taken} requests are running or waiting"
-                )
-        except (EngineDeadError, OverloadedError):
-            self._counts["num_requests_refused"] += count
-            raise
+        error: EngineDeadError | OverloadedError
+        if not self.is_alive:
+            error = EngineDeadError("the engine is not running")
+        elif self._draining:
+            error = EngineDeadError("the server is shutting down")
+        elif num_taken + count > self._intake.limits.max_unfinished:
+            busy = f"the server is busy: {num_taken} requests are running or waiting"
+            error = OverloadedError(busy)
+        else:
+            return
+        self._counts["num_requests_refused"] += count
+        raise error
 
     def _enter(self, request: Request, merge: bool) -> Mailbox:
         self._check_room(1)
@@ -327,6 +324,7 @@ class AsyncLLM:
                 asyncio.get_running_loop().call_soon(self._read_messages)
 
     def _receive(self, outputs: list[StepOutput], facts: StepFacts | None = None) -> None:
+        is_behind = False
         if self.observer is not None:
             self.observer.stepped(outputs, facts)
         for output in outputs:
@@ -343,15 +341,24 @@ class AsyncLLM:
                 continue
             if piece is not None:
                 mailbox.put(piece)
-                if mailbox.is_full:  # look again when its reader has had a chance
-                    asyncio.get_running_loop().call_soon(self._end_if_full, output.request_id)
+                is_behind = is_behind or mailbox.num_bytes > 0
             if processor.needs_abort:
                 processor.needs_abort = False
                 self._worker.abort(output.request_id)
+        if is_behind:  # look when the readers have had a chance
+            asyncio.get_running_loop().call_soon(self._end_the_furthest)
 
-    def _end_if_full(self, request_id: str) -> None:
-        mailbox = self._mailboxes.get(request_id)
-        if mailbox is not None and mailbox.is_full:
+    def _end_the_furthest(self) -> None:
+        """Cancel readers for whom too much has gathered, for each alone or for all together."""
+        num_bytes = sum(each.num_bytes for each in self._mailboxes.values())
+        for request_id, mailbox in sorted(
+            self._mailboxes.items(), key=lambda item: item[1].num_bytes, reverse=True
+        ):
+            if num_bytes > MAX_MAILBOXES_BYTES:
+                num_bytes -= mailbox.num_bytes
+                mailbox.drop()
+            elif mailbox.num_bytes <= MAX_MAILBOX_BYTES:
+                return
             message = "what was not read of the answer has become too much"
             self.cancel(request_id, CancelledError(message, code="client_stalled"))
 

@@ -150,7 +150,8 @@ class Stories:
         del self._open[story.visit.id]
         self._ended[story.visit.id] = story
         if len(self._ended) > MAX_RECENT:
-            del self._ended[next(iter(self._ended))]
+            oldest = self._ended.pop(next(iter(self._ended)))
+            oldest.tracks.clear()  # they hold it: only the garbage collector would find it
         story.visit.told = summary(story)
         for listener in self.on_end:
             listener(story)

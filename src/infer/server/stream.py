@@ -115,15 +115,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The request's body must have been read, because this takes the messages behind it.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientGone
-    finally:
-        await _end(working, watching)
+    return await beside(work, _disconnect(receive))
 
 
 async def beside(work: Coroutine[Any, Any, T], company: Coroutine[Any, Any, None]) -> T:
@@ -136,6 +128,7 @@ async def beside(work: Coroutine[Any, Any, T], company: Coroutine[Any, Any, None
         return await working
     finally:
         await _end(working, other)
+        del working, other  # their errors would hold this frame, and it them: a whole request
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -150,6 +143,7 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise ClientGone
 
 
 async def _end(*tasks: asyncio.Future[Any]) -> None:
