@@ -35,7 +35,7 @@ from infer.engine.worker import Blueprint, EngineThread
 from infer.errors import ConfigError
 from infer.kernels.invariance import batch_invariance_problem
 from infer.models.config import ModelConfig
-from infer.models.model import Model, build_model
+from infer.models.model import build_model
 from infer.runner.model_runner import ModelRunner
 from infer.runner.restrict import Restrictions
 from infer.runner.storage import KVStorage
@@ -52,7 +52,6 @@ class EngineParts:
 
     core: EngineCore
     intake: Intake
-    tokenizer: Tokenizer
     model_name: str
 
 
@@ -61,9 +60,7 @@ def assemble(config: EngineConfig) -> EngineParts:
     blueprint = prepare(config)
     tokenizer = Tokenizer(blueprint.files)
     core, limits = blueprint.build()
-    return EngineParts(
-        core, Intake(tokenizer, limits, config.seed), tokenizer, blueprint.model_name
-    )
+    return EngineParts(core, Intake(tokenizer, limits, config.seed), blueprint.model_name)
 
 
 def prepare(config: EngineConfig) -> Blueprint:
@@ -141,7 +138,11 @@ def _build(
     restrictions = Restrictions(
         lambda: Compiler(Tokenizer(checkpoint.text()), model_config.vocab_size), device
     )
-    runner = _runner(config.attention_backend, model, restrictions, plan, dtype, device)
+    num_pages = plan.num_pages + 1
+    storage = KVStorage(model_config, num_pages, plan.page_size, dtype=dtype, device=device)
+    backend = _attention(config.attention_backend, storage, model_config)
+    caches = (*storage.keys, *storage.values)
+    runner = ModelRunner(model, backend, restrictions, caches, device)
     return EngineCore(scheduler, runner), limits
 
 
@@ -155,21 +156,6 @@ def build_async_llm(config: EngineConfig) -> AsyncLLM:
     """An engine in a thread behind the asyncio façade; not started yet."""
     parts = assemble(config)
     return AsyncLLM(EngineThread(parts.core), parts.intake, parts.model_name)
-
-
-def _runner(
-    wanted: str,
-    model: Model,
-    restrictions: Restrictions,
-    plan: MemoryPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> ModelRunner:
-    shape = model.config
-    storage = KVStorage(shape, plan.num_pages + 1, plan.page_size, dtype=dtype, device=device)
-    backend = _attention(wanted, storage, shape)
-    caches = (*storage.keys, *storage.values)
-    return ModelRunner(model, backend, restrictions, caches, device)
 
 
 def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:

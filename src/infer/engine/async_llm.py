@@ -18,7 +18,7 @@ from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
 from infer.engine.intake import Intake
-from infer.engine.output import OutputCollector, OutputProcessor, error_of
+from infer.engine.output import OutputProcessor, collected
 from infer.engine.worker import SOFT_LIMIT_S, EngineClient
 from infer.errors import (
     CancelledError,
@@ -204,14 +204,8 @@ class AsyncLLM:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
     ) -> list[int]:
-        """The token ids of a conversation; see `Intake.render_chat`."""
-        return self._intake.render_chat(messages, **template_arguments)
-
-    def render_chat_text(
-        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
-    ) -> tuple[str, list[int]]:
-        """The text of a conversation beside its token ids; see `Intake.render_chat`."""
-        return self._intake.render_chat_text(messages, **template_arguments)
+        """The token ids of a conversation; see `Tokenizer.apply_chat_template`."""
+        return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
@@ -262,13 +256,8 @@ class AsyncLLM:
 
         Raises what `stream` raises, `EngineError`, or the `RequestError` the engine refused with.
         """
-        collector = OutputCollector(request)
         async with self.stream(request) as pieces:
-            async for piece in pieces:
-                collector.add(piece)
-                if piece.finish_reason is FinishReason.ERROR:
-                    raise error_of(piece)
-        return collector.result()
+            return collected(request, [piece async for piece in pieces])
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of the engine, and how many requests callers hold open."""

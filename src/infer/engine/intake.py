@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from infer.errors import RequestError, UnprocessableError, too_long
 from infer.grammar import Grammar
@@ -77,31 +76,16 @@ class Intake:
             bad_token_ids=self._spellings(sampling.bad_words),
         )
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
-    ) -> list[int]:
-        """The token ids of a conversation; a model without a chat template is a `RequestError`."""
-        return self.render_chat_text(messages, **template_arguments)[1]
-
-    def render_chat_text(
-        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
-    ) -> tuple[str, list[int]]:
-        """What `render_chat` tokenises, and its result."""
-        if self.tokenizer.chat_template is None:
-            raise RequestError(
-                "this model has no chat template: it completes text and does not chat;"
-                " use /v1/completions (in Python: generate)",
-                param="messages",
-            )
-        return self.tokenizer.apply_chat_template(messages, **template_arguments)
-
     def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt, checked against the vocabulary."""
+        if not isinstance(prompt, (str, list, tuple, range)):
+            raise RequestError(
+                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}",
+                param="prompt",
+            )
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
         if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError(
-                    "the prompt is empty: it needs at least one token", param="prompt"
-                )
             try:
                 prompt.encode()
             except UnicodeEncodeError:
@@ -110,11 +94,6 @@ class Intake:
                 ) from None
             self._check_chars(len(prompt))
             return tuple(self.tokenizer.encode(prompt))
-        if not isinstance(prompt, (list, tuple, range)):
-            raise RequestError(
-                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}",
-                param="prompt",
-            )
         self._check_room(len(prompt))  # before a look at each of a million
         vocab_size = self.limits.vocab_size
         for token in prompt:
@@ -127,8 +106,6 @@ class Intake:
                     f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})",
                     param="prompt",
                 )
-        if not prompt:
-            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
         return tuple(prompt)
 
     def _check_chars(self, num_chars: int) -> None:

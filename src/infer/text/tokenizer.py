@@ -30,12 +30,6 @@ from infer.text.detokenizer import (
 )
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-_NO_TEMPLATE = (
-    "this model has no chat template; send a prompt to the completions endpoint instead,"
-    " or load the model with a chat_template.jinja in its folder"
-)
-
-
 LONG_CHARS = 8192
 
 
@@ -138,7 +132,11 @@ class Tokenizer:
         """
         template = self.tool_template if tools else self.chat_template
         if template is None:
-            raise RequestError(_NO_TEMPLATE, param="messages", code="no_chat_template")
+            raise RequestError(
+                "this model has no chat template: it completes text and does not chat;"
+                " use /v1/completions (in Python: generate)",
+                param="messages",
+            )
         marked = self._control.mark(list(messages), list(tools or ()), options)
         messages, tools, options = marked.values
         prompt = text = template.render(messages, tools=tools, **options)

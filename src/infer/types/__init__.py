@@ -10,21 +10,12 @@ This module checks values (a `Request` that exists is valid); it knows no model 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from infer.errors import (
-    CancelledError,
-    DeadlineError,
-    EngineDeadError,
-    EngineError,
-    InferError,
-    OverloadedError,
-    RequestError,
-    UnprocessableError,
-)
+import infer.errors as errors
+from infer.errors import EngineError, InferError, RequestError
 from infer.types.sampling import SamplingParams as SamplingParams
 
 
@@ -92,15 +83,6 @@ class TokenLogprobs:
     """(token id, log-probability) of the most probable tokens, best first"""
 
 
-_ERRORS: Mapping[str, type[InferError]] = {
-    kind.__name__: kind
-    for kind in (
-        *(RequestError, UnprocessableError, OverloadedError, CancelledError, DeadlineError),
-        *(EngineError, EngineDeadError),
-    )
-}
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """An error as it crosses a boundary: exceptions stay on their side, plain data travels."""
@@ -114,16 +96,14 @@ class ErrorRecord:
     @classmethod
     def of(cls, error: RequestError | EngineError) -> ErrorRecord:
         """What `exception` makes an equal error of on the other side."""
-        kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         if isinstance(error, RequestError):
-            return cls(error.message, kind, error.param, error.code)
-        return cls(str(error), kind)
+            return cls(error.message, kind.__name__, error.param, error.code)
+        return cls(str(error), kind.__name__)
 
     def exception(self) -> InferError:
         """The error, to be raised where the caller is."""
-        kind = _ERRORS[self.kind]
-        if issubclass(kind, OverloadedError):
-            return kind(self.message, code=self.code)
+        kind: type[InferError] = getattr(errors, self.kind)
         if issubclass(kind, RequestError):
             return kind(self.message, param=self.param, code=self.code)
         return kind(self.message)
