@@ -50,6 +50,7 @@ ROWS = {
     "engine.assemble": 8,
     "engine.llm": 9,
     "server": 11,
+    "server.__main__": 14,
     "bench": 11,
     "bench.command": 12,
     "cli": 13,

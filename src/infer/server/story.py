@@ -183,8 +183,9 @@ class Stories:
                     yield story
 
     def num_queued(self, owner: str) -> int:
-        """Choices of an owner's requests that wait for a seat."""
-        tracks = self._tracks.values()
+        """Choices of an owner's requests that wait for a seat. Not counted where nobody has a key:
+        it looks at everything that is open."""
+        tracks = self._tracks.values() if owner else ()
         return sum(t.story.owner == owner and t.state == "queued" for t in tracks)
 
     # ---- from the engine
