@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import infer.engine.machine as machine
 from infer.attention.layout import AttentionBackend
 from infer.attention.native import NativeBackend, obstacle
 from infer.attention.sdpa import SDPABackend
@@ -23,13 +24,6 @@ from infer.engine.async_llm import AsyncLLM
 from infer.engine.checkpoint import Checkpoint, find_checkpoint
 from infer.engine.core import EngineCore
 from infer.engine.intake import Intake, Limits
-from infer.engine.machine import (
-    choose_device,
-    choose_dtype,
-    default_threads,
-    keep_freed_memory,
-    resident_bytes,
-)
 from infer.engine.plan import MemoryPlan, gib, make_plan
 from infer.engine.worker import Blueprint, EngineThread
 from infer.errors import ConfigError
@@ -65,13 +59,13 @@ def assemble(config: EngineConfig) -> EngineParts:
 
 def prepare(config: EngineConfig) -> Blueprint:
     """All that can be known, and refused, before the weights are loaded."""
-    torch.set_num_threads(config.num_threads or default_threads())
-    keep_freed_memory()
+    torch.set_num_threads(config.num_threads or machine.default_threads())
+    machine.keep_freed_memory()
     checkpoint = find_checkpoint(
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
     )
-    device = choose_device(config)
-    dtype = choose_dtype(config, checkpoint.config, device)
+    device = machine.choose_device(config)
+    dtype = machine.choose_dtype(config, checkpoint.config, device)
     plan = make_plan(config, checkpoint.config, checkpoint.name)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
@@ -96,11 +90,11 @@ def _build(
 ) -> tuple[EngineCore, Limits]:
     started_s = time.perf_counter()
     model_config = checkpoint.config
-    before = resident_bytes()
+    before = machine.resident_bytes()
     source = checkpoint.source(dtype, device)
     source.int8 = config.int8
     model = build_model(model_config, source, plan.max_seq_len)
-    after = resident_bytes()
+    after = machine.resident_bytes()
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)
     scheduler_config = SchedulerConfig(

@@ -53,7 +53,6 @@ class Intake:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        cache_scope: str = "",
     ) -> Request:
         """A valid request for a text (tokenised as the checkpoint says) or a list of token ids."""
         sampling = sampling or SamplingParams()
@@ -62,8 +61,6 @@ class Intake:
         if isinstance(sampling.grammar, Grammar):
             grammar.check(sampling.grammar)
         request_id = request_id or secrets.token_urlsafe(16)
-        if sampling.prompt_logprobs is not None:  # what others have computed has no logits
-            cache_scope = request_id
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -72,7 +69,8 @@ class Intake:
             max_tokens=self._max_tokens(len(token_ids), sampling),
             eos_token_ids=() if sampling.ignore_eos else self._eos,
             priority=priority,
-            cache_scope=cache_scope,
+            # What others have computed has no logits.
+            cache_scope="" if sampling.prompt_logprobs is None else request_id,
             bad_token_ids=self._spellings(sampling.bad_words),
         )
 

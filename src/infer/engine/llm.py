@@ -6,6 +6,7 @@ It steps an `EngineCore` in the caller's own thread: no thread, no event loop. A
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,24 +33,19 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._open(EngineConfig.from_kwargs(model=model, **settings))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> LLM:
-        """Like the constructor, from settings that have been checked before."""
-        llm = cls.__new__(cls)
-        llm._open(config)
-        return llm
-
-    def _open(self, config: EngineConfig) -> None:
-        self.config = config
-        parts = assemble(config)
+        self.config = EngineConfig.from_kwargs(model=model, **settings)
+        parts = assemble(self.config)
         self.tokenizer = parts.intake.tokenizer
         self.model_name = parts.model_name
         self._open_core: EngineCore | None = parts.core
         self._intake = parts.intake
         self._processors: dict[str, OutputProcessor] = {}
         self._pieces: dict[str, deque[TextDelta]] = {}
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """Like the constructor, from settings that have been checked before."""
+        return cls(**dataclasses.asdict(config))
 
     def generate(
         self,

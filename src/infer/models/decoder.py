@@ -150,8 +150,3 @@ def fused(
     weights = [source.take(f"{name}.weight", (rows, width)) for name, rows in parts.items()]
     biases = [source.take(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
     return make_linear(weights, torch.cat(biases) if biases else None, fusion, int8=source.int8)
-
-
-def build(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Decoder:
-    """What `models.model.build_model` calls."""
-    return Decoder(config, source, max_seq_len)

@@ -20,14 +20,7 @@ from infer.errors import LoadError, RequestError
 from infer.text.chat_template import ChatTemplate
 from infer.text.checkpoint_files import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
-from infer.text.detokenizer import (
-    ByteLevelDetokenizer,
-    ByteLevelPieces,
-    FallbackDetokenizer,
-    IncrementalDetokenizer,
-    WindowDetokenizer,
-    pieces_for,
-)
+from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pieces_for
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 LONG_CHARS = 8192
@@ -148,11 +141,7 @@ class Tokenizer:
     def new_detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """For one generation; what it gives adds up to `decode` of all its ids."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        if isinstance(self._pieces, ByteLevelPieces):
-            return ByteLevelDetokenizer(self._pieces, skipped)
-        if self._pieces is not None:
-            return FallbackDetokenizer(self._pieces, skipped)
-        return WindowDetokenizer(self._parser, skipped)
+        return make_detokenizer(self._pieces, self._parser, skipped)
 
 
 def _encode(
