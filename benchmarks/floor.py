@@ -20,6 +20,7 @@ from infer import LLM, SamplingParams
 from infer.bench.machine import read_rates
 from infer.bench.workloads import Draw
 from infer.kernels.invariance import linears
+from infer.kernels.linear import of_head, weight_bytes
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -31,7 +32,7 @@ def seconds(call: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--dtypes", default="bfloat16,int8")
+    parser.add_argument("--dtypes", default="bfloat16,int8,int4")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--json", help="file for what was measured")
@@ -64,7 +65,10 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
     llm.generate([draw.ids(64)], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     layers = list(linears(llm._open_core.runner.model))  # type: ignore[attr-defined]
     head = max(layers, key=lambda layer: layer.out_features)
-    num_bytes = sum(layer.num_weights * (1 if dtype == "int8" else 2) for layer in layers)
+    held = llm.config.weight_format
+    num_bytes = head.num_weights * weight_bytes(of_head(held), head.dtype) + sum(
+        layer.num_weights * weight_bytes(held, layer.dtype) for layer in layers if layer is not head
+    )
 
     def stream(input_len: int, output_len: int) -> float:
         params = SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True)

@@ -1,8 +1,8 @@
 """What narrower numbers cost: `python benchmarks/quality.py [DOCUMENTS]`.
 
 The shipped model on held-out documents of its grammar, teacher-forced, in float32, bfloat16 and
-with int8 layers: loss and perplexity, the divergence from bfloat16's distributions (KL) and how
-often the likeliest token is the same.
+with int8 and int4 layers: loss and perplexity, the divergence from bfloat16's distributions (KL)
+and how often the likeliest token is the same.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infer.engine.checkpoint import find_checkpoint
 from infer.models.model import Model, build_model
+from infer.text.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parent.parent / "training"))
 from grammar import documents
@@ -28,11 +29,11 @@ def dense(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.squeeze(0).transpose(0, 1)
 
 
-def load(dtype: torch.dtype, *, int8: bool) -> Model:
+def load(dtype: torch.dtype, quantization: str | None = None) -> Model:
     """The shipped model."""
     checkpoint = find_checkpoint(None)
     source = checkpoint.source(dtype, torch.device("cpu"))
-    source.int8 = int8
+    source.quantization = quantization
     return build_model(checkpoint.config, source, 4096)
 
 
@@ -40,15 +41,16 @@ def load(dtype: torch.dtype, *, int8: bool) -> Model:
 def main() -> None:
     """Measure and print."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    encode = find_checkpoint(None).tokenizer().encode
+    encode = Tokenizer(find_checkpoint(None).text()).encode
     texts = [
         encode(text, add_special_tokens=False, parse_special_tokens=True)
         for text in documents("heldout", 0, count)
     ]
     models = {
-        "bfloat16": load(torch.bfloat16, int8=False),
-        "float32": load(torch.float32, int8=False),
-        "int8": load(torch.bfloat16, int8=True),
+        "bfloat16": load(torch.bfloat16),
+        "float32": load(torch.float32),
+        "int8": load(torch.bfloat16, "int8"),
+        "int4": load(torch.bfloat16, "int4"),
     }
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
     num_tokens = 0

@@ -16,8 +16,8 @@ from typing import Any
 
 from infer.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float16", "float32", "int8")
-QUANTIZATIONS = ("int8",)
+DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "int4")
+QUANTIZATIONS = ("int8", "int4")
 DEVICES = ("auto", "cpu", "cuda")
 BATCHING_MODES = ("continuous", "static", "sequential")
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
@@ -76,12 +76,13 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "Weights and computation; auto = the checkpoint's; int8 = the same as --quantization int8.",
+        "Weights and computation; auto = the checkpoint's; int8, int4 = as --quantization.",
         one_of=DTYPES,
     )
     quantization: str | None = option(
         None,
-        "int8 = linear layers hold int8 and compute with it (CPU); the rest is bfloat16.",
+        "Linear layers hold int8, or int4 (the head int8), and compute in int8 (CPU); the rest is"
+        " bfloat16.",
         one_of=QUANTIZATIONS,
     )
     device: str = option("auto", "auto = cuda where there is one, else cpu.", one_of=DEVICES)
@@ -138,11 +139,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.quantization and self.dtype not in ("auto", "bfloat16", "int8"):
+        if self.quantization and self.dtype not in ("auto", "bfloat16", self.quantization):
             raise ConfigError(
                 "dtype",
                 f"{self.dtype!r} does not go with quantization={self.quantization!r}: around the"
-                " int8 layers everything is computed in bfloat16; leave dtype out",
+                " quantised layers everything is computed in bfloat16; leave dtype out",
             )
         if self.kv_cache_backend != "paged":
             if self.page_size is not None:
@@ -182,9 +183,9 @@ class EngineConfig:
         return cls(**kwargs)
 
     @property
-    def int8(self) -> bool:
-        """Whether linear layers hold their weights in int8."""
-        return "int8" in (self.dtype, self.quantization)
+    def weight_format(self) -> str | None:
+        """The quantization in which linear layers hold their weights; None: the dtype's own."""
+        return self.quantization or (self.dtype if self.dtype in QUANTIZATIONS else None)
 
     @property
     def prefix_caching(self) -> bool:

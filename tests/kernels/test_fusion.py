@@ -1,4 +1,4 @@
-"""int8 weights, and what is computed around a product: right, and the same in any company."""
+"""Whole-number weights, and what is computed around a product: right, the same in any company."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 Make = Callable[..., linear.Linear]
 
 
-def native_int8(weight: Tensor, *rest: object) -> linear.Linear:
-    return NativeLinear([weight], *rest, int8=True)  # type: ignore[arg-type]
+def native_linear(weight: Tensor, *rest: object, bits: int = 8) -> linear.Linear:
+    return NativeLinear([weight], *rest, bits=bits)  # type: ignore[arg-type]
 
 
-MAKERS = [pytest.param(native_int8, marks=needs_amx, id="native"), pytest.param(Int8Linear)]
+MAKERS = [pytest.param(native_linear, marks=needs_amx, id="native"), pytest.param(Int8Linear)]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -59,9 +59,55 @@ def test_int8_is_an_exact_sum_between_two_scales(make: Make, k: int, n: int, num
     assert (error <= 2**-8 * exact.abs() + 1e-5).float().mean() > 0.9
 
 
+def least_errors(weight: Tensor) -> Tensor:
+    """By the definition of int4: the squared error of each 64 inputs of each row [N, K / 64], with
+    the best of the multiples from the one that takes in the largest of them down to three less."""
+    padded = torch.nn.functional.pad(weight.double(), (0, -weight.shape[1] % 64))
+    units = padded.unflatten(1, (-1, 64)) / (padded.abs().amax(1) / 120)[:, None, None]
+    first = (units.abs().amax(2) / 7.5 - 1e-6).ceil()
+    least = torch.full(units.shape[:2], torch.inf, dtype=torch.float64)
+    for multiple in range(1, 17):
+        n = (units / multiple).round().clamp(-8, 7)
+        error = (n * multiple - units).square().sum(2)
+        allowed = (multiple <= first) & (multiple > first - 4)
+        least = torch.where(allowed, torch.minimum(error, least), least)
+    return least
+
+
 @pytest.mark.parametrize("make", MAKERS)
-def test_int8_rows_keep_to_themselves(make: Make) -> None:
-    layer, x = make(random(258, 200)), random(400, 200, seed=1)
+@pytest.mark.parametrize(("k", "n"), [(16, 2), (100, 258), (513, 96), (2048, 160)])
+def test_int4_is_int8_with_fewer_numbers(make: Make, k: int, n: int) -> None:
+    weight = random(n, k) * (0.1 + torch.rand(n, 1 + k // 64).repeat_interleave(64, 1)[:, :k])
+    weight = weight.bfloat16()
+    layer = make(weight, None, Fusion(float_out=True), bits=4)
+    scales = weight.double().abs().amax(1) / 120
+    units = layer(torch.eye(k).bfloat16()).double().T / scales[:, None]
+    w = units.round()
+    assert (units - w).abs().max() < 1e-3 if make is native_linear else 0.5  # bfloat16's rounding
+    groups = torch.nn.functional.pad(w, (0, -k % 64)).unflatten(1, (-1, 64))
+    possible = torch.zeros(groups.shape[:2], dtype=torch.bool)
+    for multiple in range(1, 17):
+        quotient = groups / multiple
+        fits = (quotient == quotient.round()) & (quotient >= -8) & (quotient <= 7)
+        possible |= fits.all(2)
+    assert possible.all()
+    wanted = torch.nn.functional.pad(weight.double() / scales[:, None], (0, -k % 64))
+    error = (groups - wanted.unflatten(1, (-1, 64))).square().sum(2)
+    assert (error <= least_errors(weight) * 1.001 + 1e-3).all()
+
+    x = random(40, k, seed=1)
+    a, a_scales = quantized(x)
+    exact = (a @ w.T) * a_scales * scales
+    edges = w.abs().sum(1) * a_scales * scales / k  # a number on the edge of two steps
+    difference = (layer(x).double() - exact).abs()
+    assert (difference <= 2**-8 * exact.abs() + edges + 1e-6).all()
+    assert (difference <= 2**-8 * exact.abs() + 1e-5).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("make", MAKERS)
+def test_whole_numbers_rows_keep_to_themselves(make: Make, bits: int) -> None:
+    layer, x = make(random(258, 200), bits=bits), random(400, 200, seed=1)
     alone = torch.cat([layer(row[None]) for row in x])
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -127,13 +173,29 @@ def test_a_gate_far_from_zero() -> None:
         torch.testing.assert_close(y[:, 0], act(x[:, 0].float()), rtol=1e-4, atol=1e-7)
 
 
-def test_int8_is_made_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_amx
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("sizes", [[5, 11, 40], [64, 16, 16], [1, 1, 30, 32]])
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_parts_of_whole_numbers_are_one_weight(
+    bits: int, sizes: list[int], gate: str | None
+) -> None:
+    weight, x = random(sum(sizes), 200), random(70, 200, seed=1)
+    fusion = Fusion(gate=gate)
+    whole = NativeLinear([weight], None, fusion, bits=bits)(x)
+    assert torch.equal(NativeLinear(weight.split(sizes), None, fusion, bits=bits)(x), whole)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_whole_numbers_are_held_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.delenv(linear.VARIABLE, raising=False)
     weight, x = random(20, 48), random(3, 48, seed=1)
-    best = make_linear(weight.split([8, 12]), int8=True)
+    best = make_linear(weight.split([8, 12]), quantization=name)
     assert isinstance(best, Int8Linear if OBSTACLE else NativeLinear)
     monkeypatch.setenv(linear.VARIABLE, "onednn")
-    other = make_linear(weight.split([8, 12]), int8=True)
+    other = make_linear(weight.split([8, 12]), quantization=name)
     assert isinstance(other, Int8Linear)
     torch.testing.assert_close(best(x), other(x), rtol=0.02, atol=0.1)
     assert batch_invariance_problem([best, other]) is None

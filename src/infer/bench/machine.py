@@ -25,7 +25,7 @@ from infer.engine.machine import choose_dtype, default_threads
 from infer.errors import ConfigError
 from infer.kernels import native
 from infer.kernels.invariance import linears
-from infer.kernels.linear import make_linear
+from infer.kernels.linear import make_linear, of_head, weight_bytes
 from infer.models.config import ModelConfig
 from infer.models.model import build_model
 from infer.models.weights import WeightSource
@@ -49,23 +49,27 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
         dtype = choose_dtype(config, floor_of.config, torch.device("cpu"))
         shapes = layer_shapes(floor_of.config, dtype)
     elif config.dtype != "auto":
-        dtype = getattr(torch, "bfloat16" if config.int8 else config.dtype)
-    read = read_rates()
-    layers = [_layer(shape, count, dtype, config.int8) for shape, count in shapes.items()]
+        dtype = getattr(torch, "bfloat16" if config.weight_format else config.dtype)
+    read, held, head = read_rates(), config.weight_format, None
+    if floor_of is not None:
+        head = (floor_of.config.hidden_size, floor_of.config.vocab_size)
+    layers = [
+        _layer(shape, count, dtype, of_head(held) if shape == head else held)
+        for shape, count in shapes.items()
+    ]
     best = max(read["best"], *(row["gb_s"] for layer in layers for row in layer["rows"]))
     found = {
         **environment(),
         "threads": threads,
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "attention": native.available() or f"native, {native.chosen_instruction_set()}",
-        "dtype": "int8" if config.int8 else str(dtype).removeprefix("torch."),
+        "dtype": held or str(dtype).removeprefix("torch."),
         "read_gb_s": read,
         "best_read_gb_s": best,
         "layers": layers,
     }
     if floor_of is not None:
-        model = floor_of.config
-        limits = floor(layers, best, (model.hidden_size, model.vocab_size))
+        limits = floor(layers, best, head)
         found["floor"] = {"model": floor_of.name, **limits}
     return found
 
@@ -83,7 +87,7 @@ def layer_shapes(model: ModelConfig, dtype: torch.dtype) -> dict[tuple[int, int]
 
 
 def floor(
-    layers: Iterable[dict[str, Any]], read_gb_s: float, head: tuple[int, int]
+    layers: Iterable[dict[str, Any]], read_gb_s: float, head: tuple[int, int] | None
 ) -> dict[str, float]:
     """The limits that the measured numbers set. The head runs on one row of a prompt only."""
     num_bytes, prompt_s = 0, 0.0
@@ -126,13 +130,15 @@ def read_rates() -> dict[str, float]:
     return {"best": round(max(rates), 2), "median": round(statistics.median(rates), 2)}
 
 
-def _layer(shape: tuple[int, int], count: int, dtype: torch.dtype, int8: bool) -> dict[str, Any]:
+def _layer(
+    shape: tuple[int, int], count: int, dtype: torch.dtype, held: str | None
+) -> dict[str, Any]:
     """One shape at each number of rows; the median over rotated weights."""
     width, height = shape
-    num_bytes = width * height * (1 if int8 else dtype.itemsize)
+    num_bytes = int(width * height * weight_bytes(held, dtype))
     copies = max(2, math.ceil(ROTATED_BYTES / num_bytes))
     weight = torch.randn(height, width).mul_(width**-0.5).to(dtype)
-    layers = [make_linear(weight, int8=int8) for _ in range(copies)]
+    layers = [make_linear(weight, quantization=held) for _ in range(copies)]
     measured = []
     for num_rows in ROWS:
         # Many rows are bound by arithmetic: a few layers tell as much as all.

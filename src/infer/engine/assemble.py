@@ -92,7 +92,7 @@ def _build(
     model_config = checkpoint.config
     before = machine.resident_bytes()
     source = checkpoint.source(dtype, device)
-    source.int8 = config.int8
+    source.quantization = config.weight_format
     model = build_model(model_config, source, plan.max_seq_len)
     after = machine.resident_bytes()
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):

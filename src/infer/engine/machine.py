@@ -29,11 +29,12 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
     """The dtype that `config.dtype` means for this model: of activations and cache, and of weights
-    that are not held in int8."""
-    if config.int8:
+    that are not quantised."""
+    if quantization := config.weight_format:
         if device.type != "cpu":
             raise ConfigError(
-                "quantization", f"'int8' runs on CPUs, not on {device.type}; use device='cpu'"
+                "quantization",
+                f"{quantization!r} runs on CPUs, not on {device.type}; use device='cpu'",
             )
         return torch.bfloat16
     name = model.dtype if config.dtype == "auto" else config.dtype

@@ -17,7 +17,7 @@ from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
 from infer.engine.machine import choose_device, choose_dtype, free_bytes
 from infer.errors import ConfigError
 from infer.kernels.invariance import linears
-from infer.kernels.linear import can_pack
+from infer.kernels.linear import can_pack, of_head, weight_bytes
 from infer.models.config import ModelConfig
 from infer.models.model import build_model
 from infer.models.weights import WeightSource
@@ -113,7 +113,7 @@ def make_plan(
     free = free_bytes(device) if free is None else free
     batched = config.max_num_batched_tokens or (4096 if device.type == "cuda" else 512)
     seats = 1 if config.batching_mode == "sequential" else config.max_batch_size
-    parameters, weights = count_weights(model, dtype, device, int8=config.int8)
+    parameters, weights = count_weights(model, dtype, device, config.weight_format)
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
     cache = _Cache(
@@ -128,7 +128,7 @@ def make_plan(
     return MemoryPlan(
         model=name,
         device=device.type,
-        dtype="int8" if config.int8 else str(dtype).removeprefix("torch."),
+        dtype=config.weight_format or str(dtype).removeprefix("torch."),
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
@@ -202,7 +202,7 @@ def _advice(left: int, cache: _Cache, dtype: torch.dtype) -> str:
 
 
 def count_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, int8: bool = False
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str | None = None
 ) -> tuple[int, int]:
     """(parameters, bytes in memory), by building the model without memory.
 
@@ -222,8 +222,10 @@ def count_weights(
     numbers = count
     if config.tie_embeddings and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         numbers += config.vocab_size * config.hidden_size
-    narrow = sum(layer.num_weights for layer in linears(model)) if int8 else 0
-    return count, (numbers - narrow) * dtype.itemsize + narrow
+    bytes_of = {layer: weight_bytes(quantization, dtype) for layer in linears(model)}
+    bytes_of[model.lm_head] = weight_bytes(of_head(quantization), dtype)
+    saved = sum(layer.num_weights * (dtype.itemsize - each) for layer, each in bytes_of.items())
+    return count, int(numbers * dtype.itemsize - saved)
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:

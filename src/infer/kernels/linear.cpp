@@ -1,5 +1,5 @@
-// y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16 or int8, on the tile registers (AMX):
-// plain C functions, loaded by native.py. n: RMSNorm or nothing; g: two columns become one, as the
+// y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16, int8 or int4, on the tile registers
+// (AMX): plain C functions, loaded by native.py. n: RMSNorm or nothing; g: two columns become one, as the
 // gate of an MLP wants it, or nothing; r: a residual or nothing.
 //
 // Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
@@ -13,9 +13,14 @@
 // int8: each row of W has one scale, each row of n(x) one that is found when it is packed; largest
 // magnitude = 127.
 //
+// int4: a weight is scale · multiple · (n - 8), n in 0 … 15, with a scale for each row of W and a
+// multiple in 1 … 16 for each 64 inputs of it. multiple · (n - 8) is an int8 number, so everything
+// behind the unpacking is int8's, exact sums included.
+//
 // W is packed once. A panel is 32 columns; in it, for every 64 bytes of inputs (a step), two tiles
 // of 16 columns, in each 16 lines of 16 columns × 4 bytes, as the product wants them: a panel is
-// read in one sweep. With a gate, one tile holds columns of the first half of W, the other theirs of
+// read in one sweep. In int4 the two tiles share theirs, low halves of bytes and high ones, and a panel
+// begins with its multiples, 32 for each step. With a gate, one tile holds columns of the first half of W, the other theirs of
 // the second. x is packed at every call into tiles of 16 rows × 64 bytes, rows in groups of 32,
 // because tiles read at x's own stride would fall into few sets of the cache.
 
@@ -24,6 +29,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "cpu.h"
 
@@ -44,6 +50,7 @@ constexpr long BLOCK_PANELS = 16;    // panels of an item of several groups, at 
 constexpr long MOST_ROWS = 1024;     // rows that are packed at a time: bounds the memory
 constexpr long PACK_ROWS = 4;        // rows that a thread packs at a time; divides 16
 constexpr long AHEAD = 32 * TILE;    // how far a sweep over panels prefetches
+constexpr long LEAD = 2, RING = 4;   // steps of int4 that are unpacked ahead, and that are kept
 
 enum Gate { NONE, SILU, GELU };
 
@@ -52,11 +59,21 @@ inline long ceil_div(long n, long by) { return (n + by - 1) / by; }
 struct Layer {  // what does not change between calls
   char* weight;
   long N, K, steps, panels, width;  // width: columns of y
-  bool int8, float_out;
+  int bits;
+  bool float_out;
   Gate gate;
   float eps;
   float *norm, *bias, *scales;  // [K], [N], [N padded]; null: absent
   Parallel parallel;
+
+  bool whole() const { return bits < 16; }
+  long step_bytes() const { return bits == 4 ? TILE : 2 * TILE; }
+  long head_bytes() const { return bits == 4 ? ceil_div(steps * SIDE, 64) * 64 : 0; }
+  long panel_bytes() const { return head_bytes() + steps * step_bytes(); }
+  char* multiples(long panel, long step) const { return weight + panel * panel_bytes() + step * SIDE; }
+  char* tiles(long panel, long step) const {
+    return weight + panel * panel_bytes() + head_bytes() + step * step_bytes();
+  }
 };
 
 struct Call {  // some rows of one product
@@ -72,7 +89,7 @@ struct Call {  // some rows of one product
   int tiles_in(long group) const { return M - group * SIDE > 16 ? 2 : 1; }
   const char* start_of(long item) const {  // its weights; behind the end: anything that is cached
     const long panel = item < num_items ? item / row_blocks * item_panels : 0;
-    return layer.weight + panel * layer.steps * 2 * TILE;
+    return layer.weight + panel * layer.panel_bytes();
   }
 };
 
@@ -125,7 +142,7 @@ INLINE __m512 widen(__mmask16 lanes, const uint16_t* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
-// ---- int8 --------------------------------------------------------------------------------------
+// ---- int8, int4 --------------------------------------------------------------------------------
 
 constexpr uint32_t INFINITE = 0x7f800000;
 
@@ -135,13 +152,13 @@ INLINE __m512i magnitude(__m512 x) {  // as integers: NaN is larger than everyth
 
 struct Scale {
   float scale, inverse;
-  explicit Scale(__m512i magnitudes) {
+  explicit Scale(__m512i magnitudes, float top = 127.f) {  // `top`: what the largest becomes
     const uint32_t bits = _mm512_reduce_max_epu32(magnitudes);
     float largest;
     std::memcpy(&largest, &bits, 4);
     // A row that is not finite stays so: its numbers are lost, its scale makes NaN of them.
-    scale = bits < INFINITE ? largest / 127.f : std::nanf("");
-    inverse = bits && bits < INFINITE ? 127.f / largest : 0.f;
+    scale = bits < INFINITE ? largest / top : std::nanf("");
+    inverse = bits && bits < INFINITE ? top / largest : 0.f;
   }
 };
 
@@ -149,16 +166,73 @@ INLINE __m128i quantized(__m512 x, float inverse) {
   return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse))));
 }
 
+constexpr float MOST_MULTIPLE = 16.f, TOP4 = 7.5f * MOST_MULTIPLE;
+
+INLINE __m512 quantized4(__m512 x, float inverse) {  // whole numbers, -8 … 7
+  const __m512 whole = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(inverse)), 8);
+  return _mm512_min_ps(_mm512_max_ps(whole, _mm512_set1_ps(-8.f)), _mm512_set1_ps(7.f));
+}
+
+// Of the multiple of a column's scale that takes in the largest of 64 weights, and those below it,
+// which cut that one off and divide the others more finely: the one with the least squared error.
+INLINE float best_multiple(const uint16_t* row, long count, const Scale& column) {
+  __m512 x[4];
+  __m512i most = _mm512_setzero_si512();
+  for (int i = 0; i < 4; ++i) {
+    x[i] = widen(first_of_16(count - i * 16), row + i * 16);
+    most = _mm512_max_epu32(most, magnitude(x[i]));
+  }
+  float largest = _mm512_reduce_max_ps(_mm512_castsi512_ps(most)) * column.inverse / 7.5f;
+  largest = largest > 1.f ? std::min(std::ceil(largest), MOST_MULTIPLE) : 1.f;  // also if NaN
+  float best = largest, least = INFINITY;
+  for (float multiple = largest; multiple >= 1.f && multiple > largest - 4.f; --multiple) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int i = 0; i < 4; ++i) {
+      const __m512 whole = quantized4(x[i], column.inverse / multiple);
+      const __m512 error = _mm512_fnmadd_ps(whole, _mm512_set1_ps(column.scale * multiple), x[i]);
+      sum = _mm512_fmadd_ps(error, error, sum);
+    }
+    const float error = _mm512_reduce_add_ps(sum);
+    if (error < least) least = error, best = multiple;
+  }
+  return best;
+}
+
+// A step's two tiles in int8. A product of 16 bits by a multiple is two of 8: nothing is carried.
+INLINE void unpack(const char* from, const char* multiples, char* to) {
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  const __m512i spread = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x01010101));
+  const __m512i half = _mm512_set1_epi8(15);
+  __m512i by[2], zero[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m128i sixteen = _mm_loadu_si128((const __m128i*)(multiples + i * 16));
+    const __m512i each = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen), spread);
+    by[i] = _mm512_and_si512(each, _mm512_set1_epi16(255));
+    zero[i] = _mm512_slli_epi16(each, 3);
+  }
+#pragma GCC unroll 4
+  for (long i = 0; i < TILE; i += 64) {
+    const __m512i both = _mm512_load_si512(from + i);
+    const __m512i low = _mm512_and_si512(both, half);
+    const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
+    _mm512_store_si512(to + i, _mm512_sub_epi8(_mm512_mullo_epi16(low, by[0]), zero[0]));
+    _mm512_store_si512(to + TILE + i, _mm512_sub_epi8(_mm512_mullo_epi16(high, by[1]), zero[1]));
+  }
+}
+
 // ---- Packing -----------------------------------------------------------------------------------
 
 // Numbers [first, …) of a row of W as one line of a tile.
 INLINE __m512i line_of(const Layer& layer, const uint16_t* row, long step, float inverse) {
-  if (!layer.int8) return _mm512_maskz_loadu_epi16(first_of_32(layer.K - step * 32), row + step * 32);
+  if (!layer.whole()) return _mm512_maskz_loadu_epi16(first_of_32(layer.K - step * 32), row + step * 32);
   alignas(64) char line[64];
   for (int i = 0; i < 4; ++i) {
     const long first = step * 64 + i * 16;
     const __m512 x = widen(first_of_16(layer.K - first), row + first);
-    _mm_store_si128((__m128i*)(line + i * 16), quantized(x, inverse));
+    _mm_store_si128((__m128i*)(line + i * 16),
+                    layer.bits == 8 ? quantized(x, inverse)
+                                    : _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(_mm512_add_ps(
+                                          quantized4(x, inverse), _mm512_set1_ps(8.f)))));
   }
   return _mm512_load_si512(line);
 }
@@ -174,18 +248,25 @@ void pack_panel(const Packing& p, long panel) {
     const long column_end = layer.gate ? (half + 1) * layer.width : layer.N;
     const long first = column - p.column;
     __mmask16 lanes = 0;
-    float inverses[16] = {};
+    std::vector<float> inverses(16 * layer.steps);
     for (int i = 0; i < 16; ++i) {
       if (first + i < 0 || first + i >= p.rows || column + i >= column_end) continue;
       lanes |= 1 << i;
-      if (!layer.int8) continue;
+      if (!layer.whole()) continue;
+      const uint16_t* row = p.source + (first + i) * p.stride;
       __m512i most = _mm512_setzero_si512();
       for (long k = 0; k < layer.K; k += 16)
-        most = _mm512_max_epu32(most, magnitude(widen(
-            first_of_16(layer.K - k), p.source + (first + i) * p.stride + k)));
-      const Scale scale(most);
+        most = _mm512_max_epu32(most, magnitude(widen(first_of_16(layer.K - k), row + k)));
+      const Scale scale(most, layer.bits == 8 ? 127.f : TOP4);
       layer.scales[panel * SIDE + half * 16 + i] = scale.scale;
-      inverses[i] = scale.inverse;
+      for (long step = 0; step < layer.steps; ++step) {
+        float multiple = 1.f;
+        if (layer.bits == 4) {
+          multiple = best_multiple(row + step * 64, layer.K - step * 64, scale);
+          layer.multiples(panel, step)[half * 16 + i] = (char)multiple;
+        }
+        inverses[step * 16 + i] = scale.inverse / multiple;
+      }
     }
     if (!lanes) continue;
     for (long step = 0; step < layer.steps; ++step) {
@@ -194,12 +275,18 @@ void pack_panel(const Packing& p, long panel) {
       for (int i = 0; i < 16; ++i)
         if (lanes >> i & 1)
           _mm512_store_si512(square[i], line_of(layer, p.source + (first + i) * p.stride, step,
-                                                inverses[i]));
-      char* to = layer.weight + ((panel * layer.steps + step) * 2 + half) * TILE;
-      for (int part = 0; part < 16; ++part)
-        _mm512_mask_storeu_epi32(
-            to + part * 64, lanes,
-            _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, lines, &square[0][part], 4));
+                                                inverses[step * 16 + i]));
+      char* to = layer.tiles(panel, step) + (layer.bits == 4 ? 0 : half * TILE);
+      for (int part = 0; part < 16; ++part, to += 64) {
+        __m512i line =
+            _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), lanes, lines, &square[0][part], 4);
+        if (layer.bits == 4) {
+          const __m512i other = _mm512_set1_epi8(half ? 15 : (char)0xf0);
+          line = _mm512_or_si512(half ? _mm512_slli_epi16(line, 4) : line,
+                                 _mm512_and_si512(_mm512_loadu_si512(to), other));
+        }
+        _mm512_mask_storeu_epi32(to, lanes, line);
+      }
     }
   }
 }
@@ -224,7 +311,7 @@ INLINE __m512i read_row(const Layer& layer, const uint16_t* x, float* to) {
     factor = _mm512_set1_ps(1.f / std::sqrt(sum / K + layer.eps));
   }
   __m512i most = _mm512_setzero_si512();
-  for (long k = 0; k < layer.steps * (layer.int8 ? 64 : 32); k += 16) {
+  for (long k = 0; k < layer.steps * (layer.whole() ? 64 : 32); k += 16) {
     const __mmask16 lanes = first_of_16(K - k);
     __m512 part = widen(lanes, x + k);
     if (layer.norm)
@@ -246,7 +333,7 @@ void pack_rows(const Call& c, long item, float* scratch) {
     if (row >= c.M) {
       for (long step = 0; step < layer.steps; ++step, to += tiles * TILE)
         _mm512_store_si512(to, _mm512_setzero_si512());
-    } else if (layer.int8) {
+    } else if (layer.whole()) {
       const Scale scale(read_row(layer, x, scratch));
       c.row_scales[row] = scale.scale;
       for (const float* from = scratch; from < scratch + layer.steps * 64; to += tiles * TILE)
@@ -268,12 +355,14 @@ void pack_rows(const Call& c, long item, float* scratch) {
 // ---- Product -----------------------------------------------------------------------------------
 
 // sums (= or +=) a group × a panel over some steps; meanwhile prefetches lines from `next` on, with
-// TURN from step `turn` on from `elsewhere` on.
-template <bool INT8, int ROWS, bool FIRST, bool TURN>
+// TURN from step `turn` on from `elsewhere` on. int4 is unpacked into `ring`, two steps ahead, so that
+// it is done beside the products and in the cache when its turn comes.
+template <int BITS, int ROWS, bool FIRST, bool TURN>
 void multiply(const char* a, const char* b, long steps, float* sums, const char* next, long lines,
-              long turn = 0, const char* elsewhere = nullptr) {
+              long turn = 0, const char* elsewhere = nullptr, const char* multiples = nullptr,
+              char* ring = nullptr) {
 #define PRODUCT(to, from, by) \
-  if (INT8) _tile_dpbssd(to, from, by); \
+  if (BITS < 16) _tile_dpbssd(to, from, by); \
   else _tile_dpbf16ps(to, from, by)
   FENCE();
   if (FIRST) {
@@ -291,7 +380,15 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
       _tile_loadd(3, sums + 768, 64);
     }
   }
+  const char* packed = b;
+  const auto unpack_step = [&](long step) {
+    if (BITS != 4 || step >= steps) return;
+    unpack(packed + step * TILE, multiples + step * SIDE, ring + step % RING * 2 * TILE);
+    FENCE();
+  };
+  for (long step = 0; step < LEAD; ++step) unpack_step(step);
   for (long step = 0; step < steps; ++step) {
+    if (BITS == 4) b = ring + step % RING * 2 * TILE;
     if (TURN && step == turn) next = elsewhere;
     for (long i = 0; i < lines; ++i) _mm_prefetch(next + i * 64, _MM_HINT_T1);
     next += lines * 64;
@@ -307,6 +404,7 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
     }
     a += ROWS * TILE;
     b += 2 * TILE;
+    unpack_step(step + LEAD);
   }
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + 256, 64);
@@ -362,7 +460,7 @@ void finish(const Call& c, const float* sums, long group, long panel) {
   const long first = group * SIDE, rows = std::min<long>(SIDE, c.M - first);
   const long column = panel * (layer.gate ? 16 : SIDE), other = column + (layer.gate ? layer.width : 16);
   __m512 scales[2], bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  if (layer.int8)
+  if (layer.whole())
     for (int i = 0; i < 2; ++i) scales[i] = _mm512_loadu_ps(layer.scales + panel * SIDE + i * 16);
   if (layer.bias) {
     bias[0] = _mm512_maskz_loadu_ps(first_of_16(layer.width - column), layer.bias + column);
@@ -373,7 +471,7 @@ void finish(const Call& c, const float* sums, long group, long panel) {
     for (int i = 0; i < 2; ++i) {
       const float* from = sums + r / 16 * 512 + i * 256 + r % 16 * 16;
       parts[i] = _mm512_load_ps(from);
-      if (layer.int8) {
+      if (layer.whole()) {
         const __m512 by = _mm512_mul_ps(scales[i], _mm512_set1_ps(c.row_scales[first + r]));
         parts[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(parts[i])), by);
       }
@@ -390,46 +488,53 @@ void finish(const Call& c, const float* sums, long group, long panel) {
 
 // One group: W is read once from end to end, each panel's sums stay in the tiles. The prefetch goes
 // on to the panels that this thread takes next; those behind `end` may be another's.
-void sweep(const Call& c, long begin, long end, const char* following, float* sums) {
-  constexpr decltype(&multiply<false, 1, true, true>) KINDS[2][2] = {
-      {multiply<false, 1, true, true>, multiply<false, 2, true, true>},
-      {multiply<true, 1, true, true>, multiply<true, 2, true, true>}};
-  const auto product = KINDS[c.layer.int8][c.tiles_in(0) - 1];
-  const long panel_bytes = c.layer.steps * 2 * TILE;
-  const char* last = c.layer.weight + end * panel_bytes;
+void sweep(const Call& c, long begin, long end, const char* following, float* sums, char* ring) {
+  constexpr decltype(&multiply<16, 1, true, true>) KINDS[3][2] = {
+      {multiply<16, 1, true, true>, multiply<16, 2, true, true>},
+      {multiply<8, 1, true, true>, multiply<8, 2, true, true>},
+      {multiply<4, 1, true, true>, multiply<4, 2, true, true>}};
+  const Layer& layer = c.layer;
+  const auto product = KINDS[16 / layer.bits / 2][c.tiles_in(0) - 1];
+  const char* last = layer.multiples(end, 0);  // where panel `end` begins
+  const long lines = ceil_div(layer.panel_bytes(), layer.steps * 64);
   for (long panel = begin; panel < end; ++panel) {
-    const char* b = c.layer.weight + panel * panel_bytes;
+    const char* b = layer.tiles(panel, 0);
     const bool behind = b + AHEAD > last;
-    product(c.packed, b, c.layer.steps, sums, behind ? following + (b + AHEAD - last) : b + AHEAD,
-            2 * TILE / 64, behind ? -1 : (last - b - AHEAD) / (2 * TILE), following);
+    product(c.packed, b, layer.steps, sums, behind ? following + (b + AHEAD - last) : b + AHEAD,
+            lines, behind ? -1 : (last - b - AHEAD) / (lines * 64), following,
+            layer.multiples(panel, 0), ring);
     finish(c, sums, 0, panel);
   }
 }
 
 // Several groups: a slice of a panel stays in the L1 cache while the groups' tiles pass by.
-void block(const Call& c, long group, long group_end, long begin, long end, float* sums) {
-  constexpr decltype(&multiply<false, 1, true, false>) KINDS[2][2][2] = {
-      {{multiply<false, 1, false, false>, multiply<false, 1, true, false>},
-       {multiply<false, 2, false, false>, multiply<false, 2, true, false>}},
-      {{multiply<true, 1, false, false>, multiply<true, 1, true, false>},
-       {multiply<true, 2, false, false>, multiply<true, 2, true, false>}}};
+void block(const Call& c, long group, long group_end, long begin, long end, float* sums,
+           char* unpacked) {
+  constexpr decltype(&multiply<16, 1, true, false>) KINDS[2][2][2] = {
+      {{multiply<16, 1, false, false>, multiply<16, 1, true, false>},
+       {multiply<16, 2, false, false>, multiply<16, 2, true, false>}},
+      {{multiply<8, 1, false, false>, multiply<8, 1, true, false>},
+       {multiply<8, 2, false, false>, multiply<8, 2, true, false>}}};
   const Layer& layer = c.layer;
-  const long panel_bytes = layer.steps * 2 * TILE, groups = group_end - group;
+  const long groups = group_end - group, lines = ceil_div(layer.step_bytes() / 64, groups);
   for (long k = 0; k < layer.steps; k += K_STEPS) {
     const long steps = std::min(K_STEPS, layer.steps - k);
     for (long panel = begin; panel < end; ++panel) {
-      const char* b = layer.weight + panel * panel_bytes + k * 2 * TILE;
-      const char* next = panel + 1 < end ? b + panel_bytes
-                                         : layer.weight + begin * panel_bytes + (k + K_STEPS) * 2 * TILE;
-      const long lines = ceil_div(2 * TILE / 64, groups);
+      const char* b = layer.tiles(panel, k);
+      const char* next = panel + 1 < end ? layer.tiles(panel + 1, k) : layer.tiles(begin, k + K_STEPS);
+      if (layer.bits == 4) {
+        for (long step = 0; step < steps; ++step)
+          unpack(b + step * TILE, layer.multiples(panel, k + step), unpacked + step * 2 * TILE);
+        b = unpacked;
+      }
       for (long g = 0; g < groups; ++g) {
         const int tiles = c.tiles_in(group + g);
         float* own = sums + ((panel - begin) * groups + g) * SUMS;
         const bool is_last = k + steps == layer.steps;
         if (is_last) expect(c, group + g, panel);
-        KINDS[layer.int8][tiles - 1][k == 0](
-            c.packed + (group + g) * panel_bytes + k * tiles * TILE, b, steps, own,
-            next + g * steps * lines * 64, lines, 0, nullptr);
+        KINDS[layer.whole()][tiles - 1][k == 0](
+            c.packed + ((group + g) * layer.steps * 2 + k * tiles) * TILE, b, steps, own,
+            next + g * steps * lines * 64, lines, 0, nullptr, nullptr, nullptr);
         if (is_last) finish(c, own, group + g, panel);
       }
     }
@@ -440,8 +545,9 @@ void compute(void* data) {
   static thread_local Memory memory;
   Call& c = *(Call*)data;
   const long row_floats = ceil_div(c.layer.K, 64) * 64;
-  char* own = memory.reserve(
-      std::max(BLOCK_GROUPS * BLOCK_PANELS * SUMS, row_floats) * sizeof(float));
+  const long sum_bytes =
+      std::max(BLOCK_GROUPS * BLOCK_PANELS * SUMS, row_floats) * (long)sizeof(float);
+  char* own = memory.reserve(sum_bytes + K_STEPS * 2 * TILE);
   long item = c.next_item.fetch_add(1);
   if (c.groups == 1)
     for (long i = 0; i < AHEAD; i += 64) _mm_prefetch(c.start_of(item) + i, _MM_HINT_T1);
@@ -457,14 +563,15 @@ void compute(void* data) {
   FENCE();
   _tile_loadconfig(&config);
   float* sums = (float*)own;
+  char* unpacked = own + sum_bytes;  // int4
   for (long following; item < c.num_items; item = following) {
     following = c.next_item.fetch_add(1);
     const long panel = item / c.row_blocks * c.item_panels, part = item % c.row_blocks;
     const long panel_end = std::min(panel + c.item_panels, c.layer.panels);
     const long group = c.groups * part / c.row_blocks;
     const long group_end = c.groups * (part + 1) / c.row_blocks;
-    if (c.groups == 1) sweep(c, panel, panel_end, c.start_of(following), sums);
-    else block(c, group, group_end, panel, panel_end, sums);
+    if (c.groups == 1) sweep(c, panel, panel_end, c.start_of(following), sums, unpacked);
+    else block(c, group, group_end, panel, panel_end, sums, unpacked);
   }
   restore_tiles(&before);  // others on this thread (oneDNN) may count on the tiles' shape
 }
@@ -478,7 +585,15 @@ float* copy_of(const float* from, long count) {
 }
 
 long panels_of(long N, int gate) { return gate ? ceil_div(N / 2, 16) : ceil_div(N, SIDE); }
-long steps_of(long K, int int8) { return ceil_div(K, int8 ? 64 : 32); }
+
+Layer layer_of(char* packed, long N, long K, int bits, int gate) {
+  Layer layer{};
+  layer.weight = packed, layer.N = N, layer.K = K, layer.bits = bits, layer.gate = (Gate)gate;
+  layer.steps = ceil_div(K, bits < 16 ? 64 : 32);
+  layer.panels = panels_of(N, gate);
+  layer.width = gate ? N / 2 : N;
+  return layer;
+}
 
 }  // namespace
 
@@ -490,19 +605,23 @@ int infer_linear_runs_here() {
          __builtin_cpu_supports("avx512bf16") && may_use_tiles();
 }
 
-long infer_linear_packed_bytes(long N, long K, int int8, int gate) {
-  return panels_of(N, gate) * steps_of(K, int8) * 2 * TILE;
+long infer_linear_packed_bytes(long N, long K, int bits, int gate) {
+  const Layer layer = layer_of(nullptr, N, K, bits, gate);
+  return layer.panels * layer.panel_bytes();
 }
 
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are
-// copied and may be null. gate: 0, or SILU or GELU, then y has N / 2 columns.
-void* infer_linear_new(char* packed, long N, long K, int int8, int gate, int float_out,
+// copied and may be null. bits: 16, 8 or 4. gate: 0, or SILU or GELU, then y has N / 2 columns.
+void* infer_linear_new(char* packed, long N, long K, int bits, int gate, int float_out,
                        const float* bias, const float* norm, float eps, void* parallel) {
-  ask_for_huge_pages(packed, infer_linear_packed_bytes(N, K, int8, gate));
-  const long panels = panels_of(N, gate);
-  Layer* layer = new Layer{packed, N, K, steps_of(K, int8), panels, gate ? N / 2 : N, int8 != 0,
-                           float_out != 0, (Gate)gate, eps, copy_of(norm, K), copy_of(bias, N),
-                           int8 ? new float[panels * SIDE]() : nullptr, (Parallel)parallel};
+  ask_for_huge_pages(packed, infer_linear_packed_bytes(N, K, bits, gate));
+  Layer* layer = new Layer(layer_of(packed, N, K, bits, gate));
+  layer->float_out = float_out != 0;
+  layer->eps = eps;
+  layer->norm = copy_of(norm, K);
+  layer->bias = copy_of(bias, N);
+  layer->scales = bits < 16 ? new float[layer->panels * SIDE]() : nullptr;
+  layer->parallel = (Parallel)parallel;
   return layer;
 }
 

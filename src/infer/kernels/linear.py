@@ -2,13 +2,15 @@
 
 Made by `make_linear`, used by the models; the original weight may be freed after. The weight is
 held in the dtype of the activations or in int8: one scale for each output, one for each row of
-activations, found when the row is computed, and an exact integer sum between them.
+activations, found when the row is computed, and an exact integer sum between them. In int4 a
+weight is n · multiple · scale, n from -8 to 7, with a whole multiple from 1 to 16 for each 64
+inputs: n · multiple is an int8 number, and everything else is as in int8.
 
 A row's result is the same bit for bit in any number of rows from one up: by construction in
-`NativeLinear` (bfloat16 and int8 on CPUs with AMX: linear.cpp) and in `Int8Linear`, by observation
-in `PackedLinear` (oneDNN; not in bfloat16 with AMX, where it cuts a sum differently for different
-numbers of rows), not at all in `PlainLinear` (`F.linear`). `kernels.invariance` looks whether it
-holds for a model on this machine.
+`NativeLinear` (bfloat16, int8 and int4 on CPUs with AMX: linear.cpp) and in `Int8Linear`, by
+observation in `PackedLinear` (oneDNN; not in bfloat16 with AMX, where it cuts a sum differently for
+different numbers of rows), not at all in `PlainLinear` (`F.linear`). `kernels.invariance` looks
+whether it holds for a model on this machine.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels import native
+
+BITS = {"int8": 8, "int4": 4}
+"""of a weight, by the name of a quantization"""
+GROUP_INPUTS = 64
+MOST_MULTIPLE = 16
+"""int4"""
 
 VARIABLE = "INFER_LINEAR"
 """`native` or `onednn`, to compare them; unset: the best that runs here."""
@@ -140,17 +148,23 @@ class PackedLinear(_Composed):
 
 
 class Int8Linear(_Composed):
-    """A weight in int8 in oneDNN's layout, where `NativeLinear` cannot be used.
+    """A weight in int8 in oneDNN's layout, where `NativeLinear` cannot be used; one in int4 too,
+    which saves nothing here.
 
     Activations are shifted to unsigned numbers: with signed ones oneDNN takes a path that is
     thousands of times slower.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        fusion: Fusion = PRODUCT_ONLY,
+        *,
+        bits: int = 8,
     ) -> None:
         super().__init__(weight, bias, fusion)
-        whole, scales = _quantized(weight)
+        whole, scales = _quantized(weight) if bits == 8 else _quantized4(weight)
         self._scales = scales.squeeze(1)
         self._weight = torch.ops.onednn.qlinear_prepack(whole.to(torch.int8), None)
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
@@ -178,6 +192,24 @@ def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (wide * inverse).nan_to_num_(0.0).round_(), scales
 
 
+def _quantized4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Like `_quantized`: n · multiple, the multiple of each 64 that errs least."""
+    count, width = rows.shape
+    wide = F.pad(rows.float(), (0, -width % GROUP_INPUTS)).view(count, -1, GROUP_INPUTS)
+    most = wide.abs().amax(dim=(1, 2), keepdim=True)
+    scales = torch.where(most.isfinite(), most / (7.5 * MOST_MULTIPLE), torch.nan)
+    units = torch.where(scales > 0, wide / scales, 0.0).nan_to_num_(0.0)
+    largest = (units.abs().amax(dim=2, keepdim=True) / 7.5).ceil_().clamp_(1, MOST_MULTIPLE)
+    best, least = torch.zeros_like(wide), torch.full_like(largest, torch.inf)
+    for fewer in range(4):
+        multiple = (largest - fewer).clamp_(min=1)
+        whole = (units / multiple).round_().clamp_(-8, 7).mul_(multiple)
+        error = (whole - units).square_().sum(dim=2, keepdim=True)
+        best = torch.where(error < least, whole, best)
+        least = torch.minimum(error, least)
+    return best.flatten(1)[:, :width], scales.squeeze(1)
+
+
 class NativeLinear:
     """The layer of linear.cpp; the weight is packed from its parts without being joined first."""
 
@@ -187,9 +219,10 @@ class NativeLinear:
         bias: Tensor | None = None,
         fusion: Fusion = PRODUCT_ONLY,
         *,
-        int8: bool = False,
+        bits: int = 16,
     ) -> None:
-        """`weights` [out_i, in], bfloat16, one below the other; `RuntimeError` if it cannot run."""
+        """`weights` [out_i, in], bfloat16, one below the other, to be held in `bits` (16, 8, 4);
+        `RuntimeError` if it cannot run."""
         library = native.library()
         if reason := native_obstacle():
             raise RuntimeError(reason)
@@ -200,13 +233,13 @@ class NativeLinear:
         self.num_weights = rows * width
         self.dtype = torch.bfloat16
         self.out_dtype = torch.float32 if fusion.float_out else torch.bfloat16
-        num_bytes = library.infer_linear_packed_bytes(rows, width, int8, gate)
+        num_bytes = library.infer_linear_packed_bytes(rows, width, bits, gate)
         self._weight = native.page_aligned(num_bytes)
         bias = None if bias is None else bias.float().contiguous()
         norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
         assert norm is None or norm.shape == (width,)
         self._layer = library.infer_linear_new(
-            *(self._weight.data_ptr(), rows, width, int8, gate, fusion.float_out),
+            *(self._weight.data_ptr(), rows, width, bits, gate, fusion.float_out),
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
             *(0.0 if fusion.norm is None else fusion.norm.eps, native.parallel()),
         )
@@ -248,6 +281,18 @@ def native_obstacle() -> str | None:
     return None if library.infer_linear_runs_here() else "this CPU has no AMX for bfloat16"
 
 
+def of_head(quantization: str | None) -> str | None:
+    """How the layer that makes logits is held: its errors go straight into the probabilities."""
+    return "int8" if quantization == "int4" else quantization
+
+
+def weight_bytes(quantization: str | None, dtype: torch.dtype) -> float:
+    """Of one weight in memory on this machine; int4 has a byte more for each 64 of them."""
+    if quantization == "int4" and native_obstacle() is None:
+        return 0.5 + 1 / GROUP_INPUTS
+    return 1.0 if quantization else dtype.itemsize
+
+
 def can_pack(weight: Tensor) -> bool:
     """Whether this torch build, device and dtype have oneDNN's packed form."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
@@ -264,9 +309,11 @@ def make_linear(
     bias: Tensor | None = None,
     fusion: Fusion = PRODUCT_ONLY,
     *,
-    int8: bool = False,
+    quantization: str | None = None,
 ) -> Linear:
-    """The fastest `Linear` for a weight [out, in], or for several, one below the other."""
+    """The fastest `Linear` for a weight [out, in], or for several, one below the other; the weight
+    is held in `quantization`, or as it is."""
+    bits = 16 if quantization is None else BITS[quantization]
     parts = [weight] if isinstance(weight, Tensor) else list(weight)
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", "native", "onednn"):
@@ -274,11 +321,11 @@ def make_linear(
     if wanted != "onednn" and parts[0].device.type == "cpu" and parts[0].dtype == torch.bfloat16:
         reason = native_obstacle()
         if reason is None:
-            return NativeLinear(parts, bias, fusion, int8=int8)
+            return NativeLinear(parts, bias, fusion, bits=bits)
         if wanted == "native":
             raise ValueError(f"{VARIABLE}=native is not possible: {reason}")
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if int8 and whole.device.type == "cpu":
-        return Int8Linear(whole, bias, fusion)
+    if quantization and whole.device.type == "cpu":
+        return Int8Linear(whole, bias, fusion, bits=bits)
     kind = PackedLinear if can_pack(whole) else PlainLinear
     return kind(whole, bias, fusion)

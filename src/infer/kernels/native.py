@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 3
+VERSION = 4
 """Of the C interface: a library that was left over from other sources is not used."""
 
 _HUGE_PAGE = 2 << 20

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear
+from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear, of_head
 from infer.kernels.rotary import HeadRotation
 from infer.models.config import ModelConfig
 from infer.models.model import Attend
@@ -135,7 +135,8 @@ def output_head(
         source.drop(name)  # some writers store the tied copy too
     else:
         embedding = source.take(name, (config.vocab_size, config.hidden_size))
-    return make_linear(embedding, fusion=Fusion(norm=norm, float_out=True), int8=source.int8)
+    fusion = Fusion(norm=norm, float_out=True)
+    return make_linear(embedding, fusion=fusion, quantization=of_head(source.quantization))
 
 
 def fused(
@@ -149,4 +150,6 @@ def fused(
     """One product for several layers that read the same input: {name: rows of its output}."""
     weights = [source.take(f"{name}.weight", (rows, width)) for name, rows in parts.items()]
     biases = [source.take(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
-    return make_linear(weights, torch.cat(biases) if biases else None, fusion, int8=source.int8)
+    return make_linear(
+        weights, torch.cat(biases) if biases else None, fusion, quantization=source.quantization
+    )

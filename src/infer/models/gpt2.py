@@ -81,4 +81,4 @@ def _turned(source: WeightSource, name: str, width: int, rows: int) -> Linear:
     """A linear layer whose weight is stored [in, out]."""
     weight = source.take(f"{name}.weight", (width, rows))
     bias = source.take(f"{name}.bias", (rows,))
-    return make_linear(weight.T.contiguous(), bias, int8=source.int8)
+    return make_linear(weight.T.contiguous(), bias, quantization=source.quantization)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from infer.kernels.linear import Linear
 from infer.models.config import ModelConfig
 from infer.models.registry import find_architecture
 from infer.models.weights import WeightSource
@@ -25,6 +26,8 @@ class Model(Protocol):
     """A decoder-only transformer."""
 
     config: ModelConfig
+    lm_head: Linear
+    """in `logits`"""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """T tokens [T] at positions [T] of any sequences → [T, E], from which `logits` goes on."""

@@ -44,8 +44,8 @@ class WeightSource:
         """`read(name, shape)` gives a tensor; `complete`: names outside `names` do not exist."""
         self.dtype = dtype
         self.device = device
-        self.int8 = False
-        """whether linear layers are to hold these weights in int8"""
+        self.quantization: str | None = None
+        """what linear layers are to hold these weights in"""
         self._left = set(names)
         self._complete = complete
         self._read = read
