@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def make_sequence(rng: random.Random, num_tokens: int, page_size: int) -> Sequence:
     tokens = tuple(rng.randrange(1000) for _ in range(num_tokens))
-    sequence = Sequence.from_request(Request("r", tokens, SamplingParams(), 0, 10), 0, 0.0)
+    sequence = Sequence.from_request(Request("r", tokens, SamplingParams(), 0, 10), 0)
     sequence.table.pages = rng.sample(range(1, 500), -(-num_tokens // page_size))
     return sequence
 

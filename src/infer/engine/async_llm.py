@@ -28,13 +28,11 @@ from infer.errors import (
     RequestError,
 )
 from infer.facts import StepFacts
-from infer.text.tokenizer import Tokenizer
 from infer.types import (
     ErrorRecord,
     FinishReason,
     Request,
     RequestOutput,
-    SamplingParams,
     StepOutput,
     TextDelta,
 )
@@ -117,6 +115,13 @@ class AsyncLLM:
     def __init__(self, worker: EngineClient, intake: Intake, model_name: str) -> None:
         self.model_name = model_name
         self.observer: Observer | None = None
+        self.tokenizer = intake.tokenizer
+        self.make_request = intake.make_request
+        """a valid request, or a `RequestError` that says why not"""
+        self.max_seq_len = intake.limits.max_seq_len
+        """longest prompt + output in tokens"""
+        self.vocab_size = intake.limits.vocab_size
+        """token ids are below it"""
         self._worker = worker
         self._intake = intake
         self._mailboxes: dict[str, Mailbox] = {}
@@ -127,21 +132,6 @@ class AsyncLLM:
         self._draining = False
         self._num_reserved = 0
         self._counts = dict.fromkeys(COUNTS, 0)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer and chat template."""
-        return self._intake.tokenizer
-
-    @property
-    def max_seq_len(self) -> int:
-        """Longest prompt + output in tokens."""
-        return self._intake.limits.max_seq_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self._intake.limits.vocab_size
 
     @property
     def is_alive(self) -> bool:
@@ -189,17 +179,6 @@ class AsyncLLM:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
-
-    def make_request(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-    ) -> Request:
-        """A valid request, or a `RequestError` that says why not; see `Intake.make_request`."""
-        return self._intake.make_request(prompt, sampling, request_id=request_id, priority=priority)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any

@@ -66,11 +66,6 @@ def _read(frames: Iterator[bytes | None], commands: queue.SimpleQueue[Command]) 
         os._exit(1)  # nobody is there any more
 
 
-def _blueprint(begin: messages.Begin) -> Blueprint:
-    blueprint: Blueprint = resolve_name(begin.factory)(begin.settings)
-    return blueprint
-
-
 def main(fd: int, parent: int) -> int:
     """Returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -90,7 +85,7 @@ def main(fd: int, parent: int) -> int:
     threading.Thread(target=_read, args=(frames, commands), daemon=True).start()
     try:
         faults = Faults.from_environment()
-        blueprint = _blueprint(begin)
+        blueprint: Blueprint = resolve_name(begin.factory)(begin.settings)
         channel.send(messages.Text(blueprint.model_name, blueprint.files))
         core, limits = blueprint.build()
     except LoadError as error:

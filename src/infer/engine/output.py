@@ -23,7 +23,6 @@ class OutputProcessor:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
-        self.request = request
         self.finish_reason: FinishReason | None = None
         self.needs_abort = False
         """the request ended here while the core still works on it"""

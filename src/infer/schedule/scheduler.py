@@ -95,7 +95,7 @@ class Scheduler:
             raise OverloadedError(
                 f"the queue is full: {self.num_unfinished} requests are running or waiting"
             )
-        sequence = Sequence.from_request(request, self._num_arrived, self.clock())
+        sequence = Sequence.from_request(request, self._num_arrived)
         self._num_arrived += 1
         self._by_id[request.request_id] = sequence
         self._accounts.join(sequence)
@@ -356,7 +356,6 @@ class Scheduler:
         else:
             self.allocator.release(sequence.table)
         sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
         del self._by_id[sequence.request_id]
         self._accounts.leave(sequence)
         self.stats.num_finished[reason] += 1

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from infer.engine.async_llm import AsyncLLM
-from infer.errors import EngineError
 from infer.server.intake import tool_format
 from infer.server.logprobs import ChoiceLogprobs
 from infer.server.wire import ChatBody, CompletionBody, Generation, StreamOptions
@@ -35,10 +34,7 @@ def wire_reason(reason: FinishReason, error: ErrorRecord | None = None) -> str:
     """OpenAI's word for why a choice ended; raises where it was not finished but broken off."""
     if error is not None:
         raise error.exception()
-    if reason is FinishReason.ERROR:
-        raise EngineError("the engine failed on this request")
-    if reason is FinishReason.ABORT:
-        raise EngineError("the server has cancelled this request")
+    assert reason not in (FinishReason.ERROR, FinishReason.ABORT), "an error says why"
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 

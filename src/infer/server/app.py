@@ -287,9 +287,7 @@ def layers(
     settings: ServerSettings, on_end: Sequence[Callable[[Visit], None]] = ()
 ) -> list[Middleware]:
     """What is around an app, from the outside in."""
-    found = [
-        Middleware(Edge, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_visit)),
-    ]
+    found = [Middleware(Edge, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_visit))]
     if settings.origins:
         found.append(
             Middleware(

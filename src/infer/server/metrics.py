@@ -58,11 +58,7 @@ _SIZES: dict[str, Callable[[Story], int]] = {
     "request_params_n": lambda story: len(story.tracks),
     "request_num_preemptions": lambda story: story.num_preemptions,
 }
-_GAUGES = {
-    "num_requests_running": "num_running",
-    "num_requests_waiting": "num_waiting",
-    "num_requests_preempted": "num_preempted",
-}
+_GAUGES = {f"num_requests_{how}": f"num_{how}" for how in ("running", "waiting", "preempted")}
 _COUNTERS = {
     "prompt_tokens": "num_prompt_tokens",
     "prompt_tokens_cached": "num_cached_tokens",
