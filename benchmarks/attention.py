@@ -57,9 +57,7 @@ class Case:
         tables = (torch.randperm(pages) + 1).view(B, -1)
         positions = torch.arange(n - num, n)
         slots = tables[:, positions // PAGE] * PAGE + positions % PAGE
-        self.layout = BatchLayout(
-            [i * num for i in range(B + 1)], [n] * B, slots.flatten(), tables, num, n
-        )
+        self.layout = BatchLayout([i * num for i in range(B + 1)], [n] * B, slots.flatten(), tables)
         self.q = torch.randn(B * num, H, D).bfloat16()
         self.k = torch.randn(B * num, G, D).bfloat16()
         self.v = torch.randn(B * num, G, D).bfloat16()

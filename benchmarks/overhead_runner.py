@@ -44,7 +44,7 @@ def make_plan(count: int, context: int) -> Plan:
     chunks = []
     for i in range(count):
         sampling = SamplingParams(temperature=0.0)
-        sequence = Sequence.from_request(Request(f"{i}", (1,) * 20, sampling, i, 10**6), i, 0.0)
+        sequence = Sequence.from_request(Request(f"{i}", (1,) * 20, sampling, i, 10**6), i)
         sequence.tokens += [7] * (context - 20)
         sequence.num_computed = context - 1
         sequence.table.pages = [pages.pop() for _ in range(-(-context // PAGE))]

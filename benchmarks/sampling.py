@@ -47,7 +47,7 @@ def sequences(rows: int, vocab: int, kinds: list[dict[str, Any]]) -> list[Sequen
     for row in range(rows):
         seen = torch.randint(vocab, (200,), generator=generator).tolist()
         sampling = SamplingParams(**kinds[row % len(kinds)])
-        sequence = Sequence.from_request(Request(f"{row}", (*seen[:100],), sampling, row, 9), 0, 0)
+        sequence = Sequence.from_request(Request(f"{row}", (*seen[:100],), sampling, row, 9), 0)
         sequence.tokens += seen[100:]
         made.append(sequence)
     return made

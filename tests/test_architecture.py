@@ -50,6 +50,7 @@ ROWS = {
     "engine.assemble": 8,
     "engine.llm": 9,
     "server": 11,
+    "server.__main__": 14,
     "bench": 11,
     "bench.command": 12,
     "cli": 13,
@@ -207,7 +208,7 @@ def test_the_package_is_small() -> None:
     """Lines of code without blank ones, comments and docstrings; `infer bench`, which nothing
     else imports, is not counted."""
     paths = [path for path in SOURCE.rglob("*.py") if "bench" not in path.parts]
-    assert 5_000 < sum(map(code_lines, paths)) < 10_750  # and it is to become 10,000 again
+    assert 5_000 < sum(map(code_lines, paths)) < 10_450  # and it is to become 10,000 again
 
 
 def code_lines(path: Path) -> int:

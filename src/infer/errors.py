@@ -25,17 +25,20 @@ class InferError(Exception):
 class RequestError(InferError, ValueError):
     """A request that cannot be served as it was asked. Also a `ValueError` for Python callers.
 
-    `status` is the HTTP status, `type`, `param` and `code` are the fields of OpenAI's error body.
+    `status` is the HTTP status, `type`, `param` and `code` are the fields of OpenAI's error body;
+    the same request may be sent again after `retry_after_s` seconds, if that is given.
     """
 
     status = 400
     type = "invalid_request_error"
+    usual_code: str | None = None
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or self.usual_code
 
 
 def too_long(max_seq_len: int, found: str, *, param: str) -> RequestError:
@@ -52,14 +55,12 @@ class UnprocessableError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """No room right now; the same request may be sent again after `retry_after_s` seconds."""
+    """No room right now; the same request may be sent again."""
 
     status = 503
     type = "overloaded_error"
-
-    def __init__(self, message: str, *, retry_after_s: int = 1, code: str | None = None) -> None:
-        super().__init__(message, code=code or "overloaded")
-        self.retry_after_s = retry_after_s
+    usual_code = "overloaded"
+    retry_after_s = 1
 
 
 class CancelledError(RequestError):

@@ -132,10 +132,7 @@ def run(
                 lengths.append(done[i])
             width = -(-max(lengths) // page_size)
             table = torch.tensor([(tables[i] + [0] * width)[:width] for i, _ in step])
-            backend.plan(
-                BatchLayout(starts, lengths, torch.tensor(slots), table,
-                            max(num for _, num in step), max(lengths))
-            )  # fmt: skip
+            backend.plan(BatchLayout(starts, lengths, torch.tensor(slots), table))
             q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
             if fused:  # as slices of one projection, which is how the decoder passes them
                 q, k, v = torch.cat([q, k, v], dim=1).split([heads, groups, groups], dim=1)
@@ -288,7 +285,9 @@ class OwnDecodePath:
             self.decode = NativeBackend(*args, **options)  # type: ignore[arg-type]
 
     def plan(self, layout: BatchLayout) -> None:
-        self.used = self.decode if layout.max_query_len == 1 else self.prefill
+        self.used = (
+            self.decode if layout.query_start_loc[-1] == len(layout.seq_lens) else self.prefill
+        )
         self.used.plan(layout)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -342,7 +341,7 @@ def test_layers_have_their_own_caches_and_windows(isa: str) -> None:
             slots = [tables[i, p // 16] * 16 + p % 16 for i, p in enumerate(positions)]
             starts = [0, *torch.tensor([len(p) for p in positions]).cumsum(0).tolist()]
             ends = [end for _, end in steps]
-            backend.plan(BatchLayout(starts, ends, torch.cat(slots), tables[: len(steps)], 0, 0))
+            backend.plan(BatchLayout(starts, ends, torch.cat(slots), tables[: len(steps)]))
             for layer, world in enumerate(worlds):
                 parts = zip(*((world.q[i][p], world.k[i][p], world.v[i][p])
                               for i, p in enumerate(positions)), strict=True)  # fmt: skip
@@ -408,7 +407,7 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit(
             backend = NativeBackend([keys], [values], num_heads=heads, scale=size**-0.5)
             padded = torch.tensor([(table + [0] * width)[:width] for table in tables])
             starts = list(range(len(lengths) + 1))
-            arguments = starts, lengths, torch.tensor(slots), padded, 1, max(lengths)
+            arguments = starts, lengths, torch.tensor(slots), padded
             backend.plan(BatchLayout(*arguments))
             for _ in range(2):  # a plan serves all layers
                 results.append(backend.attend(0, q, k, v))

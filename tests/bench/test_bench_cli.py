@@ -171,8 +171,8 @@ def test_a_server_whose_engine_dies_in_the_middle(tmp_path: Path) -> None:
 
 def test_a_server_process_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "from doubles import *; from infer.server.serve import run\n"
-        "run(make_hash_llm(step_s=0.01), port=0)"
+        "from doubles import *; from infer.server.serve import bind, run\n"
+        "run(make_hash_llm(step_s=0.01), bind(port=0))"
     )
     paths = [ROOT / "src", ROOT / "tests"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}

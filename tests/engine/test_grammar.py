@@ -249,7 +249,7 @@ def test_a_forced_call_is_a_call(llm: LLM, way: calls.ToolFormat) -> None:
         seeds = [sampling(grammar, seed=i, max_tokens=250 - 20) for i in range(8)]
         for output in llm.generate(["a"] * 8, seeds):
             parser = calls.AnswerParser(way, thinks=False)
-            parts = [parser.push(output.text), parser.finish()]
+            parts = [parser.push(output.text), parser.push("", end=True)]
             found = [call for part in parts for call in part.calls]
             assert {call.name for call in found} <= {'say "it"', "wait"}
             if output.finish_reason is not FinishReason.LENGTH:

@@ -93,9 +93,9 @@ def test_an_output_crosses_whole() -> None:
 
 @pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])
 def test_an_error_of_the_start_crosses_whole(error: LoadError) -> None:
-    event = read_event(msgspec.msgpack.encode(Refused.of(error)))
+    event = read_event(msgspec.msgpack.encode(Refused(ErrorRecord.of(error))))
     assert isinstance(event, Refused)
-    again = event.error()
+    again = event.error.exception()
     assert (type(again), str(again)) == (type(error), str(error))
 
 

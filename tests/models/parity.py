@@ -49,7 +49,7 @@ class Bench:
 
     def sequence(self, tokens: list[int]) -> Sequence:
         request = Request(str(id(tokens)), tuple(tokens), SamplingParams(), 0, 1)
-        sequence = Sequence.from_request(request, 0, 0.0)
+        sequence = Sequence.from_request(request, 0)
         sequence.table = self.allocator.match(tokens)
         sequence.num_computed = sequence.table.num_indexed * self.allocator.page_size
         assert self.allocator.grow(sequence.table, len(tokens))

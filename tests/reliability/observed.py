@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from infer.cli.main import main
 from infer.engine.async_llm import AsyncLLM
-from infer.server import __main__ as command
 from infer.server import serve
 from infer.server.settings import ServerSettings
 
@@ -103,9 +103,11 @@ def create_app(engine: AsyncLLM, *settings: Any, **how: Any) -> Starlette:
 if __name__ == "__main__":
     serve.create_app = create_app
     if sys.argv[1] != "hash":
-        sys.exit(command.main(sys.argv[1:]))
+        main(["serve", *sys.argv[1:]])
     from doubles import launch_hash_llm
 
     how = json.loads(sys.argv[2])
     serving = {name: how.pop(name) for name in ("drain_timeout_s", "write_stall_s") if name in how}
-    serve.run(launch_hash_llm(**how), ServerSettings(**serving), port=0)
+    settings = ServerSettings(**serving)
+    sock = serve.bind(port=0, write_stall_s=settings.write_stall_s)
+    serve.run(launch_hash_llm(**how), sock, settings)

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def make_sequence(rng: random.Random, num_tokens: int, page_size: int) -> Sequence:
     tokens = tuple(rng.randrange(1000) for _ in range(num_tokens))
-    sequence = Sequence.from_request(Request("r", tokens, SamplingParams(), 0, 10), 0, 0.0)
+    sequence = Sequence.from_request(Request("r", tokens, SamplingParams(), 0, 10), 0)
     sequence.table.pages = rng.sample(range(1, 500), -(-num_tokens // page_size))
     return sequence
 
@@ -25,7 +25,7 @@ def contents(step: PackedStep) -> list[object]:
     return [
         step.tokens.tolist(), step.positions.tolist(), layout.slot_mapping.tolist(),
         layout.page_tables.tolist(), layout.query_start_loc, layout.seq_lens,
-        layout.max_query_len, layout.max_seq_len, step.sampled_rows, step.sampled,
+        step.sampled_rows, step.sampled,
     ]  # fmt: skip
 
 
@@ -39,7 +39,6 @@ def test_a_step_is_laid_out_as_it_says() -> None:
     assert step.layout.slot_mapping.tolist() == [12, 11, 36, 37, 38]
     assert step.layout.page_tables.tolist() == [[7, 3, 0], [2, 9, 4]]
     assert (step.layout.query_start_loc, step.layout.seq_lens) == ([0, 1, 5], [5, 7])
-    assert (step.layout.max_query_len, step.layout.max_seq_len) == (4, 7)
     assert (step.sampled_rows, step.sampled) == ([0], [first])
 
 

@@ -20,7 +20,7 @@ PROMPT = (3, 1, 4)
 def sequence(seed: int = 0, output: tuple[int, ...] = (), **params: Any) -> Sequence:
     eos = params.pop("eos", ())
     request = Request("r", PROMPT, SamplingParams(**params), seed, 10, eos_token_ids=eos)
-    made = Sequence.from_request(request, 0, 0.0)
+    made = Sequence.from_request(request, 0)
     made.tokens += output
     return made
 

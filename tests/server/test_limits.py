@@ -153,7 +153,7 @@ def test_readers_of_nothing_do_not_hold_up_the_others() -> None:
 SCRIPT = (
     "import sys; from doubles import launch_hash_llm; from infer.server import serve;"
     "settings = serve.ServerSettings(drain_timeout_s=float(sys.argv[1]));"
-    "serve.run(launch_hash_llm(step_s=0.01), settings, port=0)"
+    "serve.run(launch_hash_llm(step_s=0.01), serve.bind(port=0), settings)"
 )
 
 

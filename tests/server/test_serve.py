@@ -22,9 +22,10 @@ from serving import COMPLETIONS, completion_body, live
 from typer.testing import CliRunner
 
 from doubles import make_hash_llm
+from infer.cli.main import main
 from infer.config import EngineConfig
 from infer.errors import ConfigError
-from infer.server import __main__, options, serve
+from infer.server import options, serve
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
@@ -55,7 +56,7 @@ def test_a_port_that_somebody_else_takes_while_the_model_loads() -> None:
         with serve.bind(port=port) as other:
             other.listen()
             with pytest.raises(ConfigError, match=rf"port: {port} is in use"):
-                serve.run(make_hash_llm(), sock=held)
+                serve.run(make_hash_llm(), held)
     assert not any(thread.name == "infer-engine" for thread in threading.enumerate())
 
 
@@ -162,16 +163,23 @@ def test_options_of_a_typer_command() -> None:
     assert len(seen) == 2
 
 
+def code_of(*arguments: str) -> int | str | None:
+    """The exit code of `infer serve`, and so of `python -m infer.server`."""
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *arguments])
+    return end.value.code
+
+
 def test_options_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="bfloat16"):
         parsed("--dtype", "int3")
     with pytest.raises(SystemExit):
         parsed("--max-batch-size", "many")
-    assert __main__.main(["--max-batch-size", "0"]) == 2
+    assert code_of("--max-batch-size", "0") == 2
     assert "max_batch_size: must be at least 1" in capsys.readouterr().err
     with serve.bind(port=0) as held:
         held.listen()
-        assert __main__.main(["--port", str(held.getsockname()[1])]) == 2
+        assert code_of("--port", str(held.getsockname()[1])) == 2
     assert "is in use" in capsys.readouterr().err
 
 
@@ -202,9 +210,9 @@ def test_main_serves_what_is_assembled(
     monkeypatch.setitem(sys.modules, "infer.engine.assemble", Assemble)  # type: ignore[misc]
     monkeypatch.setitem(sys.modules, "infer.engine.launch", Launch)  # type: ignore[misc]
     monkeypatch.setattr(serve, "Server", Ended)
-    assert __main__.main(["--port", "0", "--model", "m", "--max-batch-size", "3"]) == 0
+    assert code_of("--port", "0", "--model", "m", "--max-batch-size", "3") == 0
     line = capsys.readouterr().out
-    assert __main__.main(["--port", "0", "--model", "n", "--engine-thread"]) == 0
+    assert code_of("--port", "0", "--model", "n", "--engine-thread") == 0
     assert configs == [
         ("process", EngineConfig(model="m", max_batch_size=3)),
         ("thread", EngineConfig(model="n")),
@@ -218,7 +226,7 @@ SCRIPT = textwrap.dedent(
     from doubles import make_hash_llm
     from infer.server import serve
     settings = serve.ServerSettings(drain_timeout_s=float(sys.argv[1]))
-    serve.run(make_hash_llm(step_s=0.01), settings, port=0)
+    serve.run(make_hash_llm(step_s=0.01), serve.bind(port=0), settings)
     """
 )
 

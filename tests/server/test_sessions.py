@@ -268,7 +268,7 @@ def test_two_servers_write_a_turn_at_the_same_time(url: str) -> None:
         for i in range(30):
             statuses = threads.map(write, servers, [2 * i, 2 * i])
             assert sorted(statuses) == [200, 409]
-    assert servers[0].history("me", name) == turn * 30
+    assert servers[0].read("me", name)["messages"] == turn * 30
     for server in servers:
         server.close()
 

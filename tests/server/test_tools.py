@@ -12,7 +12,7 @@ from serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
 
 from checkpoints import END_ID, write_tokenizer
 from infer import Grammar
-from infer.engine.output import OutputCollector, OutputProcessor
+from infer.engine.output import OutputProcessor, collected
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer
 from infer.server.wire import ChatBody, CompletionBody
@@ -183,11 +183,8 @@ def test_a_stream_equals_the_plain_answer_in_everything(tokenizer: Tokenizer) ->
         plain_wire: Any = validation.read(model, BODIES[path](**fields, n=2))
         requests = make(engine, plain_wire, "a-1")
         deltas = [outputs(draw, request, tokenizer) for request in requests]
-        collectors = [OutputCollector(request) for request in requests]
-        for collector, some in zip(collectors, deltas, strict=True):
-            for delta in some:
-                collector.add(delta)
-        plain = kind(engine, plain_wire, requests, "a-1").body([c.result() for c in collectors])
+        whole = list(map(collected, requests, deltas))
+        plain = kind(engine, plain_wire, requests, "a-1").body(whole)
         for _ in range(4):
             options = {"stream": True, "stream_options": {"include_usage": True}}
             wire: Any = validation.read(model, BODIES[path](**fields, n=2, **options))

@@ -25,7 +25,7 @@ def told_apart(
     pieces: list[str], tools: ToolFormat | None, *, thinks: bool = True, inside: bool = False
 ) -> Parts:
     parser = AnswerParser(tools, thinks=thinks, inside=inside)
-    all_parts = [*map(parser.push, pieces), parser.finish()]
+    all_parts = [*map(parser.push, pieces), parser.push("", end=True)]
     return Parts(
         "".join(parts.reasoning for parts in all_parts),
         "".join(parts.content for parts in all_parts),

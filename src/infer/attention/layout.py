@@ -26,8 +26,6 @@ class BatchLayout:
     """[T] int64: the cell (page · page_size + offset) that each token's key and value go to"""
     page_tables: Tensor
     """[B, P] int64, filled up with page 0, which is scrap"""
-    max_query_len: int
-    max_seq_len: int
 
 
 class AttentionBackend(Protocol):

@@ -10,6 +10,8 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 from urllib.parse import quote
 
@@ -74,23 +76,18 @@ def _ms(value: float) -> str:
 
 
 def _lines(events: list[Fields]) -> Iterator[tuple[float, str, str]]:
-    i = 0
-    while i < len(events):
-        event, kind = events[i], events[i]["event"].replace("_", " ")
-        text = _text(event)
+    for kind, group in groupby(events, itemgetter("event")):
+        run = list(group)
+        lines = [(event, kind.replace("_", " "), _text(event)) for event in run]
         if kind == "chunk":
-            run = i
-            while run < len(events) and events[run]["event"] == "chunk":
-                run += 1
-            chunks = events[i:run]
-            tokens = sum(chunk["tokens"] for chunk in chunks)
-            kind, i = "prompt", run - 1
-            last = f" until {_ms(chunks[-1]['at_ms'])}" if len(chunks) > 1 else ""
-            steps = "one step" if len(chunks) == 1 else f"{len(chunks)} steps"
-            text = f"{tokens} tokens from {event['from_token']} on, in {steps}{last}"
-        choice = f"choice {event['choice']}: " if "choice" in event else ""
-        yield event["at_ms"], kind, choice + text
-        i += 1
+            tokens = sum(chunk["tokens"] for chunk in run)
+            last = f" until {_ms(run[-1]['at_ms'])}" if len(run) > 1 else ""
+            steps = "one step" if len(run) == 1 else f"{len(run)} steps"
+            text = f"{tokens} tokens from {run[0]['from_token']} on, in {steps}{last}"
+            lines = [(run[0], "prompt", text)]
+        for event, name, text in lines:
+            choice = f"choice {event['choice']}: " if "choice" in event else ""
+            yield event["at_ms"], name, choice + text
 
 
 def _text(event: Fields) -> str:

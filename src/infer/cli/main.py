@@ -15,7 +15,7 @@ from rich.console import Console
 from infer.bench.command import app as bench_app
 from infer.cli.keys import app as keys_app
 from infer.config import EngineConfig
-from infer.errors import ConfigError, InferError, LoadError, RequestError
+from infer.errors import ConfigError, InferError
 from infer.server.options import Host, Port, Served, with_engine_options, with_server_options
 from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 from infer.version import VERSION
@@ -62,6 +62,7 @@ def serve(
     models: Served = None,
     host: Host = DEFAULT_HOST,
     port: Port = DEFAULT_PORT,
+    engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
     *,
     server: dict[str, Any],
     settings: dict[str, Any],
@@ -73,7 +74,7 @@ def serve(
     if model is not None and models:
         raise ConfigError("model", "is given twice: as an argument and with --model")
     configs = configs_of(models or ([] if model is None else [model]), settings)
-    serve_config(configs, ServerSettings(**server), host, port)
+    serve_config(configs, ServerSettings(**server), host, port, in_thread=engine_thread)
 
 
 @app.command()
@@ -161,11 +162,11 @@ def models() -> None:
     run_models()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """The entry point of the `infer` script."""
     try:
-        app()
-    except (LoadError, RequestError, InferError) as error:
+        app(arguments, prog_name="infer")
+    except InferError as error:
         Console(stderr=True).print(f"[bold red]infer:[/] {error}", highlight=False, soft_wrap=True)
         sys.exit(2)
 

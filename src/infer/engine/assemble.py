@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import infer.engine.machine as machine
 from infer.attention.layout import AttentionBackend
 from infer.attention.native import NativeBackend, obstacle
 from infer.attention.sdpa import SDPABackend
@@ -23,19 +24,12 @@ from infer.engine.async_llm import AsyncLLM
 from infer.engine.checkpoint import Checkpoint, find_checkpoint
 from infer.engine.core import EngineCore
 from infer.engine.intake import Intake, Limits
-from infer.engine.machine import (
-    choose_device,
-    choose_dtype,
-    default_threads,
-    keep_freed_memory,
-    resident_bytes,
-)
 from infer.engine.plan import MemoryPlan, gib, make_plan
 from infer.engine.worker import Blueprint, EngineThread
 from infer.errors import ConfigError
 from infer.kernels.invariance import batch_invariance_problem
 from infer.models.config import ModelConfig
-from infer.models.model import Model, build_model
+from infer.models.model import build_model
 from infer.runner.model_runner import ModelRunner
 from infer.runner.restrict import Restrictions
 from infer.runner.storage import KVStorage
@@ -52,7 +46,6 @@ class EngineParts:
 
     core: EngineCore
     intake: Intake
-    tokenizer: Tokenizer
     model_name: str
 
 
@@ -61,20 +54,18 @@ def assemble(config: EngineConfig) -> EngineParts:
     blueprint = prepare(config)
     tokenizer = Tokenizer(blueprint.files)
     core, limits = blueprint.build()
-    return EngineParts(
-        core, Intake(tokenizer, limits, config.seed), tokenizer, blueprint.model_name
-    )
+    return EngineParts(core, Intake(tokenizer, limits, config.seed), blueprint.model_name)
 
 
 def prepare(config: EngineConfig) -> Blueprint:
     """All that can be known, and refused, before the weights are loaded."""
-    torch.set_num_threads(config.num_threads or default_threads())
-    keep_freed_memory()
+    torch.set_num_threads(config.num_threads or machine.default_threads())
+    machine.keep_freed_memory()
     checkpoint = find_checkpoint(
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
     )
-    device = choose_device(config)
-    dtype = choose_dtype(config, checkpoint.config, device)
+    device = machine.choose_device(config)
+    dtype = machine.choose_dtype(config, checkpoint.config, device)
     plan = make_plan(config, checkpoint.config, checkpoint.name)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
@@ -99,11 +90,11 @@ def _build(
 ) -> tuple[EngineCore, Limits]:
     started_s = time.perf_counter()
     model_config = checkpoint.config
-    before = resident_bytes()
+    before = machine.resident_bytes()
     source = checkpoint.source(dtype, device)
     source.quantization = config.weight_format
     model = build_model(model_config, source, plan.max_seq_len)
-    after = resident_bytes()
+    after = machine.resident_bytes()
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)
     scheduler_config = SchedulerConfig(
@@ -141,7 +132,11 @@ def _build(
     restrictions = Restrictions(
         lambda: Compiler(Tokenizer(checkpoint.text()), model_config.vocab_size), device
     )
-    runner = _runner(config.attention_backend, model, restrictions, plan, dtype, device)
+    num_pages = plan.num_pages + 1
+    storage = KVStorage(model_config, num_pages, plan.page_size, dtype=dtype, device=device)
+    backend = _attention(config.attention_backend, storage, model_config)
+    caches = (*storage.keys, *storage.values)
+    runner = ModelRunner(model, backend, restrictions, caches, device)
     return EngineCore(scheduler, runner), limits
 
 
@@ -155,21 +150,6 @@ def build_async_llm(config: EngineConfig) -> AsyncLLM:
     """An engine in a thread behind the asyncio façade; not started yet."""
     parts = assemble(config)
     return AsyncLLM(EngineThread(parts.core), parts.intake, parts.model_name)
-
-
-def _runner(
-    wanted: str,
-    model: Model,
-    restrictions: Restrictions,
-    plan: MemoryPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> ModelRunner:
-    shape = model.config
-    storage = KVStorage(shape, plan.num_pages + 1, plan.page_size, dtype=dtype, device=device)
-    backend = _attention(wanted, storage, shape)
-    caches = (*storage.keys, *storage.values)
-    return ModelRunner(model, backend, restrictions, caches, device)
 
 
 def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:

@@ -18,17 +18,15 @@ from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
 from infer.engine.intake import Intake
-from infer.engine.output import OutputCollector, OutputProcessor, error_of
+from infer.engine.output import OutputProcessor, collected
 from infer.engine.worker import SOFT_LIMIT_S, EngineClient
 from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
 from infer.facts import StepFacts
-from infer.text.tokenizer import Tokenizer
 from infer.types import (
     ErrorRecord,
     FinishReason,
     Request,
     RequestOutput,
-    SamplingParams,
     StepOutput,
     TextDelta,
 )
@@ -114,6 +112,13 @@ class AsyncLLM:
     def __init__(self, worker: EngineClient, intake: Intake, model_name: str) -> None:
         self.model_name = model_name
         self.observer: Observer | None = None
+        self.tokenizer = intake.tokenizer
+        self.make_request = intake.make_request
+        """a valid request, or a `RequestError` that says why not"""
+        self.max_seq_len = intake.limits.max_seq_len
+        """longest prompt + output in tokens"""
+        self.vocab_size = intake.limits.vocab_size
+        """token ids are below it"""
         self._worker = worker
         self._intake = intake
         self._mailboxes: dict[str, Mailbox] = {}
@@ -124,21 +129,6 @@ class AsyncLLM:
         self._draining = False
         self._num_reserved = 0
         self._counts = dict.fromkeys(COUNTS, 0)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer and chat template."""
-        return self._intake.tokenizer
-
-    @property
-    def max_seq_len(self) -> int:
-        """Longest prompt + output in tokens."""
-        return self._intake.limits.max_seq_len
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self._intake.limits.vocab_size
 
     @property
     def is_alive(self) -> bool:
@@ -187,28 +177,11 @@ class AsyncLLM:
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
-    def make_request(
-        self,
-        prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-    ) -> Request:
-        """A valid request, or a `RequestError` that says why not; see `Intake.make_request`."""
-        return self._intake.make_request(prompt, sampling, request_id=request_id, priority=priority)
-
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
     ) -> list[int]:
-        """The token ids of a conversation; see `Intake.render_chat`."""
-        return self._intake.render_chat(messages, **template_arguments)
-
-    def render_chat_text(
-        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
-    ) -> tuple[str, list[int]]:
-        """The text of a conversation beside its token ids; see `Intake.render_chat`."""
-        return self._intake.render_chat_text(messages, **template_arguments)
+        """The token ids of a conversation; see `Tokenizer.apply_chat_template`."""
+        return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
@@ -259,13 +232,8 @@ class AsyncLLM:
 
         Raises what `stream` raises, `EngineError`, or the `RequestError` the engine refused with.
         """
-        collector = OutputCollector(request)
         async with self.stream(request) as pieces:
-            async for piece in pieces:
-                collector.add(piece)
-                if piece.finish_reason is FinishReason.ERROR:
-                    raise error_of(piece)
-        return collector.result()
+            return collected(request, [piece async for piece in pieces])
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of the engine, and how many requests callers hold open."""

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import importlib
 import logging
 import os
 import queue
@@ -22,24 +21,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
+import infer.engine.messages as messages
 from infer.engine.faults import Faults, FaultyCore
-from infer.engine.messages import (
-    Alone,
-    Begin,
-    Channel,
-    Log,
-    Ready,
-    Refused,
-    Report,
-    Text,
-    read_begin,
-    read_commands,
-)
 from infer.engine.worker import Blueprint, Command, EngineLoop, settle
 from infer.errors import LoadError
 from infer.facts import StepFacts
-from infer.types import StepOutput
+from infer.types import ErrorRecord, StepOutput
 
 DUMP_SIGNAL = signal.SIGUSR1
 """writes the stacks of all threads to stderr, also while the interpreter is stuck"""
@@ -47,13 +36,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _LogToParent(logging.Handler):
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: messages.Channel) -> None:
         super().__init__()
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
-            self._channel.send(Log(record.name, record.levelno, self.format(record)))
+            self._channel.send(messages.Log(record.name, record.levelno, self.format(record)))
 
 
 def _end_with(parent: int) -> None:
@@ -71,16 +60,10 @@ def _read(frames: Iterator[bytes | None], commands: queue.SimpleQueue[Command]) 
     try:
         for frame in frames:
             assert frame is not None
-            for command in read_commands(frame):
+            for command in messages.read_commands(frame):
                 commands.put(command)
     finally:
         os._exit(1)  # nobody is there any more
-
-
-def _blueprint(begin: Begin) -> Blueprint:
-    module, _, function = begin.factory.partition(":")
-    blueprint: Blueprint = getattr(importlib.import_module(module), function)(begin.settings)
-    return blueprint
 
 
 def main(fd: int, parent: int) -> int:
@@ -90,11 +73,11 @@ def main(fd: int, parent: int) -> int:
     _end_with(parent)
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
-    channel = Channel(socket.socket(fileno=fd))
+    channel = messages.Channel(socket.socket(fileno=fd))
     frames = channel.frames()
     first = next(frames)
     assert first is not None
-    begin = read_begin(first)
+    begin = messages.read_begin(first)
     logger = logging.getLogger("infer")
     logger.addHandler(_LogToParent(channel))
     logger.setLevel(begin.log_level)
@@ -102,23 +85,23 @@ def main(fd: int, parent: int) -> int:
     threading.Thread(target=_read, args=(frames, commands), daemon=True).start()
     try:
         faults = Faults.from_environment()
-        blueprint = _blueprint(begin)
-        channel.send(Text(blueprint.model_name, blueprint.files))
+        blueprint: Blueprint = resolve_name(begin.factory)(begin.settings)
+        channel.send(messages.Text(blueprint.model_name, blueprint.files))
         core, limits = blueprint.build()
     except LoadError as error:
-        channel.send(Refused.of(error))
+        channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
     if faults != Faults():
         core = FaultyCore(core, faults)
-    core.announce = lambda request_id: channel.send(Alone(request_id))
+    core.announce = lambda request_id: channel.send(messages.Alone(request_id))
     settle()
     # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
     # be used again, 2,000 of each length, which fill over an hour and look like a leak.
     gc.set_threshold(700, 2, 2)
-    channel.send(Ready(limits, core.stats()))
+    channel.send(messages.Ready(limits, core.stats()))
 
     def report(outputs: list[StepOutput], facts: StepFacts | None) -> None:
-        channel.send(Report(outputs, core.stats(), facts))
+        channel.send(messages.Report(outputs, core.stats(), facts))
 
     try:
         EngineLoop(core, report, commands).run()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from infer.errors import RequestError, UnprocessableError, too_long
 from infer.grammar import Grammar
@@ -54,7 +53,6 @@ class Intake:
         *,
         request_id: str | None = None,
         priority: int = 0,
-        cache_scope: str = "",
     ) -> Request:
         """A valid request for a text (tokenised as the checkpoint says) or a list of token ids."""
         sampling = sampling or SamplingParams()
@@ -63,8 +61,6 @@ class Intake:
         if isinstance(sampling.grammar, Grammar):
             grammar.check(sampling.grammar)
         request_id = request_id or secrets.token_urlsafe(16)
-        if sampling.prompt_logprobs is not None:  # what others have computed has no logits
-            cache_scope = request_id
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -73,35 +69,21 @@ class Intake:
             max_tokens=self._max_tokens(len(token_ids), sampling),
             eos_token_ids=() if sampling.ignore_eos else self._eos,
             priority=priority,
-            cache_scope=cache_scope,
+            # What others have computed has no logits.
+            cache_scope="" if sampling.prompt_logprobs is None else request_id,
             bad_token_ids=self._spellings(sampling.bad_words),
         )
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
-    ) -> list[int]:
-        """The token ids of a conversation; a model without a chat template is a `RequestError`."""
-        return self.render_chat_text(messages, **template_arguments)[1]
-
-    def render_chat_text(
-        self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
-    ) -> tuple[str, list[int]]:
-        """What `render_chat` tokenises, and its result."""
-        if self.tokenizer.chat_template is None:
-            raise RequestError(
-                "this model has no chat template: it completes text and does not chat;"
-                " use /v1/completions (in Python: generate)",
-                param="messages",
-            )
-        return self.tokenizer.apply_chat_template(messages, **template_arguments)
-
     def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt, checked against the vocabulary."""
+        if not isinstance(prompt, (str, list, tuple, range)):
+            raise RequestError(
+                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}",
+                param="prompt",
+            )
+        if not prompt:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
         if isinstance(prompt, str):
-            if not prompt:
-                raise RequestError(
-                    "the prompt is empty: it needs at least one token", param="prompt"
-                )
             try:
                 prompt.encode()
             except UnicodeEncodeError:
@@ -110,11 +92,6 @@ class Intake:
                 ) from None
             self._check_chars(len(prompt))
             return tuple(self.tokenizer.encode(prompt))
-        if not isinstance(prompt, (list, tuple, range)):
-            raise RequestError(
-                f"a prompt must be text or a list of token ids, not {type(prompt).__name__}",
-                param="prompt",
-            )
         self._check_room(len(prompt))  # before a look at each of a million
         vocab_size = self.limits.vocab_size
         for token in prompt:
@@ -127,8 +104,6 @@ class Intake:
                     f"token id {token} is outside the vocabulary (0 to {vocab_size - 1})",
                     param="prompt",
                 )
-        if not prompt:
-            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
         return tuple(prompt)
 
     def _check_chars(self, num_chars: int) -> None:

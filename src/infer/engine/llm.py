@@ -6,16 +6,17 @@ It steps an `EngineCore` in the caller's own thread: no thread, no event loop. A
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from infer.config import EngineConfig
 from infer.engine.assemble import assemble
 from infer.engine.core import EngineCore
-from infer.engine.output import OutputCollector, OutputProcessor, error_of
+from infer.engine.output import OutputProcessor, collected, error_of
 from infer.errors import EngineDeadError, RequestError
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 
@@ -32,24 +33,19 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        self._open(EngineConfig.from_kwargs(model=model, **settings))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> LLM:
-        """Like the constructor, from settings that have been checked before."""
-        llm = cls.__new__(cls)
-        llm._open(config)
-        return llm
-
-    def _open(self, config: EngineConfig) -> None:
-        self.config = config
-        parts = assemble(config)
-        self.tokenizer = parts.tokenizer
+        self.config = EngineConfig.from_kwargs(model=model, **settings)
+        parts = assemble(self.config)
+        self.tokenizer = parts.intake.tokenizer
         self.model_name = parts.model_name
         self._open_core: EngineCore | None = parts.core
         self._intake = parts.intake
         self._processors: dict[str, OutputProcessor] = {}
         self._pieces: dict[str, deque[TextDelta]] = {}
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        """Like the constructor, from settings that have been checked before."""
+        return cls(**dataclasses.asdict(config))
 
     def generate(
         self,
@@ -86,7 +82,8 @@ class LLM:
         )
         if not conversations:
             raise RequestError("messages must not be empty", param="messages")
-        rendered = [self._intake.render_chat(m, **template_arguments) for m in conversations]
+        render = self.tokenizer.apply_chat_template
+        rendered = [render(messages, **template_arguments)[1] for messages in conversations]
         return self.generate(rendered, sampling, progress=progress)
 
     def stream(
@@ -97,7 +94,7 @@ class LLM:
         Leaving the loop early aborts the request.
         """
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            prompt = self._intake.render_chat(prompt)  # type: ignore[arg-type]
+            _, prompt = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
         request = self._intake.make_request(prompt, sampling)  # type: ignore[arg-type]
         return self._stream(request)
 
@@ -120,30 +117,25 @@ class LLM:
 
     def _run(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
         """Feed requests as there is room, so that their number is not limited by the queue."""
-        collectors = {r.request_id: OutputCollector(r) for r in requests}
+        unfinished = {request.request_id: request for request in requests}
         to_add = deque(requests)
-        unfinished = set(collectors)
+        outputs: dict[str, RequestOutput] = {}
         try:
             with _progress_bar(len(requests), progress) as advance:
                 while unfinished:
                     while to_add and self._has_room():
                         self._add(to_add.popleft())
                     self._step()
-                    for request_id in [i for i in unfinished if self._pieces.get(i)]:
-                        pieces = self._pieces[request_id]
-                        while pieces:
-                            piece = pieces.popleft()
-                            collectors[request_id].add(piece)
-                            if piece.finish_reason is FinishReason.ERROR:
-                                raise error_of(piece)
-                            if piece.finish_reason is not None:
-                                unfinished.discard(request_id)
-                                self._drop(request_id)
-                                advance()
+                    for request_id, pieces in list(self._pieces.items()):
+                        if request_id in unfinished and pieces and pieces[-1].finish_reason:
+                            outputs[request_id] = collected(unfinished[request_id], pieces)
+                            del unfinished[request_id]
+                            self._drop(request_id)
+                            advance()
         finally:
             for request_id in unfinished:
                 self._drop(request_id)
-        return [collectors[r.request_id].result() for r in requests]
+        return [outputs[request.request_id] for request in requests]
 
     @property
     def _core(self) -> EngineCore:
@@ -190,12 +182,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
@@ -219,30 +206,16 @@ def _per_prompt(
     return each
 
 
-class _progress_bar:
+@contextmanager
+def _progress_bar(total: int, show: bool | None) -> Iterator[Callable[[], None]]:
     """A bar over the prompts on stderr; `with _progress_bar(n, show) as advance`."""
+    if not ((total > 1 and sys.stderr.isatty()) if show is None else show):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    def __init__(self, total: int, show: bool | None) -> None:
-        self._total = total
-        self._show = (total > 1 and sys.stderr.isatty()) if show is None else show
-
-    def __enter__(self) -> Any:
-        if not self._show:
-            return lambda: None
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-        self._bar = Progress(
-            "prompts",
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        task = self._bar.add_task("prompts", total=self._total)
-        self._bar.start()
-        return lambda: self._bar.advance(task)
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._show:
-            self._bar.stop()
+    columns = ("prompts", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=total)
+        yield lambda: bar.advance(task)

@@ -18,10 +18,9 @@ import msgspec
 
 from infer.engine.intake import Limits
 from infer.engine.worker import Command
-from infer.errors import ConfigError, LoadError
 from infer.facts import StepFacts
 from infer.text.checkpoint_files import TextFiles
-from infer.types import Request, SamplingParams, StepOutput
+from infer.types import ErrorRecord, Request, SamplingParams, StepOutput
 
 _PIECE = 1 << 18
 
@@ -50,20 +49,10 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """The engine cannot be made; `field` names the setting that is to blame, if one is."""
+    """The engine cannot be made."""
 
-    message: str
-    field: str | None = None
-
-    @classmethod
-    def of(cls, error: LoadError) -> Refused:
-        """What `error` makes an equal error of on the other side."""
-        field = error.field if isinstance(error, ConfigError) else None
-        return cls(str(error).removeprefix(f"{field}: "), field)
-
-    def error(self) -> LoadError:
-        """The error, to be raised where the server was started."""
-        return ConfigError(self.field, self.message) if self.field else LoadError(self.message)
+    error: ErrorRecord
+    """to be raised where the server was started"""
 
 
 class Report(msgspec.Struct, array_like=True, tag="report"):

@@ -8,10 +8,12 @@ whoever owns the processor then aborts it in the core (`needs_abort`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from infer.errors import InferError
 from infer.text.stop import StopMatcher
 from infer.text.tokenizer import Tokenizer
-from infer.types import FinishReason, Request, RequestOutput, StepOutput, TextDelta, TokenLogprobs
+from infer.types import FinishReason, Request, RequestOutput, StepOutput, TextDelta
 
 _BY_TOKEN = (FinishReason.EOS, FinishReason.STOP)
 
@@ -21,7 +23,6 @@ class OutputProcessor:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
-        self.request = request
         self.finish_reason: FinishReason | None = None
         self.needs_abort = False
         """the request ended here while the core still works on it"""
@@ -78,37 +79,20 @@ def error_of(delta: TextDelta) -> InferError:
     return delta.error.exception()
 
 
-class OutputCollector:
-    """Adds the deltas of one request up to a `RequestOutput`."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-        self._last: TextDelta | None = None
-
-    def add(self, delta: TextDelta) -> None:
-        """Take the next delta."""
-        self._text.append(delta.text)
-        self._token_ids += delta.token_ids
-        self._logprobs += delta.logprobs
-        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
-        self._last = delta
-
-    def result(self) -> RequestOutput:
-        """The whole output; call it after the delta with a finish reason."""
-        assert self._last is not None
-        assert self._last.finish_reason is not None
-        wanted = self.request.sampling.logprobs is not None
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt_token_ids=self.request.prompt_token_ids,
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
-            finish_reason=self._last.finish_reason,
-            logprobs=tuple(self._logprobs) if wanted else None,
-            num_cached=self._last.num_cached,
-            prompt_logprobs=self._prompt_logprobs,
-        )
+def collected(request: Request, pieces: Sequence[TextDelta]) -> RequestOutput:
+    """All the pieces of a request as one; raises the error that it ended with, if one did."""
+    last = pieces[-1]
+    assert last.finish_reason is not None
+    if last.finish_reason is FinishReason.ERROR:
+        raise error_of(last)
+    logprobs = tuple(entry for piece in pieces for entry in piece.logprobs)
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        finish_reason=last.finish_reason,
+        logprobs=None if request.sampling.logprobs is None else logprobs,
+        num_cached=last.num_cached,
+        prompt_logprobs=pieces[0].prompt_logprobs,
+    )

@@ -26,22 +26,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import infer.engine.messages as messages
 from infer.engine.child import DUMP_SIGNAL
 from infer.engine.core import GAUGES
 from infer.engine.intake import Limits
 from infer.engine.ledger import Ledger
-from infer.engine.messages import (
-    Alone,
-    Begin,
-    Channel,
-    Event,
-    Log,
-    Ready,
-    Refused,
-    Report,
-    Text,
-    read_event,
-)
 from infer.engine.worker import HEARTBEAT_S, SOFT_LIMIT_S, Command, Deliver
 from infer.errors import EngineDeadError, LoadError
 from infer.types import ErrorRecord, Request, StepOutput
@@ -60,7 +49,7 @@ _MAX_PAUSE_S = 30.0
 class _Life:
     """One engine process, from its start to its end."""
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, begin: messages.Begin) -> None:
         self.alone = ""
         """the request it is computing by itself"""
         self.killed = False
@@ -78,7 +67,7 @@ class _Life:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
-        self._channel = Channel(ours)
+        self._channel = messages.Channel(ours)
         self._writer = threading.Thread(target=self._write, args=(begin,), daemon=True)
         self._writer.start()
 
@@ -95,7 +84,7 @@ class _Life:
         """Does not wait; what is sent while the last frame is being written goes in one frame."""
         self._commands.put(command)
 
-    def _write(self, begin: Begin) -> None:
+    def _write(self, begin: messages.Begin) -> None:
         with contextlib.suppress(OSError):  # it has died; the reader finds out
             self._channel.send(begin)
             while True:
@@ -108,7 +97,7 @@ class _Life:
                     return
                 self._channel.send(wanted)
 
-    def events(self, hang_s: float | None) -> Iterator[Event]:
+    def events(self, hang_s: float | None) -> Iterator[messages.Event]:
         """What it reports, until it ends. `hang_s`: the watchdog's hard limit; None = none."""
         for frame in self._channel.frames(patience_s=HEARTBEAT_S):
             if frame is None:
@@ -116,8 +105,8 @@ class _Life:
                     self._watch(self.silence_s, hang_s)
                 continue
             self._heard_s, self._has_dumped = time.monotonic(), False
-            event = read_event(frame)
-            if isinstance(event, Log):
+            event = messages.read_event(frame)
+            if isinstance(event, messages.Log):
                 logging.getLogger(event.logger).log(event.level, "%s", event.line)
             else:
                 yield event
@@ -156,7 +145,7 @@ class EngineProcess:
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings`, over there."""
         level = logging.getLogger("infer").getEffectiveLevel()
-        self._begin = Begin(factory, dict(settings), level)
+        self._begin = messages.Begin(factory, dict(settings), level)
         self._hang_s = hang_s
         self._lock = threading.Lock()
         """held to change the ledger together with who gets the commands"""
@@ -174,7 +163,7 @@ class EngineProcess:
         self._died: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
 
-    def launch(self, on_text: Callable[[Text], None]) -> Limits:
+    def launch(self, on_text: Callable[[messages.Text], None]) -> Limits:
         """Start the first process; raises the `LoadError` that keeps it from starting.
 
         `on_text` is called while it loads its weights; what it raises ends the process.
@@ -275,9 +264,9 @@ class EngineProcess:
     def _follow(self, life: _Life) -> None:
         """Pass on what a process reports, until it ends; and put down what it leaves behind."""
         for event in life.events(self._hang_s):
-            if isinstance(event, Alone):
+            if isinstance(event, messages.Alone):
                 life.alone = event.request_id
-            elif isinstance(event, Report):
+            elif isinstance(event, messages.Report):
                 life.alone, self._stats = "", event.stats
                 outputs: list[StepOutput] = []
                 if event.outputs:
@@ -352,12 +341,12 @@ class EngineProcess:
                 ends = self._ledger.fail_all(reason)
             self._deliver(ends, None)
 
-    def _greet(self, life: _Life, on_text: Callable[[Text], None]) -> Ready:
+    def _greet(self, life: _Life, on_text: Callable[[messages.Text], None]) -> messages.Ready:
         for event in life.events(None):
-            if isinstance(event, Text):
+            if isinstance(event, messages.Text):
                 on_text(event)
-            elif isinstance(event, Refused):
-                raise event.error()
-            elif isinstance(event, Ready):
+            elif isinstance(event, messages.Refused):
+                raise event.error.exception()
+            elif isinstance(event, messages.Ready):
                 return event
         raise LoadError(f"the engine process ended while it started (exit code {life.reap()})")

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from infer.engine.core import EngineCore
@@ -146,17 +147,15 @@ class EngineThread:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._deliver: Deliver | None = None
-        self._died: Callable[[], None] | None = None
         self._thread: threading.Thread | None = None
         self._heard_s = 0.0
 
     def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
         """See `EngineClient`."""
         assert self._thread is None, "an engine is started once"
-        self._deliver, self._died = deliver, died
         self._heard_s = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
+        run = partial(self._run, deliver, died)
+        self._thread = threading.Thread(target=run, name="infer-engine", daemon=True)
         self._thread.start()
 
     @property
@@ -192,15 +191,14 @@ class EngineThread:
         """Each number is exact, their set may straddle a step."""
         return self._core.stats()
 
-    def _run(self) -> None:
+    def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
+        def send(outputs: list[StepOutput], facts: StepFacts | None) -> None:
+            self._heard_s = time.monotonic()
+            if outputs or facts:
+                deliver(outputs, facts)
+
         try:
-            EngineLoop(self._core, self._send, self._commands).run()
+            EngineLoop(self._core, send, self._commands).run()
         except BaseException:
             log.exception("the engine has died")
-            assert self._died is not None
-            self._died()
-
-    def _send(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
-        self._heard_s = time.monotonic()
-        if (outputs or facts) and self._deliver is not None:
-            self._deliver(outputs, facts)
+            died()

@@ -153,8 +153,3 @@ def fused(
     return make_linear(
         weights, torch.cat(biases) if biases else None, fusion, quantization=source.quantization
     )
-
-
-def build(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Decoder:
-    """What `models.model.build_model` calls."""
-    return Decoder(config, source, max_seq_len)

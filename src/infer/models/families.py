@@ -7,10 +7,10 @@ list of problems by name; nothing is ignored. Used by `models.registry` only. St
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from infer.models.config import ConfigReader, ModelConfig
+from infer.models.config import ConfigReader, ModelConfig, RopeConfig
 from infer.models.rope_config import read_rope, read_rope_spec
 
 Windows = tuple[int | None, ...]
@@ -19,13 +19,8 @@ Windows = tuple[int | None, ...]
 def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Llama 2 and 3."""
     reader.only("pretraining_tp", (1,), 1)
-    bias = reader.get("attention_bias", bool, False)
-    return dataclasses.replace(
-        _decoder(architecture, reader),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=reader.get("mlp_bias", bool, False),
-    )
+    config = _decoder(architecture, reader, may_have_bias=True)
+    return dataclasses.replace(config, mlp_bias=reader.get("mlp_bias", bool, False))
 
 
 def read_mistral(architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -45,15 +40,8 @@ def read_qwen2(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_qwen3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """Qwen3, dense: normed query and key heads, whose size is not hidden / heads."""
-    config = _decoder(architecture, reader)
-    bias = reader.get("attention_bias", bool, False)
-    return dataclasses.replace(
-        config,
-        qkv_bias=bias,
-        o_bias=bias,
-        qk_norm=True,
-        windows=_qwen_windows(config, reader),
-    )
+    config = _decoder(architecture, reader, may_have_bias=True)
+    return dataclasses.replace(config, qk_norm=True, windows=_qwen_windows(config, reader))
 
 
 def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -76,20 +64,15 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
         "tie_word_embeddings": True,
     }
     reader.raw = {**defaults, **{k: v for k, v in reader.raw.items() if v is not None}}
-    config = _decoder(architecture, reader, rope=False, activation="hidden_activation")
-    bias = reader.get("attention_bias", bool, False)
+    config = _decoder(architecture, reader, may_have_bias=True, is_llama=False)
     scalar = reader.get("query_pre_attn_scalar", (int, float), 256)
     pattern = reader.raw.get("sliding_window_pattern", 6)
-    default = ["sliding_attention" if (i + 1) % pattern else "full_attention"
-               for i in range(config.num_layers)]  # fmt: skip
     rope, local = _gemma3_ropes(reader, config.max_seq_len)
     return dataclasses.replace(
         config,
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         query_scale=scalar**-0.5,
-        windows=_windows(reader, reader.raw.get("layer_types") or default, config.num_layers),
+        windows=_windows(reader, config.num_layers, lambda i: (i + 1) % pattern != 0),
         rope=rope,
         local_rope=local,
         final_softcap=reader.get("final_logit_softcapping", (int, float), None),
@@ -120,12 +103,12 @@ def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 
 def _decoder(
-    architecture: str, reader: ConfigReader, *, rope: bool = True, activation: str = "hidden_act"
+    architecture: str, reader: ConfigReader, *, may_have_bias: bool = False, is_llama: bool = True
 ) -> ModelConfig:
-    """What Llama and its relatives have in common."""
+    """What Llama and its relatives have in common; `is_llama`: activation and RoPE are its too."""
     hidden = reader.size("hidden_size")
     heads = reader.size("num_attention_heads")
-    if activation == "hidden_act":
+    if is_llama:
         reader.only("hidden_act", ("silu",), "silu")
     kv_heads = reader.size("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -133,7 +116,8 @@ def _decoder(
             f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
         )
     max_position = reader.size("max_position_embeddings", 2048)
-    config = ModelConfig(
+    bias = may_have_bias and reader.get("attention_bias", bool, False)
+    return ModelConfig(
         architecture=architecture,
         vocab_size=reader.size("vocab_size"),
         hidden_size=hidden,
@@ -146,10 +130,10 @@ def _decoder(
         norm_eps=reader.get("rms_norm_eps", float, 1e-6),
         tie_embeddings=reader.get("tie_word_embeddings", bool, False),
         dtype=_dtype(reader),
+        qkv_bias=bias,
+        o_bias=bias,
+        rope=read_rope(reader, max_position=max_position) if is_llama else RopeConfig(),
     )
-    if not rope:
-        return config
-    return dataclasses.replace(config, rope=read_rope(reader, max_position=max_position))
 
 
 def _dtype(reader: ConfigReader) -> str:
@@ -161,13 +145,14 @@ def _qwen_windows(config: ModelConfig, reader: ConfigReader) -> Windows:
     if not reader.get("use_sliding_window", bool, False):
         return ()
     first = reader.get("max_window_layers", int, 28)
-    default = ["sliding_attention" if i >= first else "full_attention"
-               for i in range(config.num_layers)]  # fmt: skip
-    return _windows(reader, reader.raw.get("layer_types") or default, config.num_layers)
+    return _windows(reader, config.num_layers, lambda i: i >= first)
 
 
-def _windows(reader: ConfigReader, layer_types: Any, num_layers: int) -> Windows:
+def _windows(reader: ConfigReader, num_layers: int, slides: Callable[[int], bool]) -> Windows:
+    """`slides`: whether a layer has a window, where the config does not say."""
     known = ("sliding_attention", "full_attention")
+    usual = [known[0] if slides(i) else known[1] for i in range(num_layers)]
+    layer_types = reader.raw.get("layer_types") or usual
     if (
         not isinstance(layer_types, list)
         or len(layer_types) != num_layers

@@ -87,8 +87,3 @@ def _root(source: WeightSource) -> str:
             source.drop_prefix("model.vision_tower.", "model.multi_modal_projector.")
             return "model.language_model." if prefix.startswith("model.") else f"{prefix}model."
     return "model."
-
-
-def build(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Gemma3:
-    """What `models.model.build_model` calls."""
-    return Gemma3(config, source, max_seq_len)

@@ -54,7 +54,8 @@ class _Layer:
 class GPT2:
     """See the module's docstring."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource) -> None:
+    def __init__(self, config: ModelConfig, source: WeightSource, max_seq_len: int) -> None:
+        """The checkpoint's table of positions is used whole, however few `max_seq_len` are."""
         self.config = config
         root = "transformer." if source.has_prefix("transformer.") else ""
         hidden = config.hidden_size
@@ -81,8 +82,3 @@ def _turned(source: WeightSource, name: str, width: int, rows: int) -> Linear:
     weight = source.take(f"{name}.weight", (width, rows))
     bias = source.take(f"{name}.bias", (rows,))
     return make_linear(weight.T.contiguous(), bias, quantization=source.quantization)
-
-
-def build(config: ModelConfig, source: WeightSource, max_seq_len: int) -> GPT2:
-    """What `models.model.build_model` calls; the checkpoint's table of positions is used whole."""
-    return GPT2(config, source)

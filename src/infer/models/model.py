@@ -8,7 +8,7 @@ tensor of the checkpoint was used.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Protocol
 
 from torch import Tensor
@@ -38,7 +38,7 @@ class Model(Protocol):
 
 def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Model:
     """A model of that shape with the source's weights; `LoadError` if the two do not fit."""
-    decoder = import_module(find_architecture(config.architecture).decoder)
-    model: Model = decoder.build(config, source, max_seq_len)
+    decoder = resolve_name(find_architecture(config.architecture).decoder)
+    model: Model = decoder(config, source, max_seq_len)
     source.finish()
     return model

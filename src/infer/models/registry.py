@@ -1,7 +1,7 @@
 """The architectures that can be loaded: name in `config.json` → how its config is read.
 
 Adding a family whose equations agree with an existing decoder is one row here and one function in
-`models.families`. Stdlib only: the decoder is named by module and imported when a model is built.
+`models.families`. Stdlib only: the decoder is named and imported when a model is built.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from infer.errors import LoadError
@@ -19,7 +18,7 @@ from infer.models.config import ConfigReader, ModelConfig, load_json
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row: the family, how to read its config, the module with its equations, what it has."""
+    """One row: the family, how to read its config, the class with its equations, what it has."""
 
     family: str
     read: Callable[[str, ConfigReader], ModelConfig]
@@ -27,34 +26,35 @@ class Architecture:
     notes: str
 
 
-_DECODER = "infer.models.decoder"
+_DECODER = "infer.models.decoder:Decoder"
 _GEMMA3 = Architecture(
     "Gemma 3",
     families.read_gemma3,
-    "infer.models.gemma3",
+    "infer.models.gemma3:Gemma3",
     "text models; sliding and global layers, two RoPE tables, final soft-capping",
 )
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        "LlamaForCausalLM": Architecture(
-            "Llama 2, 3.x", families.read_llama, _DECODER, "RoPE scaling, biases, tied or untied"
-        ),
-        "MistralForCausalLM": Architecture(
-            "Mistral (dense)", families.read_mistral, _DECODER, "sliding window"
-        ),
-        "Qwen2ForCausalLM": Architecture(
-            "Qwen2, Qwen2.5", families.read_qwen2, _DECODER, "q/k/v biases, sliding window"
-        ),
-        "Qwen3ForCausalLM": Architecture(
-            "Qwen3 (dense)", families.read_qwen3, _DECODER, "q/k norm, sliding window"
-        ),
-        "Gemma3ForCausalLM": _GEMMA3,
-        "Gemma3ForConditionalGeneration": _GEMMA3,
-        "GPT2LMHeadModel": Architecture(
-            "GPT-2", families.read_gpt2, "infer.models.gpt2", "learned positions; no chat template"
-        ),
-    }
-)
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "LlamaForCausalLM": Architecture(
+        "Llama 2, 3.x", families.read_llama, _DECODER, "RoPE scaling, biases, tied or untied"
+    ),
+    "MistralForCausalLM": Architecture(
+        "Mistral (dense)", families.read_mistral, _DECODER, "sliding window"
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        "Qwen2, Qwen2.5", families.read_qwen2, _DECODER, "q/k/v biases, sliding window"
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        "Qwen3 (dense)", families.read_qwen3, _DECODER, "q/k norm, sliding window"
+    ),
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "GPT2LMHeadModel": Architecture(
+        "GPT-2",
+        families.read_gpt2,
+        "infer.models.gpt2:GPT2",
+        "learned positions; no chat template",
+    ),
+}
 
 
 def find_architecture(name: str) -> Architecture:

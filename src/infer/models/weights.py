@@ -177,11 +177,11 @@ def _open(path: Path) -> Any:
         raise LoadError(f"{path}: not a safetensors file, or cut short ({error})") from None
 
 
-def dummy_source(dtype: torch.dtype, device: torch.device, seed: int = 0) -> WeightSource:
+def dummy_source(dtype: torch.dtype, device: torch.device) -> WeightSource:
     """A source of random weights: scaled so that activations stay near one, the same every time."""
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(shape) == 1:
             bias = name.endswith(".bias")
             return torch.zeros(shape) if bias else torch.ones(shape)

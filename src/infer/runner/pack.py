@@ -82,8 +82,6 @@ class Packer:
                 seq_lens=seq_lens,
                 slot_mapping=slot_mapping,
                 page_tables=self._page_tables([chunk.sequence.table.pages for chunk in plan]),
-                max_query_len=max(chunk.num_tokens for chunk in plan),
-                max_seq_len=max(seq_lens),
             ),
             sampled_rows=sampled_rows,
             sampled=sampled,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from operator import attrgetter
-from types import MappingProxyType
 
 from infer.schedule.sequence import Sequence
 
@@ -37,11 +36,9 @@ def decode_round_robin(seated: Seq[Sequence]) -> list[Sequence]:
     return sorted(decoding, key=attrgetter("last_turn")) + prompts
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {
-        "fcfs": fcfs,
-        "prefill_first": prefill_first,
-        "decode_round_robin": decode_round_robin,
-    }
-)
+POLICIES: Mapping[str, Policy] = {
+    "fcfs": fcfs,
+    "prefill_first": prefill_first,
+    "decode_round_robin": decode_round_robin,
+}
 """By the names in `config.SCHEDULER_POLICIES`."""

@@ -52,6 +52,11 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
+        self._queues = {
+            Status.WAITING: self.waiting,
+            Status.RUNNING: self.running,
+            Status.PREEMPTED: self.preempted,
+        }
         self.happened: list[Happening] = []
         """since the last step; whoever steps takes it away"""
         self._accounts = Accounts()
@@ -90,7 +95,7 @@ class Scheduler:
             raise OverloadedError(
                 f"the queue is full: {self.num_unfinished} requests are running or waiting"
             )
-        sequence = Sequence.from_request(request, self._num_arrived, self.clock())
+        sequence = Sequence.from_request(request, self._num_arrived)
         self._num_arrived += 1
         self._by_id[request.request_id] = sequence
         self._accounts.join(sequence)
@@ -101,21 +106,21 @@ class Scheduler:
 
     def abort(self, request_id: str) -> StepOutput | None:
         """End a request now, wherever it is; None, and nothing happens, if it is not here."""
-        sequence = self._by_id.get(request_id)
-        if sequence is None:
-            return None
-        self._finish(sequence, FinishReason.ABORT)
-        self._settle_batch()
-        return StepOutput(request_id, None, FinishReason.ABORT, num_cached=sequence.num_cached)
+        return self._end(request_id, FinishReason.ABORT)
 
     def fail(self, request_id: str, message: str) -> StepOutput | None:
         """Like `abort`, for a request on which the engine itself failed."""
+        return self._end(request_id, FinishReason.ERROR, ErrorRecord(message))
+
+    def _end(
+        self, request_id: str, reason: FinishReason, error: ErrorRecord | None = None
+    ) -> StepOutput | None:
         sequence = self._by_id.get(request_id)
         if sequence is None:
             return None
-        self._finish(sequence, FinishReason.ERROR)
+        self._finish(sequence, reason)
         self._settle_batch()
-        return StepOutput(request_id, None, FinishReason.ERROR, error=ErrorRecord(message))
+        return StepOutput(request_id, None, reason, num_cached=sequence.num_cached, error=error)
 
     def schedule(self, *, flush: bool = False) -> Plan:
         """Decide the next step. `flush`: nobody else will come, so do not wait for company."""
@@ -343,12 +348,7 @@ class Scheduler:
         return None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        queues = {
-            Status.WAITING: self.waiting,
-            Status.RUNNING: self.running,
-            Status.PREEMPTED: self.preempted,
-        }
-        queues[sequence.status].remove(sequence)
+        self._queues[sequence.status].remove(sequence)
         if sequence.admitted_s is not None and self.config.batching_mode == "static":
             self._batch_lengths.append(len(sequence.tokens))
         if self.config.hold_pages_until_batch_ends:
@@ -356,10 +356,9 @@ class Scheduler:
         else:
             self.allocator.release(sequence.table)
         sequence.status = Status.FINISHED
-        sequence.finish_reason = reason
         del self._by_id[sequence.request_id]
         self._accounts.leave(sequence)
-        self.stats.count_finished(reason)
+        self.stats.num_finished[reason] += 1
 
     def _settle_batch(self) -> None:
         """When the room is empty: give held pages back, and note what padding would have cost."""
@@ -376,11 +375,7 @@ class Scheduler:
         """Assert the invariants that tie sequences, pages and counts together. For tests."""
         seated = [*self.running, *self.preempted]
         assert len(seated) <= self.num_seats
-        for queue, status in (
-            (self.waiting, Status.WAITING),
-            (self.running, Status.RUNNING),
-            (self.preempted, Status.PREEMPTED),
-        ):
+        for status, queue in self._queues.items():
             assert [s.rank for s in queue] == sorted(s.rank for s in queue)
             assert all(s.status is status for s in queue)
         everyone = [*self.waiting, *seated]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from infer.cache.allocator import PageTable
-from infer.types import FinishReason, Request, TokenLogprobs
+from infer.types import Request, TokenLogprobs
 
 ARRIVALS_PER_PRIORITY = 256
 """how many later requests may overtake one, for each level of priority that they are above it"""
@@ -42,7 +42,6 @@ class Sequence:
     request: Request
     arrival: int
     """order of arrival"""
-    arrival_s: float
     tokens: list[int]
     """prompt and output"""
     num_prompt: int
@@ -50,7 +49,6 @@ class Sequence:
     """how many of `tokens` have their keys and values in the cache"""
     table: PageTable = field(default_factory=PageTable)
     status: Status = Status.WAITING
-    finish_reason: FinishReason | None = None
     num_cached: int = 0
     """prompt tokens that it found computed by others, up to its first preemption"""
     num_preemptions: int = 0
@@ -67,12 +65,11 @@ class Sequence:
     """the runner's, of a request with a grammar; it follows from the tokens and is never asked"""
 
     @classmethod
-    def from_request(cls, request: Request, arrival: int, now_s: float) -> Sequence:
+    def from_request(cls, request: Request, arrival: int) -> Sequence:
         """A fresh sequence that waits."""
         return cls(
             request=request,
             arrival=arrival,
-            arrival_s=now_s,
             tokens=[*request.prompt_token_ids, *request.output_token_ids],
             num_prompt=len(request.prompt_token_ids),
             end_token_ids=frozenset(request.eos_token_ids)

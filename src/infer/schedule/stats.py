@@ -5,6 +5,7 @@ Written by the scheduler, read by `EngineCore.stats` (and from there by /health,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ class SchedulerStats:
     """requests that were accepted; equals waiting + running + preempted + finished"""
     num_rejected: int = 0
     """requests that were refused because the queue was full"""
-    num_finished: dict[FinishReason, int] = field(default_factory=dict)
+    num_finished: Counter[FinishReason] = field(default_factory=Counter)
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
@@ -33,10 +34,6 @@ class SchedulerStats:
     num_padded_tokens: int = 0
     """static mode: what the classical implementation would have computed for them, which pads
     every row to the longest; reported, never computed"""
-
-    def count_finished(self, reason: FinishReason) -> None:
-        """One more request has ended."""
-        self.num_finished[reason] = self.num_finished.get(reason, 0) + 1
 
     def count_batch(self, lengths: Seq[int]) -> None:
         """One more static batch has ended, whose members had these lengths."""

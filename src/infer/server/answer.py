@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from infer.engine.async_llm import AsyncLLM
-from infer.errors import EngineError
 from infer.server.intake import tool_format
 from infer.server.logprobs import ChoiceLogprobs
 from infer.server.wire import ChatBody, CompletionBody, Generation, StreamOptions
@@ -35,10 +34,7 @@ def wire_reason(reason: FinishReason, error: ErrorRecord | None = None) -> str:
     """OpenAI's word for why a choice ended; raises where it was not finished but broken off."""
     if error is not None:
         raise error.exception()
-    if reason is FinishReason.ERROR:
-        raise EngineError("the engine failed on this request")
-    if reason is FinishReason.ABORT:
-        raise EngineError("the server has cancelled this request")
+    assert reason not in (FinishReason.ERROR, FinishReason.ABORT), "an error says why"
     return "length" if reason is FinishReason.LENGTH else "stop"
 
 
@@ -85,21 +81,18 @@ class CompletionAnswer:
             "created": int(time.time()),
             "model": engine.model_name,
         }
+        self._wire = wire
+        self._requests = requests
         self._tokenizer = engine.tokenizer
         self._options = wire.stream_options or StreamOptions()
         self._before = dump(self._head)[:-1] + ',"choices":['
         self._after = '],"usage":null}' if self._options.include_usage else "]}"
-        self._num_choices = len(requests)
-        self._n = wire.n
         self.num_prompt = sum(len(request.prompt_token_ids) for request in requests[:: wire.n])
         self._num_completion = 0
         self._num_cached: dict[int, int] = {}
         self._looks = wire.max_tokens == 0
         """only the prompt is to be looked at: what was sampled is not shown"""
-        self._requests = requests
-        self._tells_ids = wire.return_token_ids
         self._begun: set[int] = set()
-        self._num_prompt_logprobs = wire.prompt_logprobs
         self._echoes: dict[int, str] = {}
         """texts of the prompts that are still to be echoed, by choice"""
         if isinstance(wire, CompletionBody) and wire.echo:
@@ -115,7 +108,7 @@ class CompletionAnswer:
         """Choice `index` has more tokens. Its siblings find its prompt in the cache, which is no
         hit that the caller could have had before; so the first one of a prompt counts."""
         self._num_completion += 0 if self._looks else len(part.token_ids)
-        if index % self._n == 0:
+        if index % self._wire.n == 0:
             self._num_cached[index] = part.num_cached
 
     def usage(self) -> dict[str, Any]:
@@ -142,7 +135,7 @@ class CompletionAnswer:
                 "finish_reason": self._reason(index, output.finish_reason),
                 **ids,
             }
-            if self._num_prompt_logprobs is not None:
+            if self._wire.prompt_logprobs is not None:
                 choice["prompt_logprobs"] = self._prompt_logprobs(index, output)
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": self.usage()}
@@ -155,7 +148,7 @@ class CompletionAnswer:
         """What is new in choice `index`."""
         self.count(index, delta)
         logprobs, extra = "null", ""
-        if self._tells_ids:
+        if self._wire.return_token_ids:
             extra = "," + dump(self._ids(index, delta, first=index not in self._begun))[1:-1]
             self._begun.add(index)
         shown = self._shown(index, delta)
@@ -193,13 +186,13 @@ class CompletionAnswer:
 
     def _ids(self, index: int, part: Part, *, first: bool) -> dict[str, Any]:
         """What `return_token_ids` adds to a choice."""
-        if not self._tells_ids:
+        if not self._wire.return_token_ids:
             return {}
         prompt = {"prompt_token_ids": self._requests[index].prompt_token_ids} if first else {}
         return {**prompt, "token_ids": () if self._looks else part.token_ids}
 
     def _prompt_logprobs(self, index: int, output: RequestOutput) -> list[dict[str, Any] | None]:
-        ids, count = self._requests[index].prompt_token_ids, self._num_prompt_logprobs
+        ids, count = self._requests[index].prompt_token_ids, self._wire.prompt_logprobs
         entries = output.prompt_logprobs or ()
         cut = [TokenLogprobs(entry.logprob, entry.top[:count]) for entry in entries]
         return ChoiceLogprobs(self._tokenizer, skip_special=False).prompt(ids, cut)
@@ -260,20 +253,12 @@ class ChatAnswer(CompletionAnswer):
         self._shows_reasoning = wire.include_reasoning
 
     def opening(self) -> Iterator[bytes]:
-        for index in range(self._num_choices):
+        for index in range(len(self._requests)):
             yield self._chunk(index, '"delta":{"role":"assistant","content":""}')
 
     def _parsed(self, index: int, text: str, *, end: bool) -> dict[str, Any]:
         """What is new in a choice, as members of its message."""
-        parser = self._parsers[index]
-        reasoning, content, calls = parser.push(text)
-        if end:
-            last = parser.finish()
-            reasoning, content, calls = (
-                reasoning + last.reasoning,
-                content + last.content,
-                calls + last.calls,
-            )
+        reasoning, content, calls = self._parsers[index].push(text, end=end)
         new: dict[str, Any] = {}
         if reasoning and self._shows_reasoning:
             new["reasoning_content"] = reasoning

@@ -38,7 +38,7 @@ from infer.server.prefixes import PublicPrefixes
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
 from infer.server.stream import Events, EventStream, all_of, unless_gone
-from infer.server.tenants import Gate, num_queued, tenant_of
+from infer.server.tenants import Gate, tenant_of
 from infer.server.tracing import make_tracing
 from infer.server.visit import Visit
 from infer.server.wire import (
@@ -109,7 +109,7 @@ class Endpoints:
     ) -> Response:
         engine = self._engine
         visit, tenant = Visit.of(http.scope), tenant_of(http.scope)
-        tenant.enter(visit, num_queued(self._stories, tenant))
+        tenant.enter(visit, self._stories.num_queued(tenant.key.id))
         body = await self._pool.read_object(http)
         turn = await self.conversations.begin(http, body) if model is ChatBody else None
         wire = await self._pool.computed(http, self._checked, http, model, body)
@@ -287,9 +287,7 @@ def layers(
     settings: ServerSettings, on_end: Sequence[Callable[[Visit], None]] = ()
 ) -> list[Middleware]:
     """What is around an app, from the outside in."""
-    found = [
-        Middleware(Edge, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_visit)),
-    ]
+    found = [Middleware(Edge, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_visit))]
     if settings.origins:
         found.append(
             Middleware(

@@ -100,13 +100,13 @@ class Conversations:
         owner = tenant_of(http.scope).key.id
         if name in self._busy:
             raise busy()
-        history = await asyncio.to_thread(self._sessions.history, owner, name)
+        found = await asyncio.to_thread(self._sessions.read, owner, name)
         if name in self._busy:
             raise busy()
         self._busy.add(name)
         Visit.of(http.scope).leaving.callback(self._busy.discard, name)
-        body["messages"] = [*history, *asked]
-        return Turn(self._sessions, owner, name, len(history), asked)
+        body["messages"] = [*found["messages"], *asked]
+        return Turn(self._sessions, owner, name, len(found["messages"]), asked)
 
     @takes(SessionBody)
     async def _create(self, http: HttpRequest) -> Response:

@@ -50,7 +50,6 @@ class HttpError(RequestError):
     def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
         self.status = status
-        self.retry_after_s: int | None = None
 
 
 def headers_too_large() -> HttpError:

@@ -54,16 +54,14 @@ STREAM_FIELDS: Inert = {"include_obfuscation": (False,)}
 
 def has_no_effect(value: Any, accepted: tuple[Any, ...]) -> bool:
     """Whether `value` is one of the accepted ones; 1 and 1.0 are the same only to a number."""
-    for one in accepted:
-        if isinstance(one, type):
-            same = isinstance(value, one)
-        elif isinstance(one, float):
-            same = type(value) in (int, float) and value == one
-        else:
-            same = type(value) is type(one) and value == one
-        if same:
-            return True
-    return False
+    return any(_fits(value, one) for one in accepted)
+
+
+def _fits(value: Any, accepted: Any) -> bool:
+    if isinstance(accepted, type):
+        return isinstance(value, accepted)
+    kinds = (int, float) if isinstance(accepted, float) else (type(accepted),)
+    return type(value) in kinds and bool(value == accepted)
 
 
 def shown(accepted: tuple[Any, ...]) -> str:

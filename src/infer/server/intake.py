@@ -52,7 +52,7 @@ def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
     prompt may be longer than the model serves: by how much is what a caller may want to know."""
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire):
-        return engine.render_chat_text(messages, **wire.template_arguments)
+        return engine.tokenizer.apply_chat_template(messages, **wire.template_arguments)
 
 
 def plain_messages(wire: Conversation) -> list[dict[str, Any]]:

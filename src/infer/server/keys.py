@@ -121,11 +121,17 @@ class Keys:
         self._stamp = (status.st_mtime_ns, status.st_ino)
 
     def _write(self) -> None:
-        beside = self._path.with_name(f".{self._path.name}.new")
-        beside.unlink(missing_ok=True)
-        with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump({"keys": [dataclasses.asdict(key) for key in self._keys]}, file, indent=1)
-        beside.replace(self._path)
+        keys = [dataclasses.asdict(key) for key in self._keys]
+        write_private(self._path, json.dumps({"keys": keys}, indent=1))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file, at once; nobody but its owner may read it."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    beside.replace(path)
 
 
 def _digest(token: str) -> str:

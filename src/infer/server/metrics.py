@@ -12,9 +12,8 @@ import json
 import logging
 import statistics
 import time
-from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ from prometheus_client.core import (
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.facts import StepFacts
-from infer.server.story import GAP_BUCKETS_S, Stories, Story
+from infer.server.keys import write_private
+from infer.server.story import GAP_BUCKETS_S, Histogram, Stories, Story
 from infer.server.visit import Visit
 
 log = logging.getLogger("infer.server")
@@ -58,11 +58,7 @@ _SIZES: dict[str, Callable[[Story], int]] = {
     "request_params_n": lambda story: len(story.tracks),
     "request_num_preemptions": lambda story: story.num_preemptions,
 }
-_GAUGES = {
-    "num_requests_running": "num_running",
-    "num_requests_waiting": "num_waiting",
-    "num_requests_preempted": "num_preempted",
-}
+_GAUGES = {f"num_requests_{how}": f"num_{how}" for how in ("running", "waiting", "preempted")}
 _COUNTERS = {
     "prompt_tokens": "num_prompt_tokens",
     "prompt_tokens_cached": "num_cached_tokens",
@@ -73,20 +69,6 @@ _COUNTERS = {
     "engine_steps": "num_steps",
     "engine_restarts": "num_restarts",
 }
-
-
-class Histogram:
-    """Counts by size."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def add(self, value: float) -> None:
-        """Count a value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
 
 
 class Metrics:
@@ -165,12 +147,9 @@ class Metrics:
         if self._usage is None or not self._by_key:
             return
         self._saved_s = time.monotonic()
-        beside = self._usage.with_name(f".{self._usage.name}.new")
         try:
             totals = {**self._saved(), self._engine.model_name: self._by_key}
-            beside.touch(mode=0o600)
-            beside.write_text(json.dumps(totals))
-            beside.replace(self._usage)
+            write_private(self._usage, json.dumps(totals))
         except (OSError, ConfigError) as error:
             log.error("the usage of the keys is not saved: %s", error)
 
@@ -216,9 +195,8 @@ class Metrics:
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):
             counts = {key: counts[name] for key, counts in self._by_key.items()}
             yield self._labelled(f"key_{name}", "key", counts)
-        gaps = Histogram(GAP_BUCKETS_S)
-        gaps.counts, gaps.sum = self._stories.gap_counts, self._stories.gap_sum_s
-        histograms = {**self._times, **self._sizes, "inter_token_latency_seconds": gaps}
+        histograms = {**self._times, **self._sizes}
+        histograms["inter_token_latency_seconds"] = self._stories.gaps
         histograms["request_time_per_output_token_seconds"] = self._per_token
         histograms["iteration_tokens_total"] = self._per_step
         for name, histogram in histograms.items():

@@ -265,11 +265,7 @@ class Models:
         return JSONResponse({"object": "list", "data": data})
 
     async def _one(self, request: Request) -> Response:
-        model = self._models.get(request.path_params["name"])
-        if model is None:
-            message = f"there is no such model here; this server has {self.model_name}"
-            raise HttpError(404, message, param="model", code="model_not_found")
-        return JSONResponse(self._shown(model))
+        return JSONResponse(self._shown(self._find(request.path_params["name"])))
 
     def _shown(self, model: _Model) -> dict[str, Any]:
         return {
@@ -282,17 +278,15 @@ class Models:
         }
 
     async def _health(self, _: Request) -> Response:
-        if not any(model.engine is None or model.engine.is_live for model in self._all()):
+        engines = self._engines()
+        if len(engines) == len(self._models) and not any(engine.is_live for engine in engines):
             raise EngineDeadError("no engine is running")
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
         """As long as any model can answer: a crash of one must not keep requests from the others;
         /v1/models says how each of them is."""
-        statuses = {model.name: model.status for model in self._all()}
+        statuses = {model.name: model.status for model in self._models.values()}
         if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
             raise EngineDeadError("no model is ready")
         return JSONResponse({"status": "ready", "models": statuses})
-
-    def _all(self) -> list[_Model]:
-        return list(self._models.values())

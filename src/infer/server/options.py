@@ -33,16 +33,6 @@ Served = Annotated[
 ]
 
 
-def with_engine_options(*, leave_out: tuple[str, ...] = ()) -> Decorator:
-    """`with_options` for `EngineConfig`, as `settings`."""
-    return with_options(EngineConfig, "settings", "Engine", leave_out=leave_out)
-
-
-def with_server_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`with_options` for `ServerSettings`, as `server`."""
-    return with_options(ServerSettings, "server", "Server")(command)
-
-
 def with_options(
     config: type[Any], parameter: str, panel: str, *, leave_out: tuple[str, ...] = ()
 ) -> Decorator:
@@ -70,6 +60,10 @@ def with_options(
         return called
 
     return decorate
+
+
+with_engine_options = functools.partial(with_options, EngineConfig, "settings", "Engine")
+with_server_options = with_options(ServerSettings, "server", "Server")
 
 
 def _typer_option(spec: dataclasses.Field[Any], panel: str) -> Any:

@@ -238,9 +238,9 @@ def serve_config(
     `config` by name: an engine for each, see `Models`. `in_thread`: the engine is no process of its
     own. For comparisons: nothing survives its death.
     """
-    if isinstance(config, EngineConfig) and settings.is_for_several:
-        field = "load_on_first_use" if settings.load_on_first_use else "idle_unload_s"
-        raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
+    for field in ("load_on_first_use", "idle_unload_s"):
+        if isinstance(config, EngineConfig) and getattr(settings, field):
+            raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     stall_s = settings.write_stall_s
     with _log_on_stderr(settings.log_format), bind(host, port, stall_s) as sock:
         address = ipaddress.ip_address(sock.getsockname()[0])
@@ -263,23 +263,16 @@ def serve_config(
             engine = Models(launches, make_app, idle_unload_s=settings.idle_unload_s)
             if not settings.load_on_first_use:
                 engine.load_all()
-        run(engine, settings, sock=sock)
+        run(engine, sock, settings)
 
 
 def run(
-    engine: AsyncLLM | Models,
-    settings: ServerSettings | None = None,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
-    *,
-    sock: socket.socket | None = None,
+    engine: AsyncLLM | Models, sock: socket.socket, settings: ServerSettings | None = None
 ) -> None:
-    """Serve until SIGINT or SIGTERM. `sock`, if given, comes from `bind` and names the address."""
+    """Serve until SIGINT or SIGTERM, at the address that `bind` has taken."""
     sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
-    settings = settings or ServerSettings()
-    with sock or bind(host, port, settings.write_stall_s) as held:
-        announce = functools.partial(print, flush=True)
-        server = Server(engine, held, settings, announce=announce)
+    with sock:
+        server = Server(engine, sock, settings, announce=functools.partial(print, flush=True))
         settle()
         gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # full ones come from `on_tick`
         server.serve_until_stopped()

@@ -15,12 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sql
-from sqlalchemy.exc import (
-    ArgumentError,
-    IntegrityError,
-    NoSuchModuleError,
-    SQLAlchemyError,
-)
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.failures import HttpError
@@ -57,7 +52,7 @@ class Sessions:
             # Errors are logged, texts not; and a server of databases may be restarted.
             self._engine = sql.create_engine(url, hide_parameters=True, pool_pre_ping=True)
             _tables.create_all(self._engine)
-        except (SQLAlchemyError, ArgumentError, NoSuchModuleError, ImportError) as error:
+        except (SQLAlchemyError, ImportError) as error:
             message = f"the database cannot be used ({type(error).__name__})"
             raise ConfigError(
                 "sessions",
@@ -88,11 +83,6 @@ class Sessions:
         """A session with its messages; 404 where it is not this owner's."""
         with self._engine.connect() as db:
             return {**_shown(_own(db, owner, session_id)), "messages": _history(db, session_id)}
-
-    def history(self, owner: str, session_id: str) -> list[Message]:
-        """Its messages."""
-        messages: list[Message] = self.read(owner, session_id)["messages"]
-        return messages
 
     def rename(self, owner: str, session_id: str, title: str) -> dict[str, Any]:
         """Give it a title."""

@@ -76,11 +76,6 @@ class ServerSettings:
                 raise ConfigError("cors_origins", f"{origin!r} is not an origin like https://a.org")
 
     @property
-    def is_for_several(self) -> bool:
-        """Whether a setting is given that only several models have."""
-        return self.load_on_first_use or self.idle_unload_s is not None
-
-    @property
     def origins(self) -> list[str]:
         """`cors_origins` as a list."""
         return self.cors_origins.split(",") if self.cors_origins else []

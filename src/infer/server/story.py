@@ -103,6 +103,20 @@ class Story:
         return min((time_s for time_s in times if time_s is not None), default=None)
 
 
+class Histogram:
+    """Counts by size."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
 class Stories:
     """See the module's docstring. Lives on the event loop."""
 
@@ -114,8 +128,7 @@ class Stories:
         self._steps: deque[StepFacts] = deque(maxlen=MAX_STEPS)
         self.on_step: list[Callable[[StepFacts], None]] = []
         self.on_end: list[Callable[[Story], None]] = []
-        self.gap_counts = [0] * (len(GAP_BUCKETS_S) + 1)
-        self.gap_sum_s = 0.0
+        self.gaps = Histogram(GAP_BUCKETS_S)
         engine.observer = self
 
     # ---- from the server
@@ -184,8 +197,9 @@ class Stories:
                     yield story
 
     def num_queued(self, owner: str) -> int:
-        """Choices of an owner's requests that wait for a seat."""
-        tracks = self._tracks.values()
+        """Choices of an owner's requests that wait for a seat. Not counted where nobody has a key:
+        it looks at everything that is open."""
+        tracks = self._tracks.values() if owner else ()
         return sum(t.story.owner == owner and t.state == "queued" for t in tracks)
 
     # ---- from the engine
@@ -212,8 +226,8 @@ class Stories:
                 gap_s = now_s - track.last_s
                 if gap_s != known_s:  # most of a step's have waited for the same time
                     known_s, bucket = gap_s, bisect_left(GAP_BUCKETS_S, gap_s)
-                self.gap_counts[bucket] += 1
-                self.gap_sum_s += gap_s
+                self.gaps.counts[bucket] += 1
+                self.gaps.sum += gap_s
                 gaps = track.story.gaps
                 if len(gaps) < NUM_GAPS or gap_s > gaps[-1][0]:
                     self._note_gap(track, gap_s, facts)

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.errors import RequestError
 from infer.server.failures import HttpError, describe, log
 from infer.server.keys import ANYBODY, Key, Keys
-from infer.server.story import Stories, Story
+from infer.server.story import Story
 from infer.server.visit import Visit
 from infer.types import Request
 
@@ -183,8 +183,3 @@ def tenant_of(scope: Scope) -> Tenant:
     tenant = Visit.of(scope).tenant
     assert isinstance(tenant, Tenant)
     return tenant
-
-
-def num_queued(stories: Stories, tenant: Tenant) -> int:
-    """Only where it matters: it looks at everything that is open."""
-    return stories.num_queued(tenant.key.id) if tenant.key.id else 0

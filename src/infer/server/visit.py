@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 KEY = "infer.visit"
@@ -59,12 +60,11 @@ class Visit:
         visit = scope.get(KEY)
         if visit is None:
             visit = scope[KEY] = cls(scope["method"], scope["path"])
-            headers = scope["headers"]
-            offered = [v.decode("latin-1") for name, v in headers if name == b"x-request-id"]
+            headers = Headers(scope=scope)
+            offered = headers.getlist("x-request-id")
             if len(offered) == 1 and HARMLESS.fullmatch(offered[0]):
                 visit.client_id = offered[0]
-            parents = [v.decode("latin-1") for name, v in headers if name == b"traceparent"]
-            visit.traceparent = parents[0] if parents else None
+            visit.traceparent = headers.get("traceparent")
         assert isinstance(visit, Visit)
         return visit
 

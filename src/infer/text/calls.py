@@ -149,16 +149,9 @@ class AnswerParser:
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
 
-    def push(self, text: str) -> Parts:
-        """What is certain with this further piece."""
+    def push(self, text: str, *, end: bool = False) -> Parts:
+        """What is certain with this further piece; `end`: it is the last one."""
         self._held += text
-        return self._run(end=False)
-
-    def finish(self) -> Parts:
-        """The text ends here."""
-        return self._run(end=True)
-
-    def _run(self, end: bool) -> Parts:
         while self._advance(end):
             pass
         parts = Parts("".join(self._reasoning), "".join(self._content), tuple(self._calls))

@@ -29,8 +29,6 @@ from infer.text.control_text import free_noncharacters
 MAX_RENDERED_CHARS = 16_000_000
 """of a whole prompt; longer than any context, short enough not to hurt"""
 MAX_RANGE = 10_000
-_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message",
-             "raise_exception", "range")  # fmt: skip
 
 
 class _TemplateRefusal(TemplateError):
@@ -162,7 +160,7 @@ class ChatTemplate:
                 param="continue_final_message",
             )
         for name in extra:
-            if name in _RESERVED or name.startswith("_"):
+            if name in ("raise_exception", "range") or name.startswith("_"):
                 problem = f"{name!r} cannot be set as a variable of the chat template"
                 raise RequestError(problem, param="chat_template_kwargs")
         turns = [self._prepared(f"messages[{i}]", message) for i, message in enumerate(messages)]

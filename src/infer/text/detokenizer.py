@@ -106,11 +106,9 @@ class IncrementalDetokenizer(Protocol):
 
     def push(self, token_id: int) -> str:
         """Takes the next token; gives the text that is now certain, often one token behind."""
-        ...
 
     def finish(self) -> str:
         """No more tokens: gives what was held back, U+FFFD for what stayed incomplete."""
-        ...
 
 
 class ByteLevelDetokenizer:
@@ -201,3 +199,16 @@ class WindowDetokenizer:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=False)
+
+
+def make_detokenizer(
+    pieces: ByteLevelPieces | FallbackPieces | None,
+    tokenizer: tokenizers.Tokenizer,
+    skipped: frozenset[int],
+) -> IncrementalDetokenizer:
+    """For one generation; `skipped`: tokens that have no text."""
+    if isinstance(pieces, ByteLevelPieces):
+        return ByteLevelDetokenizer(pieces, skipped)
+    if pieces is not None:
+        return FallbackDetokenizer(pieces, skipped)
+    return WindowDetokenizer(tokenizer, skipped)

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from infer.errors import RequestError
-
 
 class StopMatcher:
     """Fed with pieces of text; keeps the longest end of the text that begins a stop string."""
 
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
-        self._stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(self._stop):
-            raise RequestError("a stop string must have at least one character", param="stop")
+        """`stop`: strings of at least one character."""
+        self._stop = stop
         self._include_stop = include_stop
         self._starts = frozenset(string[0] for string in self._stop)
         self._beginnings = frozenset(

@@ -20,22 +20,9 @@ from infer.errors import LoadError, RequestError
 from infer.text.chat_template import ChatTemplate
 from infer.text.checkpoint_files import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
-from infer.text.detokenizer import (
-    ByteLevelDetokenizer,
-    ByteLevelPieces,
-    FallbackDetokenizer,
-    IncrementalDetokenizer,
-    WindowDetokenizer,
-    pieces_for,
-)
+from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pieces_for
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-_NO_TEMPLATE = (
-    "this model has no chat template; send a prompt to the completions endpoint instead,"
-    " or load the model with a chat_template.jinja in its folder"
-)
-
-
 LONG_CHARS = 8192
 
 
@@ -138,7 +125,11 @@ class Tokenizer:
         """
         template = self.tool_template if tools else self.chat_template
         if template is None:
-            raise RequestError(_NO_TEMPLATE, param="messages", code="no_chat_template")
+            raise RequestError(
+                "this model has no chat template: it completes text and does not chat;"
+                " use /v1/completions (in Python: generate)",
+                param="messages",
+            )
         marked = self._control.mark(list(messages), list(tools or ()), options)
         messages, tools, options = marked.values
         prompt = text = template.render(messages, tools=tools, **options)
@@ -150,11 +141,7 @@ class Tokenizer:
     def new_detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
         """For one generation; what it gives adds up to `decode` of all its ids."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
-        if isinstance(self._pieces, ByteLevelPieces):
-            return ByteLevelDetokenizer(self._pieces, skipped)
-        if self._pieces is not None:
-            return FallbackDetokenizer(self._pieces, skipped)
-        return WindowDetokenizer(self._parser, skipped)
+        return make_detokenizer(self._pieces, self._parser, skipped)
 
 
 def _encode(

@@ -9,22 +9,12 @@ This module checks values (a `Request` that exists is valid); it knows no model 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from infer.errors import (
-    CancelledError,
-    DeadlineError,
-    EngineDeadError,
-    EngineError,
-    InferError,
-    OverloadedError,
-    RequestError,
-    UnprocessableError,
-)
+import infer.errors as errors
+from infer.errors import ConfigError, EngineError, InferError, RequestError
 from infer.types.sampling import SamplingParams as SamplingParams
 
 
@@ -92,40 +82,34 @@ class TokenLogprobs:
     """(token id, log-probability) of the most probable tokens, best first"""
 
 
-_ERRORS: Mapping[str, type[InferError]] = {
-    kind.__name__: kind
-    for kind in (
-        *(RequestError, UnprocessableError, OverloadedError, CancelledError, DeadlineError),
-        *(EngineError, EngineDeadError),
-    )
-}
-
-
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """An error as it crosses a boundary: exceptions stay on their side, plain data travels."""
 
     message: str
     kind: str = EngineError.__name__
-    """the nearest class of `infer.errors` that can happen to a request"""
+    """the nearest class of `infer.errors`"""
     param: str | None = None
+    """the field that is to blame, of a request or of the settings"""
     code: str | None = None
 
     @classmethod
-    def of(cls, error: RequestError | EngineError) -> ErrorRecord:
+    def of(cls, error: InferError) -> ErrorRecord:
         """What `exception` makes an equal error of on the other side."""
-        kind = next(kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS)
+        kind = next(kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__)
         if isinstance(error, RequestError):
-            return cls(error.message, kind, error.param, error.code)
-        return cls(str(error), kind)
+            return cls(error.message, kind.__name__, error.param, error.code)
+        if isinstance(error, ConfigError):
+            return cls(str(error).removeprefix(f"{error.field}: "), kind.__name__, error.field)
+        return cls(str(error), kind.__name__)
 
     def exception(self) -> InferError:
         """The error, to be raised where the caller is."""
-        kind = _ERRORS[self.kind]
-        if issubclass(kind, OverloadedError):
-            return kind(self.message, code=self.code)
+        kind: type[InferError] = getattr(errors, self.kind)
         if issubclass(kind, RequestError):
             return kind(self.message, param=self.param, code=self.code)
+        if issubclass(kind, ConfigError):
+            return kind(self.param or "", self.message)
         return kind(self.message)
 
 
@@ -190,10 +174,3 @@ class RequestOutput:
     num_cached: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     """of the prompt's tokens from the second one on, if asked for"""
-
-    @property
-    def mean_logprob(self) -> float:
-        """Mean log-probability of the output tokens; NaN where none were asked for."""
-        if not self.logprobs:
-            return math.nan
-        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs)
