@@ -229,7 +229,8 @@ def count_weights(
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:
-    """High-water of one step: the widest layer over all tokens, and the logits of sampled rows."""
+    """High-water of one step: the widest layer over all tokens (a gate's two halves and its result,
+    or its result and what the kernel packs), and the logits of sampled rows."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + max(2 * heads, 3 * config.intermediate_size)
     # Logits exist in the computed dtype, in float32, and once more while they are sampled.

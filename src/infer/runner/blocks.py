@@ -63,7 +63,9 @@ def _first(values: Tensor, ids: Tensor, k: int) -> Tensor:
 def weights(rows: Tensor, tops: Tensor, temperatures: Tensor) -> Tensor:
     """Probabilities [R, V] up to a factor, in float32: the most probable has 1."""
     scaled = rows - tops.amax(dim=-1, keepdim=True)  # first: no factor makes it more than 0
-    return scaled.div_(temperatures.unsqueeze(1)).exp_()
+    if (temperatures != 1.0).any():
+        scaled.div_(temperatures.unsqueeze(1))
+    return scaled.exp_()
 
 
 def running_sums(weights: Tensor) -> Tensor:

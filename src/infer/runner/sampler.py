@@ -29,7 +29,7 @@ from infer.schedule.sequence import NONE_LEFT, NOT_FINITE, Sampled, Sequence
 from infer.types import SamplingParams, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
-_ROWS = 8
+_ROWS = 16
 """whole rows that are worked on together: few, so that what is made of them stays in a cache"""
 
 
@@ -309,5 +309,8 @@ def _tensor(numbers: Seq[float], like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows_of(rows: Tensor, members: Tensor) -> Tensor:
-    """Some of the rows, in ascending order; without a copy if it is all of them."""
-    return rows if len(members) == len(rows) else rows[members]
+    """Some of the rows, in ascending order; without a copy if they follow one another."""
+    first, last = int(members[0]), int(members[-1])
+    if last - first < len(members):
+        return rows[first : last + 1]
+    return rows.index_select(0, members)
