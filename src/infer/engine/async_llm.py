@@ -53,6 +53,9 @@ MAX_MAILBOXES_BYTES = 256 * 1024 * 1024
 """of all requests together; above it the readers who are furthest behind are cancelled, and what
 they have not read is dropped"""
 
+_LOOK_S = 0.1
+"""between looks at all mailboxes together: there may be thousands"""
+
 
 class Mailbox:
     """What has arrived for one request and has not been taken."""
@@ -127,6 +130,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._draining = False
+        self._will_look = False
         self._num_reserved = 0
         self._counts = dict.fromkeys(COUNTS, 0)
 
@@ -292,7 +296,7 @@ class AsyncLLM:
                 asyncio.get_running_loop().call_soon(self._read_messages)
 
     def _receive(self, outputs: list[StepOutput], facts: StepFacts | None = None) -> None:
-        is_behind = False
+        is_full = is_behind = False
         if self.observer is not None:
             self.observer.stepped(outputs, facts)
         for output in outputs:
@@ -310,14 +314,19 @@ class AsyncLLM:
             if piece is not None:
                 mailbox.put(piece)
                 is_behind = is_behind or mailbox.num_bytes > 0
+                is_full = is_full or mailbox.num_bytes > MAX_MAILBOX_BYTES
             if processor.needs_abort:
                 processor.needs_abort = False
                 self._worker.abort(output.request_id)
-        if is_behind:  # look when the readers have had a chance
+        if is_full:  # look when its reader has had a chance
             asyncio.get_running_loop().call_soon(self._end_the_furthest)
+        elif is_behind and not self._will_look:
+            self._will_look = True
+            asyncio.get_running_loop().call_later(_LOOK_S, self._end_the_furthest)
 
     def _end_the_furthest(self) -> None:
         """Cancel readers for whom too much has gathered, for each alone or for all together."""
+        self._will_look = False
         num_bytes = sum(each.num_bytes for each in self._mailboxes.values())
         for request_id, mailbox in sorted(
             self._mailboxes.items(), key=lambda item: item[1].num_bytes, reverse=True
