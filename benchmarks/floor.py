@@ -20,7 +20,7 @@ from infer import LLM, SamplingParams
 from infer.bench.machine import read_rates
 from infer.bench.workloads import Draw
 from infer.kernels.invariance import linears
-from infer.kernels.linear import of_head, weight_bytes
+from infer.kernels.linear import held_bytes
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -63,12 +63,9 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
     )  # fmt: skip
     draw = Draw(run=1)
     llm.generate([draw.ids(64)], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
-    layers = list(linears(llm._open_core.runner.model))  # type: ignore[attr-defined]
-    head = max(layers, key=lambda layer: layer.out_features)
-    held = llm.config.weight_format
-    num_bytes = head.num_weights * weight_bytes(of_head(held), head.dtype) + sum(
-        layer.num_weights * weight_bytes(held, layer.dtype) for layer in layers if layer is not head
-    )
+    model = llm._open_core.runner.model  # type: ignore[attr-defined]
+    layers, head = list(linears(model)), model.lm_head
+    num_bytes = held_bytes(layers, head, llm.config.weight_format)
 
     def stream(input_len: int, output_len: int) -> float:
         params = SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True)

@@ -17,7 +17,7 @@ from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
 from infer.engine.machine import choose_device, choose_dtype, free_bytes
 from infer.errors import ConfigError
 from infer.kernels.invariance import linears
-from infer.kernels.linear import can_pack, of_head, weight_bytes
+from infer.kernels.linear import can_pack, held_bytes
 from infer.models.config import ModelConfig
 from infer.models.model import build_model
 from infer.models.weights import WeightSource
@@ -222,10 +222,9 @@ def count_weights(
     numbers = count
     if config.tie_embeddings and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         numbers += config.vocab_size * config.hidden_size
-    bytes_of = {layer: weight_bytes(quantization, dtype) for layer in linears(model)}
-    bytes_of[model.lm_head] = weight_bytes(of_head(quantization), dtype)
-    saved = sum(layer.num_weights * (dtype.itemsize - each) for layer, each in bytes_of.items())
-    return count, int(numbers * dtype.itemsize - saved)
+    layers = list(linears(model))
+    numbers -= sum(layer.num_weights for layer in layers)
+    return count, numbers * dtype.itemsize + held_bytes(layers, model.lm_head, quantization)
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:

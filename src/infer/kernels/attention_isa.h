@@ -495,8 +495,8 @@ INLINE void soften_rows(const Job& job, const Item& item, Unit& unit, int64_t fi
 
 template <class M>
 INLINE void mix_rows(const Job& job, const Unit& unit) {
-  M::mix(unit.count, (const uint32_t*)unit.scores, unit.keys, unit.packed->values, job.padded, unit.state, job.state_words,
-         unit.alpha);
+  M::mix(unit.count, (const uint32_t*)unit.scores, unit.keys, unit.packed->values, job.padded,
+         unit.state, job.state_words, unit.alpha);
 }
 
 // One block of keys for all rows of an item. Units are independent, so a few of them go through

@@ -1,6 +1,6 @@
 // y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16, int8 or int4, on the tile registers
-// (AMX): plain C functions, loaded by native.py. n: RMSNorm or nothing; g: two columns become one, as the
-// gate of an MLP wants it, or nothing; r: a residual or nothing.
+// (AMX): plain C functions, loaded by native.py. n: RMSNorm or nothing; g: two columns become one,
+// as the gate of an MLP wants it, or nothing; r: a residual or nothing.
 //
 // Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
 //
@@ -137,6 +137,11 @@ TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16
 INLINE __mmask32 first_of_32(long n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
 INLINE __mmask16 first_of_16(long n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
 
+INLINE __m512i multiples_to_15(int of) {  // 0, of, 2 · of, …
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(of));
+}
+
 INLINE __m512 widen(__mmask16 lanes, const uint16_t* from) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -200,8 +205,7 @@ INLINE float best_multiple(const uint16_t* row, long count, const Scale& column)
 
 // A step's two tiles in int8. A product of 16 bits by a multiple is two of 8: nothing is carried.
 INLINE void unpack(const char* from, const char* multiples, char* to) {
-  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  const __m512i spread = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x01010101));
+  const __m512i spread = multiples_to_15(0x01010101);
   const __m512i half = _mm512_set1_epi8(15);
   __m512i by[2], zero[2];
   for (int i = 0; i < 2; ++i) {
@@ -240,8 +244,7 @@ INLINE __m512i line_of(const Layer& layer, const uint16_t* row, long step, float
 // One panel's tiles, as far as they come from this source: the others' columns stay untouched.
 void pack_panel(const Packing& p, long panel) {
   const Layer& layer = p.layer;
-  const __m512i lines = _mm512_mullo_epi32(
-      _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0), _mm512_set1_epi32(16));
+  const __m512i lines = multiples_to_15(16);
   for (int half = 0; half < 2; ++half) {
     // The column of lane 0, and the source's row that it is.
     const long column = layer.gate ? half * layer.width + panel * 16 : panel * SIDE + half * 16;

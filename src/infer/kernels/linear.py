@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -291,6 +291,14 @@ def weight_bytes(quantization: str | None, dtype: torch.dtype) -> float:
     if quantization == "int4" and native_obstacle() is None:
         return 0.5 + 1 / GROUP_INPUTS
     return 1.0 if quantization else dtype.itemsize
+
+
+def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None) -> int:
+    """Of all weights of a model's layers in memory on this machine; `head` is among them."""
+    ways = {False: quantization, True: of_head(quantization)}
+    return int(
+        sum(each.num_weights * weight_bytes(ways[each is head], each.dtype) for each in layers)
+    )
 
 
 def can_pack(weight: Tensor) -> bool:
