@@ -14,7 +14,10 @@ KERNELS = Extension(
     sources=[
         f"src/infer/kernels/{name}.cpp" for name in ("attention", "bandwidth", "linear", "rotary")
     ],
-    depends=[f"src/infer/kernels/{name}.h" for name in ("attention_isa", "cpu", "rotary_isa")],
+    depends=[
+        f"src/infer/kernels/{name}.h"
+        for name in ("attention_isa", "attention_products", "cpu", "rotary_isa")
+    ],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No
     # -march=native either: the paths are chosen when the library runs.
     extra_compile_args=[

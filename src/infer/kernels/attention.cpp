@@ -8,8 +8,9 @@
 // step's cells, then threads take items from a counter; which thread computes an item, and how a
 // step was cut, changes no bit of the result (attention_isa.h says why; segments lie at absolute
 // positions and are always folded in order). Sequences that decode side by side and begin with the
-// same pages have one item for the whole segments they share, which so are read once for all. The arithmetic is in attention_isa.h, compiled once
-// per instruction set and chosen when a plan is made; this file is built for the plain baseline.
+// same pages have one item for the whole segments they share, which so are read once for all. The
+// arithmetic is in attention_isa.h, compiled once per instruction set and chosen when a plan is made;
+// this file is built for the plain baseline.
 
 #include <algorithm>
 #include <atomic>
@@ -25,11 +26,10 @@
 
 namespace {
 
-constexpr int BLOCK = 128;    // keys that are scored together; starts at multiples of itself
+constexpr int BLOCK = 128;    // at most: keys that are scored together, from a multiple of Job::block
 constexpr int SEGMENT = 512;  // keys whose partial result may come from another thread
 constexpr int TILE_FLOATS = 65536;  // of sums of P·V that an item keeps: they stay in its core's cache
-constexpr int UNITS = 4;  // independent pieces of work that go through the phases together
-constexpr float RISE = 8.f;
+constexpr float RISE = 2.f;  // more would cost accuracy: the greatest P is rounded unless it is 1
 constexpr float LOWEST = -1e30f;  // below every score, and its difference to one is finite
 
 inline int round_up(int n, int to) { return (n + to - 1) / to * to; }
@@ -67,64 +67,73 @@ struct Job {  // one layer of one step
   float* workspace;
   long table_width, page_size, cell_bytes, q_bytes, state_words;
   int64_t window;  // 0: all
-  int H, D, rep, padded;  // rep = H / G; padded = D up to a multiple of 32
+  int H, D, rep, padded, block;  // rep = H / G; padded = D up to a multiple of 32
   float scale;            // times log2(e)
 };
 
+inline long state_size(const Job& job, int rows) { return (long)rows * (job.state_words + 1); }
+
 alignas(64) const char ZEROS[4096] = {};  // stands for the cells behind the end
 
-// Where the keys of one block lie.
-class Cells {
- public:
-  Cells(const Job& job, int sequence, int64_t end)
-      : job_(job), table_(job.tables + sequence * job.table_width), end_(end) {}
+// Where the keys of one block lie, and an item's heads in them.
+struct Cells {
+  int64_t at[BLOCK];  // bytes from a cache's beginning
+  int count = 0;
+  long heads = 0, heads_bytes = 0;
 
-  void move_to(int64_t first) {
-    count_ = list(first, cell_);
-    num_ahead_ = list(first + BLOCK, ahead_);
+  void list(const Job& job, const Item& item, long head_bytes, int64_t first) {
+    const int64_t* table = job.tables + item.sequence * job.table_width;
+    count = (int)std::clamp<int64_t>(visible(item, job.window).end - first, 0, job.block);
+    heads = item.group * head_bytes;
+    heads_bytes = (item.group_end - item.group) * head_bytes;
+    int64_t page = first / job.page_size, offset = first % job.page_size;
+    for (int j = 0; j < count; ++j) {
+      at[j] = (table[page] * job.page_size + offset) * job.cell_bytes;
+      if (++offset == job.page_size) ++page, offset = 0;
+    }
   }
   // One head's rows of the block in a cache.
-  void point(const char* cache, const char** rows) const {
-    for (int j = 0; j < count_; ++j) rows[j] = cache + cell_[j];
-    for (int j = count_; j < BLOCK; ++j) rows[j] = ZEROS;
+  void point(const char* cache, int n, const char** rows) const {
+    for (int j = 0; j < n; ++j) rows[j] = j < count ? cache + at[j] : ZEROS;
   }
-  // Ask memory for rows of the next block.
-  void fetch(const char* cache, long bytes, int from, int to) const {
-    for (int j = from; j < to && j < num_ahead_; ++j)
-      for (long i = 0; i < bytes; i += 64) __builtin_prefetch(cache + ahead_[j] + i, 0, 2);
+};
+
+// What a thread reads next. It asks for that in small pieces between its steps, so that nothing
+// waits and memory always has something to do; in the order of addresses, which the hardware continues.
+class Ahead {
+ public:
+  Cells cells;
+
+  void expect(int steps) { asked_ = done_ = 0, steps_ = steps; }
+  void finish(const Job& job) { step(job, steps_); }
+  INLINE void step(const Job& job, int steps) {
+    done_ = std::min(done_ + steps, steps_);
+    const int until = cells.count * done_ / steps_;
+    for (; asked_ < until; ++asked_) {
+      const char *keys = job.keys + cells.at[asked_] + cells.heads,
+                 *values = job.values + cells.at[asked_] + cells.heads;
+      for (long i = 0; i < cells.heads_bytes; i += 64) __builtin_prefetch(keys + i, 0, 2);
+      for (long i = 0; i < cells.heads_bytes; i += 64) __builtin_prefetch(values + i, 0, 2);
+    }
   }
 
  private:
-  int list(int64_t first, int64_t* cells) const {
-    const int count = (int)std::clamp<int64_t>(end_ - first, 0, BLOCK);
-    int64_t page = first / job_.page_size, offset = first % job_.page_size;
-    for (int j = 0; j < count; ++j) {
-      cells[j] = (table_[page] * job_.page_size + offset) * job_.cell_bytes;
-      if (++offset == job_.page_size) ++page, offset = 0;
-    }
-    return count;
-  }
-
-  const Job& job_;
-  const int64_t* table_;
-  int64_t end_, cell_[BLOCK], ahead_[BLOCK];
-  int count_ = 0, num_ahead_ = 0;
+  int asked_ = 0, done_ = 0, steps_ = 1;
 };
 
-struct Packed {  // one block of one head
-  uint32_t *keys, *values;
-};
-struct Unit {  // a few rows of one head
-  const Packed* packed;
+struct Unit {  // a few rows of one head, and the block that they meet
   const uint32_t* queries;
-  float *scores, *state;  // P takes the scores' place, row by row
+  float *state, *greatest;
+  int64_t first;  // position of the block's first key
   int row, count, keys;  // keys: of the block that some row sees, up to a multiple of 32
-  float alpha[16];
 };
 struct Buffers {
-  Packed packed[UNITS];
-  Unit units[UNITS];
+  Cells cells;
+  Ahead ahead;
+  uint32_t *keys, *values;  // one block of one head, packed
+  float* scores;            // of a unit; P takes their place, row by row
   uint32_t* queries;
+  float *total, *part;  // a row's state over all segments, and over one of them
 };
 
 // A thread's own memory; grows, and is given back when the thread ends.
@@ -132,27 +141,22 @@ class Scratch {
  public:
   ~Scratch() { std::free(memory_); }
 
-  float* reserve(const Job& job, int groups, int rows, int words, Buffers& at) {
-    const size_t queries = (size_t)groups * rows * words, block = (size_t)BLOCK * job.padded;
-    const size_t states = 2 * (size_t)groups * rows * job.state_words;
-    const size_t need = (queries + UNITS * (2 * block + 16 * BLOCK) + states + 15) / 16 * 64;
+  void reserve(const Job& job, int groups, int rows, int words, Buffers& at) {
+    const size_t queries = (size_t)groups * rows * words, block = (size_t)job.block * job.padded;
+    const size_t states = groups * (size_t)state_size(job, rows);
+    const size_t need = (2 * block + 16 * BLOCK + queries + 2 * states + 15) / 16 * 64;
     if (need > size_) {
       std::free(memory_);
       memory_ = (float*)std::aligned_alloc(64, size_ = need);
       if (!memory_) std::abort();
       std::memset(memory_, 0, size_);
     }
-    uint32_t* free = (uint32_t*)memory_;
-    for (Packed& packed : at.packed) {
-      packed = {free, free + block};
-      free += 2 * block;
-    }
-    for (Unit& unit : at.units) {
-      unit.scores = (float*)free;
-      free += 16 * BLOCK;
-    }
-    at.queries = free;
-    return (float*)at.queries + queries;
+    at.keys = (uint32_t*)memory_;
+    at.values = at.keys + block;
+    at.scores = (float*)at.values + block;
+    at.total = at.scores + 16 * BLOCK;
+    at.part = at.total + states;
+    at.queries = (uint32_t*)at.part + states;
   }
 
  private:
@@ -160,14 +164,7 @@ class Scratch {
   size_t size_ = 0;
 };
 
-inline uint16_t to_bfloat16(float x) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  return (uint16_t)(x == x ? rounded : 0x7fc0);
-}
-
-using RunItem = void (*)(const Job&, const Item&, Scratch&);
+using RunItem = void (*)(const Job&, const Item&, const Item*, Scratch&);
 
 namespace portable {
 #define LEVEL 0
@@ -318,7 +315,7 @@ void cut_item(const Engine& e, Cut& cut, Item item, int64_t window, double share
     if (parts > 1) {
       cut.joins.push_back({(long)floats, first, last - first, (int)parts, (int)parts});
       floats += (last - first) * (item.group_end - group) * round_up(rows, 16) *
-                (size_t)(round_up(e.D, 32) + 32);
+                (size_t)(round_up(e.D, 32) + 17);
     }
   }
 }
@@ -359,7 +356,7 @@ void cut_shared(const Engine& e, Cut& cut, Item shared, const int64_t* lengths, 
       const int all = (int)parts + is_more;
       cut.joins.push_back({(long)floats, 0, own.segment_end, all, all});
       floats += own.segment_end * (own.group_end - group) * round_up(rep, 16) *
-                (size_t)(round_up(e.D, 32) + 32);
+                (size_t)(round_up(e.D, 32) + 17);
     }
   }
 }
@@ -447,6 +444,7 @@ struct Reading {
   const std::vector<Item>* items;
   RunItem run;
   bool tiles;
+  int threads;
   std::atomic<size_t> next{0};
 };
 
@@ -454,8 +452,14 @@ void read_cells(void* data) {
   static thread_local Scratch scratch;
   Reading& r = *(Reading*)data;
   const FloatMode mode(r.tiles);
-  for (size_t i; (i = r.next.fetch_add(1)) < r.items->size();)
-    r.run(*r.job, (*r.items)[i], scratch);
+  const std::vector<Item>& items = *r.items;
+  for (size_t i = r.next++; i < items.size();) {
+    // Taken before it is due, so that its keys can be asked for; the last ones go to whoever is free.
+    const bool many = r.next + r.threads < items.size();
+    const size_t next = many ? r.next++ : items.size();
+    r.run(*r.job, items[i], next < items.size() ? &items[next] : nullptr, scratch);
+    i = many ? next : r.next++;
+  }
 }
 
 }  // namespace
@@ -535,16 +539,17 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   job.cell_bytes = cell_bytes;
   job.q_bytes = q_stride * e.element;
   job.padded = round_up(e.D, 32);
-  job.state_words = job.padded + 32;
+  job.block = job.padded > 64 ? BLOCK : 64;  // so a head's block and what meets it suit an L1 cache
+  job.state_words = job.padded + 16;
   job.window = e.windows[window];
   job.H = e.H;
   job.D = e.D;
   job.rep = e.H / e.G;
   job.scale = e.scale;
-  Reading reading{&job, &cut.items, e.run, e.tiles};
-  const bool tiny = cut.cost < 20000 || cut.items.size() < 2;  // less than waking a thread
-  run_threads(e.parallel, read_cells, &reading,
-              tiny ? 1 : (int)std::min<size_t>(e.threads, cut.items.size()));
+  const bool tiny = cut.cost < 20000;  // less than waking a thread
+  const int threads = tiny ? 1 : (int)std::min<size_t>(e.threads, cut.items.size());
+  Reading reading{&job, &cut.items, e.run, e.tiles, threads};
+  run_threads(e.parallel, read_cells, &reading, threads);
 }
 
 }  // extern "C"
