@@ -1,9 +1,10 @@
 """How close the engine comes to its floors: `python benchmarks/floor.py --model PATH`.
 
 Alternating in one process: the read bandwidth, a single stream, whose tokens each read all weights
-once; the products of a prompt alone (every linear layer on as many rows, the head on one), the
-prompt. Prints medians of the ratios, which is what counts: bandwidth moves from minute to minute.
-Run nothing else beside it.
+once; the products of a prompt alone (every linear layer on as many rows, the head on one), by our
+kernels and by torch's packed operators (oneDNN; int8 without quantising rows, weights of a shape
+shared, so that theirs are in the cache), the prompt. Prints medians of the ratios, which is what
+counts: bandwidth moves from minute to minute. Run nothing else beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from infer import LLM, SamplingParams
 from infer.bench.machine import read_rates
 from infer.bench.workloads import Draw
 from infer.kernels.invariance import linears
-from infer.kernels.linear import held_bytes
+from infer.kernels.linear import Linear, held_bytes
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -47,11 +48,27 @@ def main() -> None:
             f" {statistics.median(single['read_gb_s']):.1f} GB/s over"
             f" {single['bytes_per_token'] / 1e6:.0f} MB a token;"
             f" {statistics.median(prefill['tok_s']):.0f} prompt tok/s,"
-            f" {statistics.median(prefill['share']):.1%} of the products alone"
+            f" {statistics.median(prefill['share']):.1%} of the products alone,"
+            f" {statistics.median(prefill['share_of_stock']):.1%} of torch's"
         )
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"model": options.model, **found}, file, indent=1)
+
+
+def stock_product(layer: Linear, num_rows: int, is_int8: bool) -> Callable[[], object]:
+    """torch's packed product of this shape, with random weights."""
+    weight = torch.randn(layer.out_features, layer.in_features)
+    x = torch.randn(num_rows, layer.in_features)
+    if not is_int8:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)
+        rows = x.bfloat16()
+        return lambda: torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")
+    packed = torch.ops.onednn.qlinear_prepack(weight.mul_(30).to(torch.int8), None)
+    unsigned = x.mul_(30).add_(128).to(torch.uint8)
+    scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int64)
+    arguments = (packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], "")
+    return lambda: torch.ops.onednn.qlinear_pointwise(unsigned, 1.0, 128, *arguments)
 
 
 @torch.inference_mode()
@@ -79,17 +96,43 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
             x = inputs[layer.in_features]
             layer(x[:1] if layer is head else x)
 
+    stock_of = {
+        (layer.out_features, layer.in_features): stock_product(
+            layer, 1 if layer is head else num_rows, dtype != "bfloat16"
+        )
+        for layer in layers
+    }
+
+    def stock_products() -> None:
+        for layer in layers:
+            stock_of[layer.out_features, layer.in_features]()
+
     single: dict[str, list[float]] = {"tok_s": [], "read_gb_s": [], "share": []}
-    prefill: dict[str, list[float]] = {"tok_s": [], "products_s": [], "share": []}
+    prefill: dict[str, list[float]] = {
+        key: [] for key in ("tok_s", "products_s", "share", "stock_products_s", "share_of_stock")
+    }
     for turn in range(options.rounds + 1):
         read = read_rates()["best"]
         step_s = (stream(128, 65) - stream(128, 1)) / 64
         read = (read + read_rates()["best"]) / 2
-        products_s, prompt_s = seconds(products), stream(num_rows, 1)
+        products_s, prompt_s, stock_s = (
+            seconds(products),
+            stream(num_rows, 1),
+            seconds(stock_products),
+        )
         if turn:  # the first one warms up
             for row, values in (
                 (single, (1 / step_s, read, num_bytes / step_s / read / 1e9)),
-                (prefill, (num_rows / prompt_s, products_s, products_s / prompt_s)),
+                (
+                    prefill,
+                    (
+                        num_rows / prompt_s,
+                        products_s,
+                        products_s / prompt_s,
+                        stock_s,
+                        stock_s / prompt_s,
+                    ),
+                ),
             ):
                 for column, value in zip(row.values(), values, strict=True):
                     column.append(value)

@@ -87,6 +87,13 @@ struct Call {  // some rows of one product
   std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
 
   int tiles_in(long group) const { return M - group * SIDE > 16 ? 2 : 1; }
+  // Block of K by block of K, so that what an item reads of one is together and spreads over the
+  // sets of the cache; in a block group by group.
+  char* tiles(long group, long step) const {
+    const long k = step / K_STEPS * K_STEPS, steps = std::min(K_STEPS, layer.steps - k);
+    const int own = tiles_in(group), each = groups > 1 ? 2 : own;
+    return packed + ((k * groups + group * steps) * each + (step - k) * own) * TILE;
+  }
   const char* start_of(long item) const {  // its weights; behind the end: anything that is cached
     const long panel = item < num_items ? item / row_blocks * item_panels : 0;
     return layer.weight + panel * layer.panel_bytes();
@@ -328,29 +335,30 @@ INLINE __m512i read_row(const Layer& layer, const uint16_t* x, float* to) {
 // Rows of x → lines of tiles; rows behind the end are zeros.
 void pack_rows(const Call& c, long item, float* scratch) {
   const Layer& layer = c.layer;
-  const long first = item * PACK_ROWS, group = first / SIDE, tiles = c.tiles_in(group);
-  char* tile = c.packed + (group * layer.steps * 2 + first / 16 % 2) * TILE;
+  const long first = item * PACK_ROWS, group = first / SIDE;
   for (long row = first; row < first + PACK_ROWS; ++row) {
-    char* to = tile + row % 16 * 64;
+    const long line = first / 16 % 2 * TILE + row % 16 * 64;
+    const auto to = [&](long step) { return c.tiles(group, step) + line; };
     const uint16_t* x = c.x + row * c.x_stride;
     if (row >= c.M) {
-      for (long step = 0; step < layer.steps; ++step, to += tiles * TILE)
-        _mm512_store_si512(to, _mm512_setzero_si512());
+      for (long step = 0; step < layer.steps; ++step)
+        _mm512_store_si512(to(step), _mm512_setzero_si512());
     } else if (layer.whole()) {
       const Scale scale(read_row(layer, x, scratch));
       c.row_scales[row] = scale.scale;
-      for (const float* from = scratch; from < scratch + layer.steps * 64; to += tiles * TILE)
-        for (int i = 0; i < 64; i += 16, from += 16)
-          _mm_store_si128((__m128i*)(to + i), quantized(_mm512_load_ps(from), scale.inverse));
+      for (long step = 0; step < layer.steps; ++step)
+        for (int i = 0; i < 64; i += 16)
+          _mm_store_si128((__m128i*)(to(step) + i),
+                          quantized(_mm512_load_ps(scratch + step * 64 + i), scale.inverse));
     } else if (layer.norm) {
       read_row(layer, x, scratch);
-      for (long step = 0; step < layer.steps; ++step, to += tiles * TILE)
-        _mm512_store_si512(to, (__m512i)_mm512_cvtne2ps_pbh(
+      for (long step = 0; step < layer.steps; ++step)
+        _mm512_store_si512(to(step), (__m512i)_mm512_cvtne2ps_pbh(
             _mm512_load_ps(scratch + step * 32 + 16), _mm512_load_ps(scratch + step * 32)));
     } else {
-      for (long step = 0; step < layer.steps; ++step, to += tiles * TILE)
+      for (long step = 0; step < layer.steps; ++step)
         _mm512_store_si512(
-            to, _mm512_maskz_loadu_epi16(first_of_32(layer.K - step * 32), x + step * 32));
+            to(step), _mm512_maskz_loadu_epi16(first_of_32(layer.K - step * 32), x + step * 32));
     }
   }
 }
@@ -395,6 +403,8 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
     if (TURN && step == turn) next = elsewhere;
     for (long i = 0; i < lines; ++i) _mm_prefetch(next + i * 64, _MM_HINT_T1);
     next += lines * 64;
+    if (!FIRST && BITS == 16)  // the sums that come after these
+      for (int i = 0; i < 4; ++i) _mm_prefetch((const char*)sums + 4096 + step * 256 + i * 64, _MM_HINT_T0);
     _tile_loadd(6, b, 64);
     _tile_stream_loadd(4, a, 64);
     PRODUCT(0, 4, 6);
@@ -536,7 +546,7 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
         const bool is_last = k + steps == layer.steps;
         if (is_last) expect(c, group + g, panel);
         KINDS[layer.whole()][tiles - 1][k == 0](
-            c.packed + ((group + g) * layer.steps * 2 + k * tiles) * TILE, b, steps, own,
+            c.tiles(group + g, k), b, steps, own,
             next + g * steps * lines * 64, lines, 0, nullptr, nullptr, nullptr);
         if (is_last) finish(c, own, group + g, panel);
       }

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import weakref
 from array import array
@@ -24,6 +25,8 @@ ISA_VARIABLE = "INFER_ATTENTION_ISA"
 VERSION = 4
 """Of the C interface: a library that was left over from other sources is not used."""
 
+POPULATE_WRITE = 23
+"""Linux's MADV_POPULATE_WRITE, for which `mmap` has no name: pages come as by a first write."""
 _HUGE_PAGE = 2 << 20
 _INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 
@@ -87,6 +90,16 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
     memory = torch.empty(num_bytes + _HUGE_PAGE, dtype=torch.uint8)
     begin = -memory.data_ptr() % _HUGE_PAGE
     return memory[begin : begin + num_bytes]
+
+
+def advise(tensor: torch.Tensor, advice: int) -> bool:
+    """`madvise` for the whole pages under a contiguous tensor; whether the system took it."""
+    begin = tensor.data_ptr() + -tensor.data_ptr() % mmap.PAGESIZE
+    length = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if os.name != "posix" or tensor.device.type != "cpu" or length <= 0:
+        return False
+    madvise = ctypes.CDLL(None).madvise
+    return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice) == 0)
 
 
 @functools.cache

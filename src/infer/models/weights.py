@@ -8,7 +8,6 @@ twice. `dummy_source` makes random tensors of whatever shape is asked for (`load
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import zlib
 from collections import deque
@@ -21,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infer.errors import LoadError
+from infer.kernels.native import advise
 from infer.models.config import load_json
 
 SINGLE_FILE = "model.safetensors"
@@ -134,14 +134,8 @@ def _forget_pages(tensor: Tensor) -> None:
     They come back from the file if somebody looks again, so this is always safe; without it, a
     checkpoint would count twice while it is loaded.
     """
-    if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    size = mmap.PAGESIZE
-    first = -(-tensor.data_ptr() // size) * size
-    length = (tensor.data_ptr() + tensor.nbytes) // size * size - first
-    if length > 0:
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
-        madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+    if hasattr(mmap, "MADV_DONTNEED"):
+        advise(tensor, mmap.MADV_DONTNEED)
 
 
 def _files_of_names(folder: Path) -> Mapping[str, str]:
