@@ -104,10 +104,11 @@ def floors() -> str:
             rows.append(
                 [f"{shape}, {dtype}", f"{median(single['tok_s']):.1f}",
                  f"{median(single['read_gb_s']):.1f}", f"{share:.0%}",
-                 f"{median(prefill['tok_s']):,.0f}", f"{median(prefill['share']):.0%}"]
+                 f"{median(prefill['tok_s']):,.0f}", f"{median(prefill['share']):.0%}",
+                 f"{median(prefill['share_of_stock']):.0%}"]
             )  # fmt: skip
     heading = ["", "one stream, tok/s", "read GB/s", "of the floor", "prompt tok/s",
-               "of the products alone"]  # fmt: skip
+               "of its products alone", "of torch's products"]  # fmt: skip
     return table(heading, rows)
 
 
