@@ -341,6 +341,7 @@ void pack_rows(const Call& c, long item, float* scratch) {
     const auto to = [&](long step) { return c.tiles(group, step) + line; };
     const uint16_t* x = c.x + row * c.x_stride;
     if (row >= c.M) {
+      if (c.groups == 1) return;  // the tiles have no such rows
       for (long step = 0; step < layer.steps; ++step)
         _mm512_store_si512(to(step), _mm512_setzero_si512());
     } else if (layer.whole()) {
@@ -572,7 +573,11 @@ void compute(void* data) {
   TileConfig before, config;
   save_tiles(&before);
   config.palette = 1;
-  for (int i = 0; i < 8; ++i) config.rows[i] = 16, config.colsb[i] = 64;
+  for (int i = 0; i < 8; ++i) {
+    const long rows = c.groups > 1 || i > 5 ? 16 : i == 2 || i == 3 || i == 5 ? c.M - 16 : c.M;
+    config.rows[i] = (uint8_t)std::clamp(rows, 1L, 16L);
+    config.colsb[i] = 64;
+  }
   FENCE();
   _tile_loadconfig(&config);
   float* sums = (float*)own;
