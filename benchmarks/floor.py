@@ -21,7 +21,7 @@ from infer import LLM, SamplingParams
 from infer.bench.machine import read_rates
 from infer.bench.workloads import Draw
 from infer.kernels.invariance import linears
-from infer.kernels.linear import Linear, held_bytes
+from infer.kernels.linear import Linear, PackedLinear, held_bytes
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -61,9 +61,8 @@ def stock_product(layer: Linear, num_rows: int, is_int8: bool) -> Callable[[], o
     weight = torch.randn(layer.out_features, layer.in_features)
     x = torch.randn(num_rows, layer.in_features)
     if not is_int8:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.bfloat16(), None)
-        rows = x.bfloat16()
-        return lambda: torch.ops.mkldnn._linear_pointwise(rows, packed, None, "none", [], "")
+        product, rows = PackedLinear(weight.bfloat16()), x.bfloat16()
+        return lambda: product(rows)
     packed = torch.ops.onednn.qlinear_prepack(weight.mul_(30).to(torch.int8), None)
     unsigned = x.mul_(30).add_(128).to(torch.uint8)
     scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int64)

@@ -71,7 +71,8 @@ struct Job {  // one layer of one step
   float scale;            // times log2(e)
 };
 
-inline long state_size(const Job& job, int rows) { return (long)rows * (job.state_words + 1); }
+inline long state_words_of(int D) { return round_up(D, 32) + 16; }  // of a row; its maximum lies apart
+inline long state_size(int D, int rows) { return rows * (state_words_of(D) + 1); }  // of a head
 
 alignas(64) const char ZEROS[4096] = {};  // stands for the cells behind the end
 
@@ -143,7 +144,7 @@ class Scratch {
 
   void reserve(const Job& job, int groups, int rows, int words, Buffers& at) {
     const size_t queries = (size_t)groups * rows * words, block = (size_t)job.block * job.padded;
-    const size_t states = groups * (size_t)state_size(job, rows);
+    const size_t states = groups * (size_t)state_size(job.D, rows);
     const size_t need = (2 * block + 16 * BLOCK + queries + 2 * states + 15) / 16 * 64;
     if (need > size_) {
       std::free(memory_);
@@ -314,8 +315,7 @@ void cut_item(const Engine& e, Cut& cut, Item item, int64_t window, double share
     }
     if (parts > 1) {
       cut.joins.push_back({(long)floats, first, last - first, (int)parts, (int)parts});
-      floats += (last - first) * (item.group_end - group) * round_up(rows, 16) *
-                (size_t)(round_up(e.D, 32) + 17);
+      floats += (last - first) * (item.group_end - group) * state_size(e.D, round_up(rows, 16));
     }
   }
 }
@@ -355,8 +355,7 @@ void cut_shared(const Engine& e, Cut& cut, Item shared, const int64_t* lengths, 
       if (is_more) cut.items.push_back(own);
       const int all = (int)parts + is_more;
       cut.joins.push_back({(long)floats, 0, own.segment_end, all, all});
-      floats += own.segment_end * (own.group_end - group) * round_up(rep, 16) *
-                (size_t)(round_up(e.D, 32) + 17);
+      floats += own.segment_end * (own.group_end - group) * state_size(e.D, round_up(rep, 16));
     }
   }
 }
@@ -540,7 +539,7 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   job.q_bytes = q_stride * e.element;
   job.padded = round_up(e.D, 32);
   job.block = job.padded > 64 ? BLOCK : 64;  // so a head's block and what meets it suit an L1 cache
-  job.state_words = job.padded + 16;
+  job.state_words = state_words_of(e.D);
   job.window = e.windows[window];
   job.H = e.H;
   job.D = e.D;

@@ -105,7 +105,7 @@ void attend_block(const Job& job, const Item& item, Buffers& at, int64_t first, 
       const int64_t low = item.position + r / job.rep;
       const int64_t high = item.position + (r + count - 1) / job.rep;
       if (high < first || (job.window && low - job.window + 1 >= first + n)) continue;
-      float* head = state + g * state_size(job, padded_rows);
+      float* head = state + g * state_size(job.D, padded_rows);
       const Unit unit{at.queries + ((long)padded_rows * g + r) * words,
                       head + (long)r * job.state_words,
                       head + (long)padded_rows * job.state_words + r, first, r, count,
@@ -173,7 +173,7 @@ void fold(const Job& job, const Item& item, Join& join, float* total) {
   join.missing = join.parts;
   const int groups = item.group_end - item.group, rows = item.tokens * job.rep;
   const int padded_rows = round_up(rows, 16);
-  const long size = state_size(job, padded_rows);
+  const long size = state_size(job.D, padded_rows);
   for (int g = 0; g < groups; ++g) {
     clear(job, rows, padded_rows, total);
     for (int64_t s = 0; s < join.num_segments; ++s)
@@ -188,9 +188,9 @@ inline void hand_out(const Job& job, const Item& item, int64_t segment, int rows
   const int groups = item.group_end - item.group, own_rows = round_up(job.rep, 16);
   for (int m = 0; m < item.members; ++m)
     for (int g = 0; g < groups; ++g) {
-      const float* head = state + g * state_size(job, rows);
+      const float* head = state + g * state_size(job.D, rows);
       float* own = job.workspace + job.joins[item.join + m].offset +
-                   (segment * groups + g) * state_size(job, own_rows);
+                   (segment * groups + g) * state_size(job.D, own_rows);
       std::copy_n(head + (long)m * job.rep * job.state_words, (long)job.rep * job.state_words, own);
       std::copy_n(head + (long)rows * job.state_words + m * job.rep, job.rep,
                   own + (long)own_rows * job.state_words);
@@ -205,7 +205,7 @@ template <class M>
 void run_item(const Job& job, const Item& item, const Item* next, Scratch& scratch) {
   const int groups = item.group_end - item.group, rows = item.tokens * job.rep;
   const int words = M::key_words(job.D), padded_rows = round_up(rows, 16);
-  const long size = state_size(job, padded_rows);
+  const long size = state_size(job.D, padded_rows);
   const long head_bytes = (long)job.D * sizeof(typename M::Storage);
   Buffers at;
   scratch.reserve(job, groups, padded_rows, words, at);

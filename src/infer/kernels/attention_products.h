@@ -15,39 +15,29 @@ INLINE float hsum(vf a) { return _mm512_reduce_add_ps(a); }
 INLINE vf widen(const uint16_t* p) {
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 }
-// 128 bits of each of 16 rows → 4 vectors: word i of every row.
-INLINE void columns(const char* const* rows, long at, vf out[4]) {
-  vf a[4];
+// Of two vectors, in every 128 bits: the lower or upper words and pairs of words, in turns.
+INLINE vf low_words(vf a, vf b) { return _mm512_unpacklo_ps(a, b); }
+INLINE vf high_words(vf a, vf b) { return _mm512_unpackhi_ps(a, b); }
+INLINE vf low_pairs(vf a, vf b) { return (vf)_mm512_unpacklo_pd((__m512d)a, (__m512d)b); }
+INLINE vf high_pairs(vf a, vf b) { return (vf)_mm512_unpackhi_pd((__m512d)a, (__m512d)b); }
+// 128 bits of every fourth row.
+INLINE vf fourths(const char* const* rows, long at) {
 #define ROW(i) _mm_loadu_ps((const float*)(rows[i] + at))
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm512_castps128_ps512(ROW(i));
-    a[i] = _mm512_insertf32x4(a[i], ROW(i + 4), 1);
-    a[i] = _mm512_insertf32x4(a[i], ROW(i + 8), 2);
-    a[i] = _mm512_insertf32x4(a[i], ROW(i + 12), 3);
-  }
+  vf a = _mm512_castps128_ps512(ROW(0));
+  a = _mm512_insertf32x4(a, ROW(4), 1);
+  a = _mm512_insertf32x4(a, ROW(8), 2);
+  return _mm512_insertf32x4(a, ROW(12), 3);
 #undef ROW
-  const __m512d lo0 = (__m512d)_mm512_unpacklo_ps(a[0], a[1]);
-  const __m512d hi0 = (__m512d)_mm512_unpackhi_ps(a[0], a[1]);
-  const __m512d lo1 = (__m512d)_mm512_unpacklo_ps(a[2], a[3]);
-  const __m512d hi1 = (__m512d)_mm512_unpackhi_ps(a[2], a[3]);
-  out[0] = (vf)_mm512_unpacklo_pd(lo0, lo1);
-  out[1] = (vf)_mm512_unpackhi_pd(lo0, lo1);
-  out[2] = (vf)_mm512_unpacklo_pd(hi0, hi1);
-  out[3] = (vf)_mm512_unpackhi_pd(hi0, hi1);
 }
 // 16 vectors → the greatest lane of each.
 INLINE vf greatest_lanes(const vf rows[16]) {
   vf two[8], four[4];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i)
-    two[i] = vmax(_mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
-                  _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
+    two[i] = vmax(low_words(rows[2 * i], rows[2 * i + 1]), high_words(rows[2 * i], rows[2 * i + 1]));
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const __m512d a = (__m512d)two[2 * i], b = (__m512d)two[2 * i + 1];
-    four[i] = vmax((vf)_mm512_unpacklo_pd(a, b), (vf)_mm512_unpackhi_pd(a, b));
-  }
+  for (int i = 0; i < 4; ++i)
+    four[i] = vmax(low_pairs(two[2 * i], two[2 * i + 1]), high_pairs(two[2 * i], two[2 * i + 1]));
   const vf a = vmax(_mm512_shuffle_f32x4(four[0], four[1], 0x44),
                     _mm512_shuffle_f32x4(four[0], four[1], 0xee));
   const vf b = vmax(_mm512_shuffle_f32x4(four[2], four[3], 0x44),
@@ -70,20 +60,13 @@ INLINE float hsum(vf a) { return ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]
 INLINE vf widen(const uint16_t* p) {
   return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 }
-INLINE void columns(const char* const* rows, long at, vf out[4]) {
-  vf a[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i)
-    a[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps((const float*)(rows[i] + at))),
-                                _mm_loadu_ps((const float*)(rows[i + 4] + at)), 1);
-  const __m256d lo0 = (__m256d)_mm256_unpacklo_ps(a[0], a[1]);
-  const __m256d hi0 = (__m256d)_mm256_unpackhi_ps(a[0], a[1]);
-  const __m256d lo1 = (__m256d)_mm256_unpacklo_ps(a[2], a[3]);
-  const __m256d hi1 = (__m256d)_mm256_unpackhi_ps(a[2], a[3]);
-  out[0] = (vf)_mm256_unpacklo_pd(lo0, lo1);
-  out[1] = (vf)_mm256_unpackhi_pd(lo0, lo1);
-  out[2] = (vf)_mm256_unpacklo_pd(hi0, hi1);
-  out[3] = (vf)_mm256_unpackhi_pd(hi0, hi1);
+INLINE vf low_words(vf a, vf b) { return _mm256_unpacklo_ps(a, b); }
+INLINE vf high_words(vf a, vf b) { return _mm256_unpackhi_ps(a, b); }
+INLINE vf low_pairs(vf a, vf b) { return (vf)_mm256_unpacklo_pd((__m256d)a, (__m256d)b); }
+INLINE vf high_pairs(vf a, vf b) { return (vf)_mm256_unpackhi_pd((__m256d)a, (__m256d)b); }
+INLINE vf fourths(const char* const* rows, long at) {
+  return _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps((const float*)(rows[0] + at))),
+                              _mm_loadu_ps((const float*)(rows[4] + at)), 1);
 }
 #else
 typedef float vf __attribute__((vector_size(16)));
@@ -105,11 +88,25 @@ INLINE vf widen(const uint16_t* p) {
   typedef uint32_t vu __attribute__((vector_size(16)));
   return (vf)(vu{p[0], p[1], p[2], p[3]} << 16);
 }
+#endif
+
+// 128 bits of each of W rows → 4 vectors: word i of every row.
 INLINE void columns(const char* const* rows, long at, vf out[4]) {
+#if LEVEL >= 1
+  vf a[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) a[i] = fourths(rows + i, at);
+  const vf low[2] = {low_words(a[0], a[1]), low_words(a[2], a[3])};
+  const vf high[2] = {high_words(a[0], a[1]), high_words(a[2], a[3])};
+  out[0] = low_pairs(low[0], low[1]);
+  out[1] = high_pairs(low[0], low[1]);
+  out[2] = low_pairs(high[0], high[1]);
+  out[3] = high_pairs(high[0], high[1]);
+#else
   for (int i = 0; i < 4; ++i)
     for (int j = 0; j < 4; ++j) __builtin_memcpy((char*)&out[i] + 4 * j, rows[j] + at + 4 * i, 4);
-}
 #endif
+}
 
 constexpr int W = sizeof(vf) / 4;
 typedef int32_t vi __attribute__((vector_size(sizeof(vf))));
@@ -369,9 +366,7 @@ struct Tiles : Pairs {
       _tile_stored(6, turned + key * rows, 4 * rows);
     }
     FENCE();
-    const __m512i at = _mm512_mullo_epi32(
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-        _mm512_set1_epi32(rows));
+    const __m512i at = multiples_to_15(rows);
     for (int r = 0; r < rows; ++r)
       for (int key = 0; key < n; key += 16)
         store(out + r * job.block + key, _mm512_i32gather_ps(at, turned + key * rows + r, 4));

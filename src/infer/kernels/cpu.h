@@ -76,6 +76,13 @@ TARGET("amx-tile")
   FENCE();
 }
 END_TARGET
+
+TARGET("avx512f")
+[[maybe_unused]] INLINE __m512i multiples_to_15(int of) {  // 0, of, 2 · of, …
+  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(of));
+}
+END_TARGET
 #endif
 
 }  // namespace

@@ -144,11 +144,6 @@ TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16
 INLINE __mmask32 first_of_32(long n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
 INLINE __mmask16 first_of_16(long n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
 
-INLINE __m512i multiples_to_15(int of) {  // 0, of, 2 · of, …
-  const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-  return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(of));
-}
-
 INLINE __m512 widen(__mmask16 lanes, const uint16_t* from) {
   const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
@@ -574,8 +569,9 @@ void compute(void* data) {
   save_tiles(&before);
   config.palette = 1;
   for (int i = 0; i < 8; ++i) {
-    const long rows = c.groups > 1 || i > 5 ? 16 : i == 2 || i == 3 || i == 5 ? c.M - 16 : c.M;
-    config.rows[i] = (uint8_t)std::clamp(rows, 1L, 16L);
+    const bool is_second = i == 2 || i == 3 || i == 5;  // of a group's two tiles of rows
+    const long rows = std::clamp(is_second ? c.M - 16 : c.M, 1L, 16L);
+    config.rows[i] = (uint8_t)(c.groups > 1 || i > 5 ? 16 : rows);
     config.colsb[i] = 64;
   }
   FENCE();
