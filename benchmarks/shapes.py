@@ -2,7 +2,8 @@
 
 `write(folder, name)` writes config, tokenizer and sharded bf16 safetensors as transformers would;
 `python benchmarks/shapes.py NAME FOLDER` does it from the command line. Weights are scaled so
-that activations stay near one. The tokenizer is the shipped one; ids beyond it have no text.
+that activations stay near one. The tokenizer is the shipped one; every id beyond it is a word of
+its own: ids without text would stream nothing, and a benchmark of streams would measure nothing.
 """
 
 from __future__ import annotations
@@ -90,8 +91,12 @@ def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
         save_file({t: source.take(t, names[t]) for t in members}, folder / file)
         weight_map.update(dict.fromkeys(members, file))
     (folder / "config.json").write_text(json.dumps(raw, indent=2))
-    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+    for file in ("tokenizer_config.json", "generation_config.json"):
         shutil.copy(SHIPPED_FOLDER / file, folder / file)
+    tokenizer = json.loads((SHIPPED_FOLDER / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab.update({f"Ġw{i}": i for i in range(max(vocab.values()) + 1, raw["vocab_size"])})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
