@@ -63,7 +63,7 @@ struct Layer {  // what does not change between calls
   bool float_out;
   Gate gate;
   float eps;
-  float *norm, *bias, *scales;  // [K], [N], [N padded]; null: absent
+  float *norm, *bias, *scales;  // [K padded], [N], [N padded]; null: absent; norm: in `Halves`
   Parallel parallel;
 
   bool whole() const { return bits < 16; }
@@ -301,62 +301,96 @@ void pack_weight(void* data) {
   for (long panel; (panel = p.first + p.next.fetch_add(1)) < p.end;) pack_panel(p, panel);
 }
 
-// n(x) of a row in float32, zeros up to a whole step; returns the largest magnitude in each lane.
-INLINE __m512i read_row(const Layer& layer, const uint16_t* x, float* to) {
-  const long K = layer.K;
-  __m512 factor = _mm512_set1_ps(1.f);
-  if (layer.norm) {
-    __m512 squares[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-    for (long k = 0; k < K; k += 32)
-      for (int i = 0; i < 2; ++i) {
-        const __m512 part = widen(first_of_16(K - k - i * 16), x + k + i * 16);
-        squares[i] = _mm512_fmadd_ps(part, part, squares[i]);
-      }
-    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(squares[0], squares[1]));
-    factor = _mm512_set1_ps(1.f / std::sqrt(sum / K + layer.eps));
+struct Halves {  // of 32 numbers in a row: those with even indices, and those with odd ones
+  __m512 even, odd;
+  Halves times(__m512 by) const { return {_mm512_mul_ps(even, by), _mm512_mul_ps(odd, by)}; }
+  Halves times(const float* by) const {
+    return {_mm512_mul_ps(even, _mm512_loadu_ps(by)), _mm512_mul_ps(odd, _mm512_loadu_ps(by + 16))};
   }
-  __m512i most = _mm512_setzero_si512();
-  for (long k = 0; k < layer.steps * (layer.whole() ? 64 : 32); k += 16) {
-    const __mmask16 lanes = first_of_16(K - k);
-    __m512 part = widen(lanes, x + k);
-    if (layer.norm)
-      part = _mm512_mul_ps(_mm512_mul_ps(part, factor), _mm512_maskz_loadu_ps(lanes, layer.norm + k));
-    most = _mm512_max_epu32(most, magnitude(part));
-    _mm512_store_ps(to + k, part);
-  }
-  return most;
+};
+
+INLINE Halves read_halves(const uint16_t* x, long count) {
+  const __m512i both = _mm512_maskz_loadu_epi16(first_of_32(count), x);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xffff0000)))};
 }
 
-// Rows of x → lines of tiles; rows behind the end are zeros.
-void pack_rows(const Call& c, long item, float* scratch) {
+INLINE __m512i rounded(Halves x) {  // 32 bfloat16
+  const __m512i sixteen = multiples_to_15(0x10001), pairs = _mm512_add_epi32(sixteen, _mm512_set1_epi32(16 << 16));
+  return _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(x.odd, x.even));
+}
+
+INLINE __m512i whole_numbers(Halves x) {  // 32 of 16 bits
+  const __m512i odd = _mm512_slli_epi32(_mm512_cvtps_epi32(x.odd), 16);
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_cvtps_epi32(x.even), odd);
+}
+
+INLINE __m512i bytes_of(__m512i first, __m512i second) {  // 32 + 32 numbers of 16 bits, in order
+  const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+  return _mm512_permutexvar_epi64(order, _mm512_packs_epi16(first, second));
+}
+
+// Some rows of n(x) → lines of tiles; rows behind the end are zeros. In int8 the factor that makes a
+// row's norm one is a part of the row's scale only.
+template <bool WHOLE, bool NORM>
+void pack_some_rows(const Call& c, long first) {
   const Layer& layer = c.layer;
-  const long first = item * PACK_ROWS, group = first / SIDE;
-  for (long row = first; row < first + PACK_ROWS; ++row) {
-    const long line = first / 16 % 2 * TILE + row % 16 * 64;
-    const auto to = [&](long step) { return c.tiles(group, step) + line; };
-    const uint16_t* x = c.x + row * c.x_stride;
-    if (row >= c.M) {
-      if (c.groups == 1) return;  // the tiles have no such rows
-      for (long step = 0; step < layer.steps; ++step)
-        _mm512_store_si512(to(step), _mm512_setzero_si512());
-    } else if (layer.whole()) {
-      const Scale scale(read_row(layer, x, scratch));
-      c.row_scales[row] = scale.scale;
-      for (long step = 0; step < layer.steps; ++step)
-        for (int i = 0; i < 64; i += 16)
-          _mm_store_si128((__m128i*)(to(step) + i),
-                          quantized(_mm512_load_ps(scratch + step * 64 + i), scale.inverse));
-    } else if (layer.norm) {
-      read_row(layer, x, scratch);
-      for (long step = 0; step < layer.steps; ++step)
-        _mm512_store_si512(to(step), (__m512i)_mm512_cvtne2ps_pbh(
-            _mm512_load_ps(scratch + step * 32 + 16), _mm512_load_ps(scratch + step * 32)));
-    } else {
-      for (long step = 0; step < layer.steps; ++step)
-        _mm512_store_si512(
-            to(step), _mm512_maskz_loadu_epi16(first_of_32(layer.K - step * 32), x + step * 32));
+  const long K = layer.K, steps = layer.steps, group = first / SIDE;
+  const long line = first / 16 % 2 * TILE + first % 16 * 64;
+  const long rows = std::clamp(c.M - first, 0L, PACK_ROWS);
+  const float* norm = layer.norm;
+  __m512 by[PACK_ROWS];
+  for (long r = 0; r < rows && (WHOLE || NORM); ++r) {
+    const uint16_t* x = c.x + (first + r) * c.x_stride;
+    Halves squares{_mm512_setzero_ps(), _mm512_setzero_ps()};
+    __m512i most[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    for (long k = 0; k < K; k += 32) {
+      Halves part = read_halves(x + k, K - k);
+      if (NORM) {
+        squares.even = _mm512_fmadd_ps(part.even, part.even, squares.even);
+        squares.odd = _mm512_fmadd_ps(part.odd, part.odd, squares.odd);
+      }
+      if (!WHOLE) continue;
+      if (NORM) part = part.times(norm + k);
+      most[0] = _mm512_max_epu32(most[0], magnitude(part.even));
+      most[1] = _mm512_max_epu32(most[1], magnitude(part.odd));
     }
+    float factor = 1.f;
+    if (NORM) {
+      const float sum = _mm512_reduce_add_ps(_mm512_add_ps(squares.even, squares.odd));
+      factor = 1.f / std::sqrt(sum / K + layer.eps);
+    }
+    if (WHOLE) {
+      const Scale scale(_mm512_max_epu32(most[0], most[1]));
+      c.row_scales[first + r] = scale.scale * factor;
+      factor = scale.inverse;
+    }
+    by[r] = _mm512_set1_ps(factor);
   }
+  for (long step = 0; step < steps; ++step) {
+    char* to = c.tiles(group, step) + line;
+    for (long r = 0; r < rows; ++r, to += 64) {
+      const long k = step * (WHOLE ? 64 : 32), left = K - k;
+      const uint16_t* x = c.x + (first + r) * c.x_stride + k;
+      const auto part = [&](long from) {
+        const Halves own = read_halves(x + from, left - from);
+        return (NORM ? own.times(norm + k + from) : own).times(by[r]);
+      };
+      _mm512_store_si512(to, WHOLE  ? bytes_of(whole_numbers(part(0)), whole_numbers(part(32)))
+                             : NORM ? rounded(part(0))
+                                    : _mm512_maskz_loadu_epi16(first_of_32(left), x));
+    }
+    // With one group the tiles have no more rows than there are.
+    for (long r = rows; r < PACK_ROWS && c.groups > 1; ++r, to += 64)
+      _mm512_store_si512(to, _mm512_setzero_si512());
+  }
+}
+
+void pack_rows(const Call& c, long item) {
+  constexpr decltype(&pack_some_rows<false, false>) KINDS[2][2] = {
+      {pack_some_rows<false, false>, pack_some_rows<false, true>},
+      {pack_some_rows<true, false>, pack_some_rows<true, true>}};
+  KINDS[c.layer.whole()][c.layer.norm != nullptr](c, item * PACK_ROWS);
 }
 
 // ---- Product -----------------------------------------------------------------------------------
@@ -425,12 +459,13 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
 #undef PRODUCT
 }
 
-INLINE __m512 exponential(__m512 x) {
-  const __m512 scaled = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f));
+INLINE __m512 exponential(__m512 x) {  // 2¹²⁶ at most
+  const __m512 most = _mm512_set1_ps(126.f);
+  const __m512 scaled = _mm512_min_ps(most, _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
   const __m512 whole = _mm512_roundscale_ps(scaled, 8);  // to the nearest integer
   const __m512 r = _mm512_sub_ps(scaled, whole);         // in [-½, ½]: 2^r by its series
-  __m512 p = _mm512_set1_ps(1.5403530e-4f);
-  for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f})
+  __m512 p = _mm512_set1_ps(1.3333558e-3f);
+  for (const float c : {9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.f})
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
   return _mm512_scalef_ps(p, whole);
 }
@@ -444,55 +479,68 @@ INLINE __m512 activated(Gate gate, __m512 x) {
                       _mm512_fmadd_ps(cubed, _mm512_set1_ps(0.044715f), x));
   }
   const __m512 one = _mm512_set1_ps(1.f);
-  return _mm512_div_ps(x, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+  const __m512 below = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), z)));
+  // A third of a division's time: an estimate of 14 bits, and one step of Newton's.
+  const __m512 estimate = _mm512_rcp14_ps(below);
+  const __m512 error = _mm512_fnmadd_ps(below, estimate, one);
+  return _mm512_mul_ps(x, _mm512_fmadd_ps(error, estimate, estimate));
 }
 
-// 16 columns: the residual, the rounding, and out.
-INLINE void put(const Call& c, long row, long column, __m512 value) {
-  const __mmask16 lanes = first_of_16(c.layer.width - column);
-  const long at = row * c.layer.width + column;
-  if (c.residual) value = _mm512_add_ps(value, widen(lanes, c.residual + at));
-  if (c.layer.float_out) _mm512_mask_storeu_ps((float*)c.y + at, lanes, value);
-  else _mm256_mask_storeu_epi16((uint16_t*)c.y + at, lanes, (__m256i)_mm512_cvtneps_pbh(value));
-}
-
-// Asks for the residual that `finish` will add.
-INLINE void expect(const Call& c, long group, long panel) {
-  const long first = group * SIDE, end = std::min(first + SIDE, c.M);
-  for (long row = first; c.residual && row < end; ++row)
-    _mm_prefetch((const char*)(c.residual + row * c.layer.width + panel * SIDE), _MM_HINT_T0);
-}
-
-// Sums → y: the scales, the bias, the gate.
-void finish(const Call& c, const float* sums, long group, long panel) {
+// Sums of a group × some panels, which lie `stride` apart → y: the scales, the bias, the gate, the
+// residual, the rounding. Row by row, so that lines of y are written whole: rows are often a multiple
+// of 4 KB apart, and of lines that are half written the caches keep few. EDGE: the last panel has
+// columns that y has not. Everything is in locals: a store could change it anywhere else.
+template <bool WHOLE, bool EDGE>
+void finish_rows(const Call& c, const float* sums, long stride, long group, long begin, long end) {
   const Layer& layer = c.layer;
+  const Gate gate = layer.gate;
+  const bool float_out = layer.float_out;
+  const long width = layer.width, N = layer.N, side = gate ? 16 : SIDE, to_other = gate ? width : 16;
   const long first = group * SIDE, rows = std::min<long>(SIDE, c.M - first);
-  const long column = panel * (layer.gate ? 16 : SIDE), other = column + (layer.gate ? layer.width : 16);
-  __m512 scales[2], bias[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
-  if (layer.whole())
-    for (int i = 0; i < 2; ++i) scales[i] = _mm512_loadu_ps(layer.scales + panel * SIDE + i * 16);
-  if (layer.bias) {
-    bias[0] = _mm512_maskz_loadu_ps(first_of_16(layer.width - column), layer.bias + column);
-    bias[1] = _mm512_maskz_loadu_ps(first_of_16(layer.N - other), layer.bias + other);
-  }
+  const float *bias = layer.bias, *scales = layer.scales;
+  const uint16_t* residual = c.residual;
+  char* y = c.y;
+  const auto put = [=](long at, __mmask16 lanes, __m512 value) {
+    if (residual) value = _mm512_add_ps(value, widen(lanes, residual + at));
+    if (float_out) _mm512_mask_storeu_ps((float*)y + at, lanes, value);
+    else _mm256_mask_storeu_epi16((uint16_t*)y + at, lanes, (__m256i)_mm512_cvtneps_pbh(value));
+  };
   for (long r = 0; r < rows; ++r) {
-    __m512 parts[2];
-    for (int i = 0; i < 2; ++i) {
-      const float* from = sums + r / 16 * 512 + i * 256 + r % 16 * 16;
-      parts[i] = _mm512_load_ps(from);
-      if (layer.whole()) {
-        const __m512 by = _mm512_mul_ps(scales[i], _mm512_set1_ps(c.row_scales[first + r]));
-        parts[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(parts[i])), by);
+    const float* from = sums + r / 16 * 512 + r % 16 * 16;
+    const __m512 scale = _mm512_set1_ps(WHOLE ? c.row_scales[first + r] : 1.f);
+    for (long panel = begin; panel < end; ++panel, from += stride) {
+      const long column = panel * side, other = column + to_other, at = (first + r) * width + column;
+      const __mmask16 lanes = EDGE ? first_of_16(width - column) : (__mmask16)~0;
+      const __mmask16 others = EDGE ? first_of_16((gate ? N : width) - other) : (__mmask16)~0;
+      __m512 one = _mm512_load_ps(from), two = _mm512_load_ps(from + 256);
+      if (WHOLE) {
+        const float* own = scales + panel * SIDE;
+        one = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(one)),
+                            _mm512_mul_ps(_mm512_loadu_ps(own), scale));
+        two = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_castps_si512(two)),
+                            _mm512_mul_ps(_mm512_loadu_ps(own + 16), scale));
       }
-      parts[i] = _mm512_add_ps(parts[i], bias[i]);
-    }
-    if (layer.gate) {
-      put(c, first + r, column, _mm512_mul_ps(activated(layer.gate, parts[0]), parts[1]));
-    } else {
-      put(c, first + r, column, parts[0]);
-      put(c, first + r, column + 16, parts[1]);
+      if (bias) {
+        one = _mm512_add_ps(one, _mm512_maskz_loadu_ps(lanes, bias + column));
+        two = _mm512_add_ps(two, _mm512_maskz_loadu_ps(others, bias + other));
+      }
+      if (gate) {
+        put(at, lanes, _mm512_mul_ps(activated(gate, one), two));
+      } else {
+        put(at, lanes, one);
+        put(at + 16, others, two);
+      }
     }
   }
+}
+
+void finish(const Call& c, const float* sums, long stride, long group, long begin, long end) {
+  constexpr decltype(&finish_rows<false, false>) KINDS[2][2] = {
+      {finish_rows<false, false>, finish_rows<false, true>},
+      {finish_rows<true, false>, finish_rows<true, true>}};
+  const Layer& layer = c.layer;
+  const bool edge = end * (layer.gate ? 16 : SIDE) > layer.width;
+  KINDS[layer.whole()][edge](c, sums, stride, group, begin, end);
 }
 
 // One group: W is read once from end to end, each panel's sums stay in the tiles. The prefetch goes
@@ -512,7 +560,7 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
     product(c.packed, b, layer.steps, sums, behind ? following + (b + AHEAD - last) : b + AHEAD,
             lines, behind ? -1 : (last - b - AHEAD) / (lines * 64), following,
             layer.multiples(panel, 0), ring);
-    finish(c, sums, 0, panel);
+    finish(c, sums, 0, 0, panel, panel + 1);
   }
 }
 
@@ -539,29 +587,26 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
       for (long g = 0; g < groups; ++g) {
         const int tiles = c.tiles_in(group + g);
         float* own = sums + ((panel - begin) * groups + g) * SUMS;
-        const bool is_last = k + steps == layer.steps;
-        if (is_last) expect(c, group + g, panel);
         KINDS[layer.whole()][tiles - 1][k == 0](
             c.tiles(group + g, k), b, steps, own,
             next + g * steps * lines * 64, lines, 0, nullptr, nullptr, nullptr);
-        if (is_last) finish(c, own, group + g, panel);
       }
     }
   }
+  for (long g = 0; g < groups; ++g)
+    finish(c, sums + g * SUMS, groups * SUMS, group + g, begin, end);
 }
 
 void compute(void* data) {
   static thread_local Memory memory;
   Call& c = *(Call*)data;
-  const long row_floats = ceil_div(c.layer.K, 64) * 64;
-  const long sum_bytes =
-      std::max(BLOCK_GROUPS * BLOCK_PANELS * SUMS, row_floats) * (long)sizeof(float);
+  const long sum_bytes = BLOCK_GROUPS * BLOCK_PANELS * SUMS * (long)sizeof(float);
   char* own = memory.reserve(sum_bytes + K_STEPS * 2 * TILE);
   long item = c.next_item.fetch_add(1);
   if (c.groups == 1)
     for (long i = 0; i < AHEAD; i += 64) _mm_prefetch(c.start_of(item) + i, _MM_HINT_T1);
   for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1))
-    pack_rows(c, pack, (float*)own);
+    pack_rows(c, pack);
   for (int tries = 0; c.done_packs.load() < c.num_packs; ++tries)
     if (tries < 4000) _mm_pause();
     else std::this_thread::yield();
@@ -590,13 +635,6 @@ void compute(void* data) {
   restore_tiles(&before);  // others on this thread (oneDNN) may count on the tiles' shape
 }
 END_TARGET
-
-float* copy_of(const float* from, long count) {
-  if (!from) return nullptr;
-  float* to = new float[count];
-  std::memcpy(to, from, count * sizeof(float));
-  return to;
-}
 
 long panels_of(long N, int gate) { return gate ? ceil_div(N / 2, 16) : ceil_div(N, SIDE); }
 
@@ -632,8 +670,10 @@ void* infer_linear_new(char* packed, long N, long K, int bits, int gate, int flo
   Layer* layer = new Layer(layer_of(packed, N, K, bits, gate));
   layer->float_out = float_out != 0;
   layer->eps = eps;
-  layer->norm = copy_of(norm, K);
-  layer->bias = copy_of(bias, N);
+  layer->norm = norm ? new float[ceil_div(K, 64) * 64]() : nullptr;
+  for (long k = 0; norm && k < K; ++k) layer->norm[k / 32 * 32 + k % 2 * 16 + k % 32 / 2] = norm[k];
+  layer->bias = bias ? new float[N] : nullptr;
+  if (bias) std::memcpy(layer->bias, bias, N * sizeof(float));
   layer->scales = bits < 16 ? new float[layer->panels * SIDE]() : nullptr;
   layer->parallel = (Parallel)parallel;
   return layer;
