@@ -80,13 +80,10 @@ alignas(64) const char ZEROS[4096] = {};  // stands for the cells behind the end
 struct Cells {
   int64_t at[BLOCK];  // bytes from a cache's beginning
   int count = 0;
-  long heads = 0, heads_bytes = 0;
 
-  void list(const Job& job, const Item& item, long head_bytes, int64_t first) {
+  void list(const Job& job, const Item& item, int64_t first) {
     const int64_t* table = job.tables + item.sequence * job.table_width;
     count = (int)std::clamp<int64_t>(visible(item, job.window).end - first, 0, job.block);
-    heads = item.group * head_bytes;
-    heads_bytes = (item.group_end - item.group) * head_bytes;
     int64_t page = first / job.page_size, offset = first % job.page_size;
     for (int j = 0; j < count; ++j) {
       at[j] = (table[page] * job.page_size + offset) * job.cell_bytes;
@@ -99,27 +96,58 @@ struct Cells {
   }
 };
 
-// What a thread reads next. It asks for that in small pieces between its steps, so that nothing
-// waits and memory always has something to do; in the order of addresses, which the hardware continues.
+inline int64_t first_key(const Job& job, const Item& item) {
+  return std::max(item.segment * SEGMENT, visible(item, job.window).begin);
+}
+inline int64_t end_of_keys(const Job& job, const Item& item) {
+  return std::min(item.segment_end * SEGMENT, visible(item, job.window).end);
+}
+
+// Asks for what a thread reads next, so that memory always has something to do: LEAD cells ahead of
+// where it is, in this item and in the next, as many cells in each step as the step uses up. In the
+// order of addresses, which the hardware continues.
 class Ahead {
  public:
-  Cells cells;
-
-  void expect(int steps) { asked_ = done_ = 0, steps_ = steps; }
+  void begin(const Job& job, const Item& item, const Item* next) {
+    here_ = after_.item == &item ? after_ : Cursor(job, &item);
+    after_ = Cursor(job, next);
+  }
+  // A block that ends at `end` will be read in so many steps.
+  void expect(int64_t end, int steps) {
+    cells_ = (int)std::max<int64_t>(0, end + LEAD - here_.position - after_.position + after_.first);
+    asked_ = done_ = 0, steps_ = steps;
+  }
   void finish(const Job& job) { step(job, steps_); }
   INLINE void step(const Job& job, int steps) {
     done_ = std::min(done_ + steps, steps_);
-    const int until = cells.count * done_ / steps_;
-    for (; asked_ < until; ++asked_) {
-      const char *keys = job.keys + cells.at[asked_] + cells.heads,
-                 *values = job.values + cells.at[asked_] + cells.heads;
-      for (long i = 0; i < cells.heads_bytes; i += 64) __builtin_prefetch(keys + i, 0, 2);
-      for (long i = 0; i < cells.heads_bytes; i += 64) __builtin_prefetch(values + i, 0, 2);
-    }
+    for (const int until = cells_ * done_ / steps_; asked_ < until; ++asked_)
+      if (!here_.ask(job) && !after_.ask(job)) return;
   }
 
  private:
-  int asked_ = 0, done_ = 0, steps_ = 1;
+  static constexpr int64_t LEAD = 64;
+
+  struct Cursor {
+    const Item* item = nullptr;
+    int64_t first = 0, position = 0, end = 0;
+
+    Cursor() = default;
+    Cursor(const Job& job, const Item* of) : item(of) {
+      if (of) first = position = first_key(job, *of), end = end_of_keys(job, *of);
+    }
+    INLINE bool ask(const Job& job) {
+      if (position == end) return false;
+      const int64_t page = job.tables[item->sequence * job.table_width + position / job.page_size];
+      const long head = job.cell_bytes / (job.H / job.rep), bytes = (item->group_end - item->group) * head;
+      const long at = (page * job.page_size + position % job.page_size) * job.cell_bytes + item->group * head;
+      for (long i = 0; i < bytes; i += 64) __builtin_prefetch(job.keys + at + i, 0, 2);
+      for (long i = 0; i < bytes; i += 64) __builtin_prefetch(job.values + at + i, 0, 2);
+      ++position;
+      return true;
+    }
+  };
+  Cursor here_, after_;
+  int cells_ = 0, asked_ = 0, done_ = 0, steps_ = 1;
 };
 
 struct Unit {  // a few rows of one head, and the block that they meet
@@ -130,7 +158,6 @@ struct Unit {  // a few rows of one head, and the block that they meet
 };
 struct Buffers {
   Cells cells;
-  Ahead ahead;
   uint32_t *keys, *values;  // one block of one head, packed
   float* scores;            // of a unit; P takes their place, row by row
   uint32_t* queries;
@@ -140,6 +167,8 @@ struct Buffers {
 // A thread's own memory; grows, and is given back when the thread ends.
 class Scratch {
  public:
+  Ahead ahead;
+
   ~Scratch() { std::free(memory_); }
 
   void reserve(const Job& job, int groups, int rows, int words, Buffers& at) {

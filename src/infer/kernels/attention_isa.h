@@ -31,7 +31,7 @@ INLINE void weigh_row(float* scores, int n, float scale, float greatest, float a
 
 // Packs one head of a block.
 template <class M>
-INLINE void pack_block(const Job& job, int group, int n, bool with_keys, Buffers& at) {
+INLINE void pack_block(const Job& job, int group, int n, bool with_keys, Buffers& at, Ahead& ahead) {
   const char *keys[BLOCK], *values[BLOCK];
   const long offset = group * (long)job.D * sizeof(typename M::Storage);
   if (with_keys) at.cells.point(job.keys + offset, n, keys);
@@ -40,7 +40,7 @@ INLINE void pack_block(const Job& job, int group, int n, bool with_keys, Buffers
     if (with_keys) M::pack_keys(keys + key, 16, job.D, at.keys + key, job.block);
     M::pack_values(values + key, 16, job.D, job.padded,
                    at.values + (long)M::prob_words(key) * job.padded);
-    at.ahead.step(job, 1);
+    ahead.step(job, 1);
   }
 }
 
@@ -92,14 +92,15 @@ INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, floa
 
 // One block of keys for all rows of an item.
 template <class M>
-void attend_block(const Job& job, const Item& item, Buffers& at, int64_t first, int n, int words,
-                  int padded_rows, float* state) {
-  constexpr int PIECES = 8;  // of what is ahead, for a unit; packing 16 keys asks for one
+void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, int64_t first, int n,
+                  int words, int padded_rows, float* state) {
   const int rows = item.tokens * job.rep, groups = item.group_end - item.group;
   const bool raw_keys = M::takes_raw_keys(job, rows);
-  at.ahead.expect(groups * (n / 16 + PIECES * ((rows + M::SUBTILE - 1) / M::SUBTILE)));
+  const int each = n / 16;  // steps of packing a head's values, and of one unit
+  const int units = (rows + M::SUBTILE - 1) / M::SUBTILE;
+  ahead.expect(first + n, groups * each * (1 + units));
   for (int g = 0; g < groups; ++g) {
-    pack_block<M>(job, item.group + g, n, !raw_keys, at);
+    pack_block<M>(job, item.group + g, n, !raw_keys, at, ahead);
     for (int r = 0; r < rows; r += M::SUBTILE) {
       const int count = std::min(M::SUBTILE, rows - r);
       const int64_t low = item.position + r / job.rep;
@@ -115,17 +116,17 @@ void attend_block(const Job& job, const Item& item, Buffers& at, int64_t first, 
         if (raw_keys)
           M::raw_scores(job, count, unit.queries,
                         job.keys + (item.group + g) * (long)job.D * sizeof(typename M::Storage),
-                        at.cells, unit.keys, (float*)at.keys, at.scores);
+                        at.cells, unit.keys, (float*)at.keys, at.scores, ahead);
       }
       if (!raw_keys)
         M::scores(count, unit.queries, job.D, at.keys, job.block, unit.keys, at.scores);
       soften_rows<M>(job, item, unit, at.scores, alpha);
       M::mix(count, (const uint32_t*)at.scores, job.block, unit.keys, at.values, job.padded,
              unit.state, job.state_words, alpha);
-      at.ahead.step(job, PIECES);
+      if (!raw_keys) ahead.step(job, each);
     }
   }
-  at.ahead.finish(job);
+  ahead.finish(job);
 }
 
 // Fold a head's partial results of the next segment into the total of those before it.
@@ -197,10 +198,6 @@ inline void hand_out(const Job& job, const Item& item, int64_t segment, int rows
     }
 }
 
-inline int64_t first_key(const Job& job, const Item& item) {
-  return std::max(item.segment * SEGMENT, visible(item, job.window).begin);
-}
-
 template <class M>
 void run_item(const Job& job, const Item& item, const Item* next, Scratch& scratch) {
   const int groups = item.group_end - item.group, rows = item.tokens * job.rep;
@@ -227,7 +224,7 @@ void run_item(const Job& job, const Item& item, const Item* next, Scratch& scrat
   }
   Join* join = item.join < 0 ? nullptr : job.joins + item.join;
   const Span keys = visible(item, job.window);
-  const int64_t end = std::min(keys.end, item.segment_end * SEGMENT);
+  scratch.ahead.begin(job, item, next);
   for (int64_t segment = item.segment; segment < item.segment_end; ++segment) {
     const bool is_first = segment == item.segment;
     float* state = item.members ? at.total
@@ -239,11 +236,8 @@ void run_item(const Job& job, const Item& item, const Item* next, Scratch& scrat
     const int64_t to = (segment + 1) * SEGMENT < keys.end ? (segment + 1) * SEGMENT : keys.end;
     for (int64_t first = from; first < to; first += job.block) {
       const int n = round_up(to - first < job.block ? (int)(to - first) : job.block, 32);
-      at.cells.list(job, item, head_bytes, first);
-      if (first + job.block < end) at.ahead.cells.list(job, item, head_bytes, first + job.block);
-      else if (next) at.ahead.cells.list(job, *next, head_bytes, first_key(job, *next));
-      else at.ahead.cells.count = 0;
-      attend_block<M>(job, item, at, first, n, words, padded_rows, state);
+      at.cells.list(job, item, first);
+      attend_block<M>(job, item, at, scratch.ahead, first, n, words, padded_rows, state);
     }
     if (item.members) hand_out(job, item, segment, padded_rows, state);
     for (int g = 0; g < groups && !join && !is_first; ++g)

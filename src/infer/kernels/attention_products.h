@@ -354,7 +354,7 @@ struct Tiles : Pairs {
   }
   // `heads`: the head in the cache's first cell; `turned`: room for a block's scores, key by key.
   static void raw_scores(const Job& job, int rows, const uint32_t* queries, const char* heads,
-                         const Cells& cells, int n, float* turned, float* out) {
+                         const Cells& cells, int n, float* turned, float* out, Ahead& ahead) {
     FENCE();
     for (int key = 0; key < cells.count && key < n; key += 16) {
       _tile_zero(6);
@@ -364,6 +364,7 @@ struct Tiles : Pairs {
         _tile_dpbf16ps(6, 5, 7);
       }
       _tile_stored(6, turned + key * rows, 4 * rows);
+      ahead.step(job, 1);
     }
     FENCE();
     const __m512i at = multiples_to_15(rows);
