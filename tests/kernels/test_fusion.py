@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.kernels import linear, native, rotary
+from infer.kernels import linear
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.linear import Fusion, Int8Linear, NativeLinear, Norm, PackedLinear, make_linear
-from infer.kernels.rotary import HeadRotation
 
 OBSTACLE = linear.native_obstacle()
 needs_amx = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
@@ -200,43 +199,3 @@ def test_whole_numbers_are_held_where_they_are_asked_for(
     torch.testing.assert_close(best(x), other(x), rtol=0.02, atol=0.1)
     assert batch_invariance_problem([best, other]) is None
     assert best.num_weights == other.num_weights == 20 * 48
-
-
-@pytest.mark.skipif(isinstance(native.library(), str), reason="the kernels are not compiled")
-@pytest.mark.parametrize("dim", [8, 20, 64, 128, 256])
-@pytest.mark.parametrize("normed", [False, True])
-def test_heads_turn(dim: int, normed: bool) -> None:
-    norms = (Norm(random(dim), 1e-6), Norm(1 + random(dim).float(), 1e-6)) if normed else None
-    around = random(300, 9, dim, seed=1)  # q: 5 heads, k: 2, v: 2, which must stay as they are
-    angles = torch.rand((300, dim // 2), generator=torch.Generator().manual_seed(2)) * 100
-    cos, sin = angles.cos(), angles.sin()
-    turn = HeadRotation(5, dim, norms)
-    q, k = around[:, :5], around[:, 5:7]
-    if norms:
-        q, k = norms[0](q), norms[1](k)
-    expected = rotary.rotate(torch.cat([q, k], 1), cos, sin)
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        mine = around.clone()
-        got = torch.cat(turn(mine[:, :7], cos, sin), 1)
-        torch.testing.assert_close(got.float(), expected.float(), rtol=2**-7, atol=2**-7)
-        assert torch.equal(mine[:, 7:], around[:, 7:])
-        row = around[211:212].clone()
-        alone = torch.cat(turn(row[:, :7], cos[211:212], sin[211:212]), 1)
-        assert torch.equal(alone[0], got[211])
-    assert (got != expected).float().mean() < 0.02
-
-
-@pytest.mark.skipif(isinstance(native.library(), str), reason="the kernels are not compiled")
-def test_a_turned_nan_is_one() -> None:
-    """Whatever its bits are: the row is failed for it later on."""
-    dim = 20
-    cos, sin = torch.ones(4, dim // 2), torch.zeros(4, dim // 2)
-    for norms in (None, (Norm(random(dim), 1e-6), Norm(random(dim), 1e-6))):
-        heads = random(4, 3, dim)
-        kinds = torch.tensor([0x7FFF, -1, 0x7F81, -0x7F], dtype=torch.int16)
-        heads[:, 1, 3] = kinds.view(torch.bfloat16)
-        q, k = HeadRotation(2, dim, norms)(heads, cos, sin)
-        assert q[:, 1, 3].isnan().all()
-        assert q[:, 0].isfinite().all()
-        assert k.isfinite().all()

@@ -21,6 +21,7 @@ from shapes import LINEAR, LLAMA3, YARN
 from checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
+from infer.kernels.rotary import Turn
 from infer.models.gguf_file import GGUFFile
 from infer.models.model import build_model
 
@@ -35,9 +36,13 @@ def logits(file: GGUFFile, tokens: list[int]) -> torch.Tensor:
     model = build_model(config, file.source(torch.float32, CPU), len(tokens))
     distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
 
-    def attend(layer: int, *qkv: torch.Tensor) -> torch.Tensor:
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Turn | None
+    ) -> torch.Tensor:
         window = config.window(layer) or len(tokens)
-        q, k, v = (x.transpose(0, 1) for x in qkv)
+        if turn is not None:
+            q, k = turn(q, k)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         seen = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(
             q, k, v, seen, scale=config.attention_scale, enable_gqa=True

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from infer.kernels.rotary import Turn
+
 
 @dataclass(slots=True, eq=False)
 class BatchLayout:
@@ -34,5 +36,10 @@ class AttentionBackend(Protocol):
     def plan(self, layout: BatchLayout) -> None:
         """Prepare for a step; once per step, so nothing is built per layer."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write this step's k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
+    ) -> Tensor:
+        """Write this step's k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D].
+
+        `turn`: of q and k, before anything else.
+        """

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infer.attention.layout import BatchLayout
 from infer.kernels.native import AttentionKernel, available
+from infer.kernels.rotary import Turn
 
 MAX_HEAD_DIM = 256
 
@@ -88,8 +89,12 @@ class NativeBackend:
             torch.get_num_threads(),
         )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
+    ) -> Tensor:
+        """Turn q and k, write k, v [T, G, D] to their cells, attend: q [T, H, D] → [T, H, D]."""
+        if turn is not None and self._dtype != torch.bfloat16:
+            (q, k), turn = turn(q, k), None
         q, k, v = self._rows(q), self._rows(k), self._rows(v)
         out = torch.empty(q.shape, dtype=self._dtype)
         self._kernel.attend(
@@ -101,6 +106,7 @@ class NativeBackend:
             q.stride(0),
             k.stride(0),
             v.stride(0),
+            *((None, None, None, None, 0.0) if turn is None else turn.constants()),
         )
         return out
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.attention.layout import BatchLayout
+from infer.kernels.rotary import Turn
 
 TILE = 128
 
@@ -127,8 +128,12 @@ class SDPABackend:
             num_queries=num,
         )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D]."""
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
+    ) -> Tensor:
+        """Turn q and k, write k, v [T, G, D] to their cells, attend: q [T, H, D] → [T, H, D]."""
+        if turn is not None:
+            q, k = turn(q, k)
         keys, values = self._keys[layer], self._values[layer]
         keys.index_copy_(0, self._slots, k)
         values.index_copy_(0, self._slots, v)

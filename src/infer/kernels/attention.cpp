@@ -23,10 +23,12 @@
 #include <vector>
 
 #include "cpu.h"
+#include "rotary.h"
 
 namespace {
 
 constexpr int BLOCK = 128;    // at most: keys that are scored together, from a multiple of Job::block
+constexpr int MOST_DIM = 256;  // native.py asks for no more
 constexpr int SEGMENT = 512;  // keys whose partial result may come from another thread
 constexpr int TILE_FLOATS = 65536;  // of sums of P·V that an item keeps: they stay in its core's cache
 constexpr float RISE = 2.f;  // more would cost accuracy: the greatest P is rounded unless it is 1
@@ -65,6 +67,8 @@ struct Job {  // one layer of one step
   const int64_t* tables;
   Join* joins;
   float* workspace;
+  const Rotation* rotation;  // of queries that are not turned yet; or null
+  TurnHeads turn_heads;
   long table_width, page_size, cell_bytes, q_bytes, state_words;
   int64_t window;  // 0: all
   int H, D, rep, padded, block;  // rep = H / G; padded = D up to a multiple of 32
@@ -298,6 +302,7 @@ struct Cut {  // the items of a step for one window
 
 struct Engine {
   RunItem run;
+  TurnHeads turn_heads;
   bool tiles;
   Parallel parallel;
   int H, G, D, element;
@@ -449,20 +454,28 @@ size_t cut_step(const Engine& e, Cut& cut, int64_t window, int B, const int64_t*
   return floats;
 }
 
+constexpr int64_t MANY_TOKENS = 31;  // are worth a second thread
+
 struct Writing {
+  const Rotation* rotation;
+  TurnHeads turn_heads;
   const char *k, *v;
   char *keys, *values;
   const int64_t* slots;
-  int64_t num_tokens, k_bytes, v_bytes, cell_bytes;
+  int64_t num_tokens, num_heads, k_bytes, v_bytes, cell_bytes;
   std::atomic<int64_t> next{0};
 };
 
 void write_cells(void* data) {
   Writing& w = *(Writing*)data;
-  constexpr int64_t MANY = 32;
+  constexpr int64_t MANY = 16;
   for (int64_t t; (t = w.next.fetch_add(MANY)) < w.num_tokens;)
     for (const int64_t end = std::min(t + MANY, w.num_tokens); t < end; ++t) {
-      std::memcpy(w.keys + w.slots[t] * w.cell_bytes, w.k + t * w.k_bytes, w.cell_bytes);
+      const char* k = w.k + t * w.k_bytes;
+      char* key = w.keys + w.slots[t] * w.cell_bytes;
+      if (w.rotation)
+        w.turn_heads(*w.rotation, (const uint16_t*)k, (uint16_t*)key, w.num_heads, t, 1);
+      else std::memcpy(key, k, w.cell_bytes);
       std::memcpy(w.values + w.slots[t] * w.cell_bytes, w.v + t * w.v_bytes, w.cell_bytes);
     }
 }
@@ -494,7 +507,7 @@ void read_cells(void* data) {
 
 extern "C" {
 
-int infer_kernels_version() { return 4; }  // of all interfaces; native.py compares
+int infer_kernels_version() { return 5; }  // of all interfaces; native.py compares
 
 // Names of the instruction sets that run here, best first, with a space after each.
 int infer_attention_isas(char* names, int size) {
@@ -515,8 +528,8 @@ void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_s
   for (const Isa& isa : ISAS)
     if (!std::strcmp(isa.name, isa_name) && runs_here(isa)) {
       const bool tiles = element == 2 && !std::strcmp(isa_name, "amx");
-      return new Engine{element == 2 ? isa.bfloat16 : isa.float32, tiles, (Parallel)parallel,
-                        H, G, D, element, page_size, scale * 1.4426950408889634f,
+      return new Engine{element == 2 ? isa.bfloat16 : isa.float32, turn_heads_here(), tiles,
+                        (Parallel)parallel, H, G, D, element, page_size, scale * 1.4426950408889634f,
                         {windows, windows + num_windows}};
     }
   return nullptr;
@@ -544,20 +557,28 @@ int infer_attention_plan(void* engine, int B, const int64_t* starts, const int64
   return (int)items;
 }
 
-// One layer: write k, v to their cells, then attend. *_stride: elements from token to token.
+// One layer: write k, v to their cells, then attend. *_stride: elements from token to token. With
+// `cos` and `sin` [T, D / 2] (bfloat16 only) q and k are turned when they are read, behind norms
+// [D] of their heads if there are any.
 void infer_attention_attend(void* engine, int window, void* keys, void* values, const void* q,
                             const void* k, const void* v, void* out, long q_stride, long k_stride,
-                            long v_stride) {
+                            long v_stride, const float* cos, const float* sin, const float* q_norm,
+                            const float* k_norm, float eps) {
   Engine& e = *(Engine*)engine;
+  const Rotation rotation{cos, sin, {q_norm, k_norm}, e.D, eps};
+  const Rotation* turned = cos ? &rotation : nullptr;
   Cut& cut = e.cuts[window];
   const long cell_bytes = (long)e.G * e.D * e.element;
-  Writing writing{(const char*)k, (const char*)v, (char*)keys, (char*)values, e.slots,
-                  e.num_tokens, k_stride * e.element, v_stride * e.element, cell_bytes};
-  run_threads(e.parallel, write_cells, &writing, e.num_tokens > 128 ? e.threads : 1);
+  Writing writing{turned, e.turn_heads, (const char*)k, (const char*)v, (char*)keys, (char*)values,
+                  e.slots, e.num_tokens, e.G, k_stride * e.element, v_stride * e.element,
+                  cell_bytes};
+  run_threads(e.parallel, write_cells, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
   Job job{};
   job.keys = (const char*)keys;
   job.values = (const char*)values;
   job.q = (const char*)q;
+  job.rotation = turned;
+  job.turn_heads = e.turn_heads;
   job.out = out;
   job.tables = e.tables;
   job.joins = cut.joins.data();

@@ -207,13 +207,23 @@ void run_item(const Job& job, const Item& item, const Item* next, Scratch& scrat
   Buffers at;
   scratch.reserve(job, groups, padded_rows, words, at);
   M::begin(rows);
+  constexpr int TOGETHER = 8;
+  alignas(64) uint16_t turned_heads[TOGETHER * MOST_DIM];
   for (int g = 0; g < groups; ++g) {
     const char* from = job.q + item.row * job.q_bytes + (item.group + g) * job.rep * head_bytes;
     uint32_t* to = at.queries + (long)g * padded_rows * words;
     for (int t = 0; t < item.tokens; ++t, from += job.q_bytes) {
       for (long i = 0; i < job.rep * head_bytes; i += 64)  // tokens lie apart: ask for what comes
         __builtin_prefetch(from + 8 * job.q_bytes + i);
-      for (int h = 0; h < job.rep; ++h, to += words) M::pack_query(from + h * head_bytes, job.D, to);
+      for (int h = 0; h < job.rep; h += TOGETHER) {
+        const int heads = std::min(TOGETHER, job.rep - h);
+        const char* q = from + h * head_bytes;
+        if (job.rotation) {
+          job.turn_heads(*job.rotation, (const uint16_t*)q, turned_heads, heads, item.row + t, 0);
+          q = (const char*)turned_heads;
+        }
+        for (int i = 0; i < heads; ++i, to += words) M::pack_query(q + i * head_bytes, job.D, to);
+      }
     }
     if (M::takes_raw_keys(job, rows)) {
       uint32_t *packed = to - rows * words, *turned = (uint32_t*)at.scores;

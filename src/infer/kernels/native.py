@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 4
+VERSION = 5
 """Of the C interface: a library that was left over from other sources is not used."""
 
 POPULATE_WRITE = 23
@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL | str:
     ]
     library.infer_attention_attend.argtypes = [
         *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
-        *(_LONG, _LONG, _LONG),
+        *(_LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, ctypes.c_float),
     ]
     library.infer_attention_attend.restype = None
     library.infer_linear_packed_bytes.argtypes = [_LONG, _LONG, _INT, _INT]
@@ -75,11 +75,6 @@ def library() -> ctypes.CDLL | str:
     library.infer_linear_pack.restype = None
     library.infer_linear.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT]
     library.infer_linear.restype = None
-    library.infer_rotate.argtypes = [
-        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER),
-        *(ctypes.c_float, _POINTER, _INT),
-    ]
-    library.infer_rotate.restype = None
     library.infer_read.argtypes = [_POINTER, _LONG, _POINTER, _INT]
     library.infer_read.restype = ctypes.c_uint64
     return library
@@ -177,7 +172,8 @@ class AttentionKernel:
         )
         weakref.finalize(self, loaded.infer_attention_free, self._engine)
         self.attend = functools.partial(loaded.infer_attention_attend, self._engine)
-        """(window index, keys, values, q, k, v, out: addresses; strides of q, k, v in elements)"""
+        """(window index, keys, values, q, k, v, out: addresses; strides of q, k, v in elements;
+        cos, sin, norm of q, norm of k: addresses or None, eps)"""
 
     def plan(
         self,

@@ -1,4 +1,4 @@
-// What rotary.cpp does to a token, compiled once for each instruction set: included in a namespace,
+// What rotary.cpp does to heads, compiled once for each instruction set: included in a namespace,
 // behind a TARGET, and so without a guard. The compiler makes 16 numbers of what the set has.
 
 INLINE Floats widened(Words bits) { return (Floats)(bits << 16); }
@@ -55,36 +55,31 @@ INLINE Floats normed(Floats x, float factor, Floats norm) {
   return widened(narrowed(x * factor * norm));
 }
 
-INLINE void turn(const Rotation& r, uint16_t* x, long token, const float* norm, float factor) {
+INLINE void turn(const Rotation& r, const uint16_t* from, uint16_t* to, long token,
+                 const float* norm, float factor) {
   const long half = r.dim / 2;
   for (long i = 0; i < half; i += LANES) {
     const long n = half - i;
-    Floats first = load(x + i, n), second = load(x + half + i, n);
+    Floats first = load(from + i, n), second = load(from + half + i, n);
     if (norm) {
       first = normed(first, factor, load(norm + i, n));
       second = normed(second, factor, load(norm + half + i, n));
     }
     const Floats cos = load(r.cos + token * half + i, n), sin = load(r.sin + token * half + i, n);
-    store(x + i, first * cos - second * sin, n);
-    store(x + half + i, second * cos + first * sin, n);
+    store(to + i, first * cos - second * sin, n);
+    store(to + half + i, second * cos + first * sin, n);
   }
 }
 
-INLINE void turn_token(const Rotation& r, long token) {
-  for (long begin = 0; begin < r.heads; begin += HEADS) {
-    const long end = begin + HEADS < r.heads ? begin + HEADS : r.heads;
-    uint16_t* x = r.x + token * r.stride;
+void turn_heads(const Rotation& r, const uint16_t* from, uint16_t* to, long heads, long token,
+                int which) {
+  const float* norm = r.norms[which];
+  for (; heads > 0; heads -= HEADS, from += HEADS * r.dim, to += HEADS * r.dim) {
+    const long count = heads < HEADS ? heads : HEADS;
     float factors[HEADS];
-    if (r.norms[0])
-      for (long head = begin; head < end; ++head)
-        factors[head - begin] = norm_factor(r, x + head * r.dim);
-    for (long head = begin; head < end; ++head)
-      turn(r, x + head * r.dim, token, r.norms[head >= r.q_heads], factors[head - begin]);
+    for (long head = 0; norm && head < count; ++head)
+      factors[head] = norm_factor(r, from + head * r.dim);
+    for (long head = 0; head < count; ++head)
+      turn(r, from + head * r.dim, to + head * r.dim, token, norm, factors[head]);
   }
-}
-
-void turn_tokens(Rotation* r) {
-  for (long begin; (begin = r->next.fetch_add(ITEM)) < r->tokens;)
-    for (long token = begin; token < begin + ITEM && token < r->tokens; ++token)
-      turn_token(*r, token);
 }

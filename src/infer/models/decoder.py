@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear, of_head
-from infer.kernels.rotary import HeadRotation
+from infer.kernels.rotary import HeadNorms, Turn
 from infer.models.config import ModelConfig
 from infer.models.model import Attend
 from infer.models.rope import RopeTable
@@ -43,23 +43,22 @@ class Attention:
         parts = dict(zip(names, [self.q_size, kv_size, kv_size], strict=True))
         self.qkv = fused(source, hidden, parts, bias=config.qkv_bias, fusion=Fusion(norm=norm))
         self.o = fused(source, self.q_size, {f"{prefix}o_proj": hidden}, bias=config.o_bias)
-        norms: tuple[Norm, Norm] | None = None
+        self.norms: HeadNorms | None = None
         if config.qk_norm:
             q, k = (source.keep(f"{prefix}{name}_norm.weight", (size,)) for name in "qk")
             if offset:
                 q, k = 1.0 + q.float(), 1.0 + k.float()
-            norms = (Norm(q, config.norm_eps), Norm(k, config.norm_eps))
-        self.rotate = HeadRotation(config.num_heads, size, norms)
+            self.norms = HeadNorms(Norm(q, config.norm_eps), Norm(k, config.norm_eps))
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
     ) -> Tensor:
         """[T, E] → [T, E], plus the residual."""
         config = self.config
-        num_turned = config.num_heads + config.num_kv_heads
-        heads = self.qkv(x).view(-1, num_turned + config.num_kv_heads, config.head_dim)
-        q, k = self.rotate(heads[:, :num_turned], cos, sin)
-        out = attend(self.index, q, k, heads[:, num_turned:])
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        heads = self.qkv(x).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
+        q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
+        out = attend(self.index, q, k, v, Turn(cos, sin, self.norms))
         return self.o(out.reshape(-1, self.q_size), residual)
 
 

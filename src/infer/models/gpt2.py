@@ -47,7 +47,7 @@ class _Layer:
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
         shape = (-1, self.config.num_heads, self.config.head_dim)
         q, k, v = (part.reshape(shape) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
-        x = x + self.o(attend(self.index, q, k, v).reshape(x.shape))
+        x = x + self.o(attend(self.index, q, k, v, None).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
 

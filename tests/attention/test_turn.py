@@ -1,0 +1,105 @@
+"""Head norms and rotation inside the kernel: as torch's, and the same bits in any company."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.attention.layout import BatchLayout
+from infer.attention.native import NativeBackend
+from infer.attention.sdpa import SDPABackend
+from infer.kernels import native
+from infer.kernels.linear import Norm
+from infer.kernels.rotary import HeadNorms, Turn
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+NUM_TOKENS, PAGE = 300, 16
+
+
+@pytest.fixture(params=native.instruction_sets(), autouse=True)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def make_turn(dim: int, norms: HeadNorms | None) -> Turn:
+    angles = torch.rand((NUM_TOKENS, dim // 2), generator=torch.Generator().manual_seed(2)) * 100
+    return Turn(angles.cos(), angles.sin(), norms)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    turn: Turn | None,
+    ends: tuple[int, ...] = (NUM_TOKENS,),
+    make: type[NativeBackend | SDPABackend] = NativeBackend,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, and keys and values of one sequence in its cells, [T, heads, D] each."""
+    num_pages = -(-NUM_TOKENS // PAGE)
+    shape = (num_pages + 1, PAGE, *k.shape[1:])
+    keys, values = torch.zeros(shape, dtype=k.dtype), torch.zeros(shape, dtype=k.dtype)
+    backend = make([keys], [values], num_heads=q.shape[1], scale=q.shape[2] ** -0.5)
+    table = torch.arange(1, num_pages + 1)[None]
+    parts = []
+    for begin, end in pairwise((0, *ends)):
+        slots = torch.arange(begin, end) + PAGE
+        backend.plan(BatchLayout([0, end - begin], [end], slots, table))
+        rows = slice(begin, end)
+        some = turn and Turn(turn.cos[rows], turn.sin[rows], turn.norms)
+        parts.append(backend.attend(0, q[rows], k[rows], v[rows], some))
+    cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in (keys, values))
+    return torch.cat(parts), *cells
+
+
+@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256])
+@pytest.mark.parametrize("normed", [False, True])
+def test_heads_turn(dim: int, normed: bool) -> None:
+    q_norm, k_norm = Norm(random(dim), 1e-6), Norm(1 + random(dim, seed=3).float(), 1e-6)
+    turn = make_turn(dim, HeadNorms(q_norm, k_norm) if normed else None)
+    # As parts of one projection, whose other parts must stay as they are.
+    around = random(NUM_TOKENS, 24, dim, seed=1)
+    before = around.clone()
+    q, k, v = around.split((20, 2, 2), dim=1)
+    out, keys, values = attend(q, k, v, turn)
+    assert torch.equal(around, before)
+    assert torch.equal(values, v)
+    expected = turn(q, k)[1]
+    torch.testing.assert_close(keys, expected, rtol=2**-7, atol=2**-7)
+    assert (keys != expected).float().mean() < 0.02
+    theirs = attend(q, k, v, turn, make=SDPABackend)[0]
+    torch.testing.assert_close(out, theirs, rtol=0.02, atol=0.02)
+    again = attend(q, k, v, turn, ends=(1, 2, 40, 211, NUM_TOKENS))
+    for mine, other in zip((out, keys, values), again, strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 40])
+def test_queries_turn_as_keys_do(heads: int) -> None:
+    """In the same bits, where the two are the same numbers."""
+    dim = 64
+    norm = Norm(random(dim), 1e-6)
+    turn = make_turn(dim, HeadNorms(norm, norm))
+    same, v = random(NUM_TOKENS, heads, dim, seed=1), random(NUM_TOKENS, heads, dim, seed=4)
+    out, keys, _ = attend(same, same, v, turn)
+    assert torch.equal(out, attend(keys, keys, v, None)[0])
+
+
+def test_a_turned_nan_is_one() -> None:
+    """Whatever its bits are: the row is failed for it later on."""
+    dim = 24
+    norm = Norm(random(dim), 1e-6)
+    for norms in (None, HeadNorms(norm, norm)):
+        k = random(NUM_TOKENS, 2, dim)
+        kinds = torch.tensor([0x7FFF, -1, 0x7F81, -0x7F], dtype=torch.int16)
+        k[:4, 1, 3] = kinds.view(torch.bfloat16)
+        _, keys, _ = attend(k, k, k, make_turn(dim, norms))
+        assert keys[:4, 1, 3].isnan().all()
+        assert keys[:, 0].isfinite().all()
+        assert keys[4:].isfinite().all()
