@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from infer import LLM, EngineConfig, SamplingParams
 from infer.engine.assemble import build_async_llm
+from infer.kernels.rotary import Turn
 from infer.models.hub import SHIPPED_FOLDER
 from infer.models.model import build_model
 from infer.models.registry import read_model_config
@@ -73,8 +74,10 @@ def test_dense_reference_without_any_cache(alone: Tokens) -> None:
     source = open_checkpoint(SHIPPED_FOLDER, torch.float32, torch.device("cpu"))
     model = build_model(config, source, 512)
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Turn
+    ) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (*turn(q, k), v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 

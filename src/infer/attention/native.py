@@ -81,12 +81,8 @@ class NativeBackend:
         assert slots.stride(0) == tables.stride(1) == 1
         self._step = (slots, tables)  # the kernel keeps their addresses
         self._kernel.plan(
-            layout.query_start_loc,
-            layout.seq_lens,
-            slots.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0),
-            torch.get_num_threads(),
+            *(layout.query_start_loc, layout.seq_lens, slots.data_ptr(), tables.data_ptr()),
+            *(tables.stride(0), torch.get_num_threads()),
         )
 
     def attend(
@@ -98,14 +94,8 @@ class NativeBackend:
         q, k, v = self._rows(q), self._rows(k), self._rows(v)
         out = torch.empty(q.shape, dtype=self._dtype)
         self._kernel.attend(
-            *self._layers[layer],
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            out.data_ptr(),
-            q.stride(0),
-            k.stride(0),
-            v.stride(0),
+            *(*self._layers[layer], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
+            *(q.stride(0), k.stride(0), v.stride(0)),
             *((None, None, None, None, 0.0) if turn is None else turn.constants()),
         )
         return out

@@ -17,7 +17,7 @@ from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
 from infer.engine.machine import choose_device, choose_dtype, free_bytes
 from infer.errors import ConfigError
 from infer.kernels.invariance import linears
-from infer.kernels.linear import can_pack, held_bytes
+from infer.kernels.linear import can_pack, held_bytes, native_obstacle
 from infer.models.config import ModelConfig
 from infer.models.model import build_model
 from infer.models.weights import WeightSource
@@ -111,7 +111,7 @@ def make_plan(
             "max_seq_len", f"{config.max_seq_len} exceeds the model's own limit {model.max_seq_len}"
         )
     free = free_bytes(device) if free is None else free
-    batched = config.max_num_batched_tokens or (4096 if device.type == "cuda" else 512)
+    batched = config.max_num_batched_tokens or default_batched_tokens(device, dtype)
     seats = 1 if config.batching_mode == "sequential" else config.max_batch_size
     parameters, weights = count_weights(model, dtype, device, config.weight_format)
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
@@ -144,6 +144,13 @@ def make_plan(
         field=cache.field,
         advice=_advice(free - weights - activations, cache, dtype),
     )
+
+
+def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
+    """Enough to use the device well in one step; no more, since running streams wait for a step."""
+    if device.type == "cuda":
+        return 4096
+    return 1024 if dtype == torch.bfloat16 and native_obstacle() is None else 512
 
 
 class _Cache:

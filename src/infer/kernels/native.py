@@ -187,13 +187,7 @@ class AttentionKernel:
         """Cut a step into work items; `slots`, `page_tables`: addresses that must stay valid."""
         starts, lengths = array("q", query_start_loc), array("q", seq_lens)
         items: int = self._library.infer_attention_plan(
-            self._engine,
-            len(seq_lens),
-            starts.buffer_info()[0],
-            lengths.buffer_info()[0],
-            slots,
-            page_tables,
-            table_width,
-            num_threads,
+            *(self._engine, len(seq_lens), starts.buffer_info()[0], lengths.buffer_info()[0]),
+            *(slots, page_tables, table_width, num_threads),
         )
         return items
