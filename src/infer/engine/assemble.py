@@ -90,6 +90,11 @@ def _build(
 ) -> tuple[EngineCore, Limits]:
     started_s = time.perf_counter()
     model_config = checkpoint.config
+    # A second's work for a large vocabulary, most of it with the interpreter's lock: beside the
+    # weights it costs little, beside the first request a second.
+    restrictions = Restrictions(
+        lambda: Compiler(Tokenizer(checkpoint.text()), model_config.vocab_size), device
+    )
     before = machine.resident_bytes()
     source = checkpoint.source(dtype, device)
     source.quantization = config.weight_format
@@ -128,9 +133,6 @@ def _build(
         gib(plan.kv_bytes),
         f"{plan.num_cached_tokens:,}",
         time.perf_counter() - started_s,
-    )
-    restrictions = Restrictions(
-        lambda: Compiler(Tokenizer(checkpoint.text()), model_config.vocab_size), device
     )
     num_pages = plan.num_pages + 1
     storage = KVStorage(model_config, num_pages, plan.page_size, dtype=dtype, device=device)

@@ -8,6 +8,7 @@ reads and writes it, and it starts as zeros so that whatever is masked out is at
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 
@@ -47,6 +48,8 @@ class KVStorage:
             self.preparing.start()
 
     def _prepare(self) -> None:
+        # Of this thread alone: it must not take a core from the first request.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         tensors = [tensor.flatten() for tensor in (*self.keys, *self.values)]
         chunk = _CHUNK_BYTES // tensors[0].itemsize
         for first in range(0, PREPARED_BYTES // tensors[0].itemsize // len(tensors), chunk):
