@@ -230,3 +230,22 @@ def test_of_two_prompts_the_dearer_one_decides() -> None:
     while any(s.num_output == 0 for s in core.scheduler.running) or core.scheduler.waiting:
         core.step()
     assert max(step_ms for _, _, _, step_ms in runner.mixed()) <= 1.1 * BOUND_MS
+
+
+def test_steps_that_streams_wait_for_are_smaller() -> None:
+    core = make_hash_core(
+        num_pages=200,
+        page_size=16,
+        max_batch_size=4,
+        max_num_batched_tokens=64,
+        max_tokens_beside_streams=24,
+        max_seq_len=1000,
+    )
+    core.runner = runner = LawfulRunner(core, linear)
+    add(core, "alone", 100, 500)
+    for _ in range(3):
+        core.step()
+    assert [prompt for _, prompt, _, _ in runner.steps] == [64, 36, 0]
+    run_prompt(core, "beside it", 60)
+    # Its last token is no prompt's chunk any more, but a row like the stream's.
+    assert [prompt for _, prompt, _, _ in runner.steps[3:]] == [23, 23, 14]

@@ -102,9 +102,11 @@ def _build(
     after = machine.resident_bytes()
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)
+    beside_streams = None if config.max_num_batched_tokens or device.type == "cuda" else 512
     scheduler_config = SchedulerConfig(
         max_batch_size=config.max_batch_size,
         max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_tokens_beside_streams=beside_streams,
         max_seq_len=plan.max_seq_len,
         max_waiting_requests=config.max_waiting_requests,
         batching_mode=config.batching_mode,

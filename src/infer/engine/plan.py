@@ -147,7 +147,7 @@ def make_plan(
 
 
 def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
-    """Enough to use the device well in one step; no more, since running streams wait for a step."""
+    """Enough to use the device well in one step."""
     if device.type == "cuda":
         return 4096
     return 1024 if dtype == torch.bfloat16 and native_obstacle() is None else 512

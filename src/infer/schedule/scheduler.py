@@ -251,13 +251,14 @@ class Scheduler:
     def _hand_out_tokens(self) -> Plan:
         running, allocator = self.running, self.allocator
         self._num_turns = turn = self._num_turns + 1
+        streams = any(s.num_remaining == 1 for s in running)
         budget = self.config.max_num_batched_tokens
+        if streams:
+            budget = min(budget, self.config.max_tokens_beside_streams or budget)
         idle = [s for s in running if s.last_turn < turn - MAX_IDLE_STEPS]
         owed = sorted(idle, key=_last_turn)[:budget]
         budget -= len(owed)
-        pace = self._pace
-        if pace and not any(s.num_remaining == 1 for s in running):
-            pace = None  # nobody streams, so nobody waits for the end of the step
+        pace = self._pace if streams else None  # else nobody waits for the end of the step
         prompt_limit, num_prompt = budget, 0
         computing: set[Key] = set()
         chunks = []
