@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,13 @@ from infer.kernels.rotary import HeadNorms, Turn
 
 pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
 NUM_TOKENS, PAGE = 300, 16
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=native.instruction_sets(), autouse=True)
@@ -60,7 +68,9 @@ def attend(
 
 @pytest.mark.parametrize("dim", [8, 24, 64, 128, 256])
 @pytest.mark.parametrize("normed", [False, True])
-def test_heads_turn(dim: int, normed: bool) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_heads_turn(dim: int, normed: bool, threads: int) -> None:
+    torch.set_num_threads(threads)
     q_norm, k_norm = Norm(random(dim), 1e-6), Norm(1 + random(dim, seed=3).float(), 1e-6)
     turn = make_turn(dim, HeadNorms(q_norm, k_norm) if normed else None)
     # As parts of one projection, whose other parts must stay as they are.

@@ -24,7 +24,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.engine.checkpoint import Checkpoint, find_checkpoint
 from infer.engine.core import EngineCore
 from infer.engine.intake import Intake, Limits
-from infer.engine.plan import MemoryPlan, gib, make_plan
+from infer.engine.plan import CPU_TOKENS_BESIDE_STREAMS, MemoryPlan, gib, make_plan
 from infer.engine.worker import Blueprint, EngineThread
 from infer.errors import ConfigError
 from infer.kernels.invariance import batch_invariance_problem
@@ -102,11 +102,11 @@ def _build(
     after = machine.resident_bytes()
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)
-    beside_streams = None if config.max_num_batched_tokens or device.type == "cuda" else 512
+    is_default = device.type != "cuda" and not config.max_num_batched_tokens
     scheduler_config = SchedulerConfig(
         max_batch_size=config.max_batch_size,
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_tokens_beside_streams=beside_streams,
+        max_tokens_beside_streams=CPU_TOKENS_BESIDE_STREAMS if is_default else None,
         max_seq_len=plan.max_seq_len,
         max_waiting_requests=config.max_waiting_requests,
         batching_mode=config.batching_mode,

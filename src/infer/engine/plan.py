@@ -26,6 +26,8 @@ SHARE_OF_FREE_MEMORY = 0.8
 """of the memory that is left beside weights and activations, what the KV cache may take"""
 MAX_PREFIX_SHARE = 2
 """how many times what full seats need the KV cache is by default: the rest remembers prefixes"""
+CPU_TOKENS_BESIDE_STREAMS = 512
+"""of a step, by default: running streams wait for its end"""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
 
 
@@ -150,7 +152,8 @@ def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
     """Enough to use the device well in one step."""
     if device.type == "cuda":
         return 4096
-    return 1024 if dtype == torch.bfloat16 and native_obstacle() is None else 512
+    fast = dtype == torch.bfloat16 and native_obstacle() is None
+    return 1024 if fast else CPU_TOKENS_BESIDE_STREAMS
 
 
 class _Cache:

@@ -68,7 +68,6 @@ struct Job {  // one layer of one step
   Join* joins;
   float* workspace;
   const Rotation* rotation;  // of queries that are not turned yet; or null
-  TurnHeads turn_heads;
   long table_width, page_size, cell_bytes, q_bytes, state_words;
   int64_t window;  // 0: all
   int H, D, rep, padded, block;  // rep = H / G; padded = D up to a multiple of 32
@@ -302,7 +301,6 @@ struct Cut {  // the items of a step for one window
 
 struct Engine {
   RunItem run;
-  TurnHeads turn_heads;
   bool tiles;
   Parallel parallel;
   int H, G, D, element;
@@ -457,8 +455,7 @@ size_t cut_step(const Engine& e, Cut& cut, int64_t window, int B, const int64_t*
 constexpr int64_t MANY_TOKENS = 31;  // are worth a second thread
 
 struct Writing {
-  const Rotation* rotation;
-  TurnHeads turn_heads;
+  const Rotation* rotation;  // of k; or null
   const char *k, *v;
   char *keys, *values;
   const int64_t* slots;
@@ -474,7 +471,7 @@ void write_cells(void* data) {
       const char* k = w.k + t * w.k_bytes;
       char* key = w.keys + w.slots[t] * w.cell_bytes;
       if (w.rotation)
-        w.turn_heads(*w.rotation, (const uint16_t*)k, (uint16_t*)key, w.num_heads, t, 1);
+        turn_heads(*w.rotation, (const uint16_t*)k, (uint16_t*)key, w.num_heads, t, 1);
       else std::memcpy(key, k, w.cell_bytes);
       std::memcpy(w.values + w.slots[t] * w.cell_bytes, w.v + t * w.v_bytes, w.cell_bytes);
     }
@@ -528,8 +525,8 @@ void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_s
   for (const Isa& isa : ISAS)
     if (!std::strcmp(isa.name, isa_name) && runs_here(isa)) {
       const bool tiles = element == 2 && !std::strcmp(isa_name, "amx");
-      return new Engine{element == 2 ? isa.bfloat16 : isa.float32, turn_heads_here(), tiles,
-                        (Parallel)parallel, H, G, D, element, page_size, scale * 1.4426950408889634f,
+      return new Engine{element == 2 ? isa.bfloat16 : isa.float32, tiles, (Parallel)parallel,
+                        H, G, D, element, page_size, scale * 1.4426950408889634f,
                         {windows, windows + num_windows}};
     }
   return nullptr;
@@ -569,8 +566,8 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   const Rotation* turned = cos ? &rotation : nullptr;
   Cut& cut = e.cuts[window];
   const long cell_bytes = (long)e.G * e.D * e.element;
-  Writing writing{turned, e.turn_heads, (const char*)k, (const char*)v, (char*)keys, (char*)values,
-                  e.slots, e.num_tokens, e.G, k_stride * e.element, v_stride * e.element,
+  Writing writing{turned, (const char*)k, (const char*)v, (char*)keys, (char*)values, e.slots,
+                  e.num_tokens, e.G, k_stride * e.element, v_stride * e.element,
                   cell_bytes};
   run_threads(e.parallel, write_cells, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
   Job job{};
@@ -578,7 +575,6 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   job.values = (const char*)values;
   job.q = (const char*)q;
   job.rotation = turned;
-  job.turn_heads = e.turn_heads;
   job.out = out;
   job.tables = e.tables;
   job.joins = cut.joins.data();

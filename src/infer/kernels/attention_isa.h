@@ -219,7 +219,7 @@ void run_item(const Job& job, const Item& item, const Item* next, Scratch& scrat
         const int heads = std::min(TOGETHER, job.rep - h);
         const char* q = from + h * head_bytes;
         if (job.rotation) {
-          job.turn_heads(*job.rotation, (const uint16_t*)q, turned_heads, heads, item.row + t, 0);
+          turn_heads(*job.rotation, (const uint16_t*)q, turned_heads, heads, item.row + t, 0);
           q = (const char*)turned_heads;
         }
         for (int i = 0; i < heads; ++i, to += words) M::pack_query(q + i * head_bytes, job.D, to);

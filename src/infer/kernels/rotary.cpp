@@ -1,6 +1,6 @@
 // Head norms and rotary embedding, on heads of q or k in bfloat16.
 //
-// In vectors of 16 numbers; which copy of rotary_isa.h runs is chosen when a kernel is made. Sums
+// In vectors of 16 numbers; which copy of rotary_isa.h runs is chosen when it is first called. Sums
 // are made in 16 fixed lanes, so every copy gives the same bits, and a token's result is the same in
 // any company.
 
@@ -36,9 +36,7 @@ namespace avx512 {
 END_TARGET
 #endif
 
-}  // namespace
-
-TurnHeads turn_heads_here() {
+decltype(&turn_heads) fastest() {
 #ifdef X86
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
@@ -46,4 +44,12 @@ TurnHeads turn_heads_here() {
   if (__builtin_cpu_supports("avx2")) return avx2::turn_heads;
 #endif
   return portable::turn_heads;
+}
+
+}  // namespace
+
+void turn_heads(const Rotation& rotation, const uint16_t* from, uint16_t* to, long heads, long token,
+                int which) {
+  static const auto turn = fastest();
+  turn(rotation, from, to, heads, token, which);
 }

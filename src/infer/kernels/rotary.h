@@ -12,7 +12,5 @@ struct Rotation {
 };
 
 // `heads` heads of a token, one behind the other; which: 0 = q, 1 = k; `to` may be `from`.
-using TurnHeads = void (*)(const Rotation&, const uint16_t* from, uint16_t* to, long heads,
-                           long token, int which);
-
-TurnHeads turn_heads_here();  // the fastest copy that runs on this CPU
+void turn_heads(const Rotation& rotation, const uint16_t* from, uint16_t* to, long heads, long token,
+                int which);
