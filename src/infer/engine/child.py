@@ -24,7 +24,6 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import infer.engine.messages as messages
-from infer.engine.faults import Faults, FaultyCore
 from infer.engine.worker import Blueprint, Command, EngineLoop, settle
 from infer.errors import LoadError
 from infer.facts import StepFacts
@@ -32,6 +31,8 @@ from infer.types import ErrorRecord, StepOutput
 
 DUMP_SIGNAL = signal.SIGUSR1
 """writes the stacks of all threads to stderr, also while the interpreter is stuck"""
+WRAP_VARIABLE = "INFER_WRAP_CORE"
+"""`module:function`, for tests: gets the engine core and returns one to which things happen"""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -84,15 +85,14 @@ def main(fd: int, parent: int) -> int:
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(frames, commands), daemon=True).start()
     try:
-        faults = Faults.from_environment()
         blueprint: Blueprint = resolve_name(begin.factory)(begin.settings)
         channel.send(messages.Text(blueprint.model_name, blueprint.files))
         core, limits = blueprint.build()
+        if wrap := os.environ.get(WRAP_VARIABLE):
+            core = resolve_name(wrap)(core)
     except LoadError as error:
         channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
-    if faults != Faults():
-        core = FaultyCore(core, faults)
     core.announce = lambda request_id: channel.send(messages.Alone(request_id))
     settle()
     # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to

@@ -1,4 +1,6 @@
-"""Faults on purpose, for tests: environment variables that make an engine process fail.
+"""Faults on purpose: environment variables that make an engine process fail.
+
+`INFER_WRAP_CORE=faults:wrapped` lets the process know of them.
 
 `INFER_FAULT_PREEMPT_EVERY=k`   before each k-th step the last in rank loses its pages
 `INFER_FAULT_AT=step:row:kind`  from that step on, the request in that row of its plan is poisonous;
@@ -10,8 +12,7 @@
 `INFER_FAULT_POISON=1`          a page that a sequence takes is full of NaN until it is written;
                                 (there are no other rows that outlive a sequence)
 
-Read once, when `engine.child` starts; if any is set, the log says so first. Without them nothing
-here touches the engine.
+Read once, when the engine is built; if any is set, the log says so.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from infer.errors import ConfigError
 from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled
 from infer.types import StepOutput
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("infer.faults")
 
 PREFIX = "INFER_FAULT_"
 KINDS = ("raise", "nan", "memory", "crash", "hang")
@@ -154,3 +155,8 @@ class FaultyCore(EngineCore):
         if self._faults.strict_ledger:
             self.scheduler.check()
         return outputs
+
+
+def wrapped(core: EngineCore) -> EngineCore:
+    """For an engine process."""
+    return FaultyCore(core, Faults.from_environment())
