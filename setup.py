@@ -16,7 +16,10 @@ KERNELS = Extension(
     ],
     depends=[
         f"src/infer/kernels/{name}.h"
-        for name in ("attention_isa", "attention_products", "cpu", "rotary", "rotary_isa")
+        for name in (
+            *("attention_bytes", "attention_isa", "attention_products"),
+            *("cpu", "rotary", "rotary_isa"),
+        )
     ],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No
     # -march=native either: the paths are chosen when the library runs.

@@ -23,6 +23,7 @@ BATCHING_MODES = ("continuous", "static", "sequential")
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
 KV_CACHE_BACKENDS = ("paged", "slotted", "contiguous")
 LOAD_FORMATS = ("auto", "dummy")
+KV_CACHE_DTYPES = ("auto", "model", "int8")
 ATTENTION_BACKENDS = ("auto", "native", "sdpa")
 
 DEFAULT_PAGE_SIZE = 16
@@ -107,6 +108,12 @@ class EngineConfig:
         "paged",
         "paged; slotted = one slot of max_seq_len a seat; contiguous = slots freed batch by batch.",
         one_of=KV_CACHE_BACKENDS,
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Keys and values: model = as computed; int8 = a scale for each head's (CPUs with AMX);"
+        " auto = int8 where layers are quantised and heads are large, else model.",
+        one_of=KV_CACHE_DTYPES,
     )
     page_size: int | None = option(
         None, f"Tokens a page of the paged cache; default: {DEFAULT_PAGE_SIZE}.", low=1

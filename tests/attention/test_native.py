@@ -101,8 +101,9 @@ def run(
     seed: int = 0,
     fused: bool = False,
     caches: list[Tensor] | None = None,
+    held: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The rows of every token of every sequence, [n, H, D] each."""
+    """The rows of every token of every sequence, [n, H, D] each; `held`: the caches' dtype."""
     groups, size = world.k[0].shape[1:]
     dtype, heads = world.q[0].dtype, world.q[0].shape[1]
     needed = [-(-n // page_size) for n in world.lengths]
@@ -111,6 +112,8 @@ def run(
     tables = [[pages.pop() for _ in range(n)] for n in needed]
     shape = (sum(needed) + 2, page_size, groups, size)
     keys, values = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+    if held == torch.int8:  # as scales, these bytes are NaN
+        keys, values = (torch.full((*shape[:3], size + 4), -1, dtype=held) for _ in range(2))
     keys[0] = values[0] = 0
     if caches is not None:
         caches += [keys, values]
@@ -220,26 +223,33 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(kind), b.view(kind))
 
 
-def assert_invariant(world: World, make: Callable[..., AttentionBackend] = NativeBackend) -> None:
+def assert_invariant(
+    world: World,
+    make: Callable[..., AttentionBackend] = NativeBackend,
+    *,
+    page_sizes: tuple[int, int, int] | None = None,
+    held: torch.dtype | None = None,
+) -> None:
     """Every row of every token has the same bits, however the work is laid out."""
-    wanted = run(world, whole(world), make)
+    few, one, all_of_them = page_sizes or (3, 1, max(world.lengths))
+    wanted = run(world, whole(world), make, held=held)
     ways: list[tuple[str, Steps, dict[str, object]]] = [
         ("decode", one_by_one(world), {}),
-        ("decode, 2 threads", one_by_one(world), {"threads": 2, "page_size": 3}),
+        ("decode, 2 threads", one_by_one(world), {"threads": 2, "page_size": few}),
         ("2 threads", whole(world), {"threads": 2, "seed": 1}),
         ("5 threads", whole(world), {"threads": 5}),
-        ("pages of 1", whole(world), {"page_size": 1}),
-        ("one page each", whole(world), {"page_size": max(world.lengths)}),
+        ("small pages", whole(world), {"page_size": one}),
+        ("one page each", whole(world), {"page_size": all_of_them}),
         ("fused", whole(world), {"fused": True}),
     ]
     ways += [(f"ragged {s}", ragged(world, s), {"threads": 1 + s % 3}) for s in range(4)]
     for name, steps, options in ways:
-        got = run(world, steps, make, **options)  # type: ignore[arg-type]
+        got = run(world, steps, make, held=held, **options)  # type: ignore[arg-type]
         for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
             assert same_bits(a, b), f"{name}: sequence {i} differs"
     for i, rows in enumerate(wanted):
         alone = world.only(i)
-        assert same_bits(rows, run(alone, whole(alone), make)[0]), f"sequence {i} alone differs"
+        assert same_bits(rows, run(alone, whole(alone), make, held=held)[0]), f"{i} alone differs"
 
 
 INVARIANCE = [

@@ -12,9 +12,9 @@ import torch
 
 from checkpoints import VOCAB_SIZE
 from doubles import HashRunner, launch_hash_llm, make_hash_core, solo
+from faults import Faults, FaultyCore
 from infer import LLM, SamplingParams
 from infer.engine.core import MAX_LOST_STEPS
-from infer.engine.faults import Faults, FaultyCore
 from infer.errors import ConfigError, EngineError
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
 from infer.types import FinishReason, Request, StepOutput

@@ -17,6 +17,7 @@ from infer.cli.main import app, main
 from infer.engine.assemble import plan_for
 from infer.engine.plan import make_plan
 from infer.errors import ConfigError
+from infer.kernels.native import int8_cache_obstacle
 from infer.models.registry import parse_model_config, read_model_config
 
 LLAMA_3B: dict[str, Any] = {
@@ -142,3 +143,49 @@ def test_models_lists_families_and_the_cache(
     write_checkpoint(snapshot)
     result = CliRunner().invoke(app, ["models"])
     assert "some/model" in result.stdout
+
+
+INT8_OBSTACLE = int8_cache_obstacle(128, 16)
+
+
+@pytest.mark.skipif(INT8_OBSTACLE is not None, reason=str(INT8_OBSTACLE))
+@pytest.mark.parametrize(
+    ("settings", "head_dim", "held"),
+    [
+        ({"dtype": "int8"}, 128, "int8"),
+        ({"quantization": "int4", "kv_cache_backend": "slotted", "max_seq_len": 77}, 128, "int8"),
+        ({"dtype": "int8"}, 64, "bfloat16"),
+        ({"dtype": "int8", "kv_cache_dtype": "int8"}, 64, "int8"),
+        ({"dtype": "bfloat16"}, 128, "bfloat16"),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, 128, "int8"),
+        ({"dtype": "int8", "kv_cache_dtype": "model"}, 128, "bfloat16"),
+        ({"dtype": "int8", "page_size": 5}, 128, "bfloat16"),
+        ({"dtype": "int8", "attention_backend": "sdpa"}, 128, "bfloat16"),
+    ],
+    ids=str,
+)
+def test_keys_and_values_in_int8(settings: dict[str, Any], head_dim: int, held: str) -> None:
+    model = parse_model_config({**LLAMA_3B, "head_dim": head_dim}, "here")
+    plan = make_plan(EngineConfig(**settings), model, "m", free=64 << 30)
+    assert plan.kv_cache_dtype == held
+    cell = head_dim + 4 if held == "int8" else 2 * head_dim
+    assert plan.kv_bytes_per_token == 2 * 28 * 8 * cell
+    assert f"bytes, {held}" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"page_size": 5}, "multiple of 16 tokens, not 5"),
+        ({"dtype": "float32"}, "in bfloat16"),
+        ({"attention_backend": "sdpa"}, "native attention"),
+    ],
+)
+def test_an_int8_cache_that_cannot_be_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype: 'int8' is not possible: .*{problem}"):
+        make_plan(
+            EngineConfig(kv_cache_dtype="int8", **settings),
+            parse_model_config(LLAMA_3B, "here"),
+            "m",
+            free=64 << 30,
+        )

@@ -13,9 +13,9 @@ from load import Findings
 
 from checkpoints import VOCAB_SIZE
 from doubles import make_hash_core, solo
+from faults import Faults, FaultyCore
 from infer import LLM, SamplingParams
 from infer.engine.core import EngineCore
-from infer.engine.faults import Faults, FaultyCore
 from infer.types import FinishReason, Request
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

@@ -67,6 +67,7 @@ async def poison(server: Served, count: int, message: str) -> dict[str, Any]:
 def test_exactly_the_poisonous_ones_fail(
     kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(ENV, "INFER_WRAP_CORE", "faults:wrapped")
     monkeypatch.setitem(ENV, "INFER_FAULT_SEEDS", f"{EVERY}:{kind}")
     with served(model_server(), tmp_path / "log") as server:
         counted = asyncio.run(poison(server, 2500, message))

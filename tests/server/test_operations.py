@@ -129,6 +129,7 @@ def test_an_engine_that_makes_no_progress_is_not_live(
 ) -> None:
     """As soon as the soft limit has passed; slow steps that go on, and no work, are neither."""
     monkeypatch.setattr(async_llm, "SOFT_LIMIT_S", 1.5)
+    monkeypatch.setenv("INFER_WRAP_CORE", "faults:wrapped")
     monkeypatch.setenv("INFER_FAULT_SLOW_STEP_MS", str(slow_ms))
 
     async def use(app: App) -> None:

@@ -15,16 +15,26 @@ import torch
 from torch import Tensor
 
 from infer.attention.layout import BatchLayout
-from infer.kernels.native import AttentionKernel, available
+from infer.kernels.native import (
+    SCALE_BYTES,
+    STRIP,
+    AttentionKernel,
+    available,
+    int8_cache_obstacle,
+)
 from infer.kernels.rotary import Turn
 
 MAX_HEAD_DIM = 256
 
 
-def obstacle(head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why the kernel cannot be used here; None if it can."""
+def obstacle(
+    head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int = STRIP
+) -> str | None:
+    """Why the kernel cannot be used here for a cache of this dtype; None if it can."""
     if device.type != "cpu":
         return f"the kernel is for CPUs, not {device.type}"
+    if dtype == torch.int8:
+        return int8_cache_obstacle(head_dim, page_size)
     if dtype not in (torch.bfloat16, torch.float32):
         return f"the kernel knows bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
@@ -44,14 +54,17 @@ class NativeBackend:
         scale: float,
         windows: Sequence[int | None] = (),
     ) -> None:
-        """`keys`, `values`: per layer [pages, page_size, G, D], shared with the storage.
+        """`keys`, `values`: per layer [pages, page_size, G, D], shared with the storage; in int8
+        [pages, page_size, G, D + 4], in the kernel's own order, for queries in bfloat16.
 
         `windows`: per layer how many positions, itself included, a query sees; None = all.
         `ValueError` with the reason if the kernel cannot be used.
         """
         _, page_size, num_kv_heads, head_dim = keys[0].shape
-        self._dtype = keys[0].dtype
-        if reason := obstacle(head_dim, self._dtype, keys[0].device):
+        self._dtype = held = keys[0].dtype
+        if held == torch.int8:
+            self._dtype, head_dim = torch.bfloat16, head_dim - SCALE_BYTES
+        if reason := obstacle(head_dim, held, keys[0].device, page_size):
             raise ValueError(reason)
         assert all(cache.is_contiguous() for cache in (*keys, *values))
         self._caches = list(zip(keys, values, strict=True))  # keeps the addresses below valid
@@ -67,7 +80,7 @@ class NativeBackend:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             page_size=page_size,
-            element_bytes=self._dtype.itemsize,
+            element_bytes=held.itemsize,
             scale=scale,
             windows=distinct,
         )

@@ -126,18 +126,20 @@ def _build(
         max_waiting_requests=config.max_waiting_requests,
     )
     log.info(
-        "%s: %s on %s, weights %s (planned %s), KV cache %s for %s tokens, ready in %.1f s",
+        "%s: %s on %s, weights %s (planned %s), KV cache %s, %s for %s tokens, ready in %.1f s",
         checkpoint.name,
         plan.dtype,
         device,
         "?" if before is None or after is None else gib(after - before),
         gib(plan.weight_bytes),
+        plan.kv_cache_dtype,
         gib(plan.kv_bytes),
         f"{plan.num_cached_tokens:,}",
         time.perf_counter() - started_s,
     )
     num_pages = plan.num_pages + 1
-    storage = KVStorage(model_config, num_pages, plan.page_size, dtype=dtype, device=device)
+    held = getattr(torch, plan.kv_cache_dtype)
+    storage = KVStorage(model_config, num_pages, plan.page_size, dtype=held, device=device)
     backend = _attention(config.attention_backend, storage, model_config)
     caches = (*storage.keys, *storage.values)
     runner = ModelRunner(model, backend, restrictions, caches, device)
@@ -158,7 +160,7 @@ def build_async_llm(config: EngineConfig) -> AsyncLLM:
 
 def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:
     cache = storage.keys[0]
-    reason = obstacle(cache.shape[-1], cache.dtype, cache.device)
+    reason = obstacle(shape.head_dim, cache.dtype, cache.device, cache.shape[1])
     if wanted == "native" and reason:
         raise ConfigError("attention_backend", f"'native' is not possible: {reason}; use 'auto'")
     if wanted == "auto" and reason and cache.device.type == "cpu":

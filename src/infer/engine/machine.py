@@ -14,8 +14,12 @@ import torch
 
 from infer.config import EngineConfig
 from infer.errors import ConfigError
+from infer.kernels.native import int8_cache_obstacle
 from infer.models.config import ModelConfig
 
+LARGE_HEAD = 128
+"""numbers, from which an int8 cache pays by default: steps of many sequences read little else, and
+prefill's attention is a tenth slower; with heads of 64 it is half as slow again"""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -41,6 +45,26 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     if config.dtype == "auto" and name == "float16" and device.type == "cpu":
         name = "bfloat16"  # CPUs have no float16 arithmetic worth the name
     return next(dtype for dtype in DTYPES if str(dtype) == f"torch.{name}")
+
+
+def choose_cache_dtype(
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int,
+) -> torch.dtype:
+    """The dtype of keys and values that `config.kv_cache_dtype` means for this model."""
+    wanted = config.kv_cache_dtype
+    pays = config.weight_format is not None and model.head_dim >= LARGE_HEAD
+    if wanted == "model" or (wanted == "auto" and not pays):
+        return dtype
+    reason = int8_cache_obstacle(model.head_dim, page_size)
+    if device.type != "cpu" or config.attention_backend == "sdpa" or dtype != torch.bfloat16:
+        reason = "it needs a CPU and the native attention, in bfloat16"
+    if reason and wanted == "int8":
+        raise ConfigError("kv_cache_dtype", f"'int8' is not possible: {reason}; use 'auto'")
+    return dtype if reason else torch.int8
 
 
 def default_threads() -> int:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
-from infer.engine.machine import choose_device, choose_dtype, free_bytes
+from infer.engine.machine import choose_cache_dtype, choose_device, choose_dtype, free_bytes
 from infer.errors import ConfigError
 from infer.kernels.invariance import linears
 from infer.kernels.linear import can_pack, held_bytes, native_obstacle
+from infer.kernels.native import STRIP, cell_bytes
 from infer.models.config import ModelConfig
 from infer.models.model import build_model
 from infer.models.weights import WeightSource
@@ -42,6 +43,7 @@ class MemoryPlan:
     weight_bytes: int
     activation_bytes: int
     free_bytes: int
+    kv_cache_dtype: str
     kv_bytes_per_token: int
     kv_bytes: int
     page_size: int
@@ -84,7 +86,7 @@ class MemoryPlan:
             ("weights", gib(self.weight_bytes)),
             ("activations", f"{gib(self.activation_bytes)} in a step of"
              f" {self.max_num_batched_tokens} tokens"),
-            ("KV cache a token", f"{self.kv_bytes_per_token:,} bytes"),
+            ("KV cache a token", f"{self.kv_bytes_per_token:,} bytes, {self.kv_cache_dtype}"),
             ("KV cache", f"{gib(self.kv_bytes)}: {self.num_pages:,} pages of {self.page_size}"
              f" tokens, {self.num_cached_tokens:,} tokens"),
             ("sequences that fit", f"{fit} tokens (seats: {self.max_batch_size})"),
@@ -117,10 +119,13 @@ def make_plan(
     seats = 1 if config.batching_mode == "sequential" else config.max_batch_size
     parameters, weights = count_weights(model, dtype, device, config.weight_format)
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
-    numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    page_size = page_size_for(config, model)
+    cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
+    heads = 2 * model.num_layers * model.num_kv_heads
     cache = _Cache(
         config,
-        token_bytes=numbers * dtype.itemsize,
+        page_size=page_size,
+        token_bytes=heads * cell_bytes(model.head_dim, cache_dtype),
         model_max=model.max_seq_len,
         seats=seats,
         budget=config.kv_cache_memory_bytes
@@ -135,6 +140,7 @@ def make_plan(
         weight_bytes=weights,
         activation_bytes=activations,
         free_bytes=free,
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
         kv_bytes_per_token=cache.token_bytes,
         kv_bytes=cache.kv_bytes,
         page_size=cache.page_size,
@@ -146,6 +152,13 @@ def make_plan(
         field=cache.field,
         advice=_advice(free - weights - activations, cache, dtype),
     )
+
+
+def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of a page; slots are pages of a whole sequence, in whole strips of the kernel."""
+    if config.kv_cache_backend == "paged":
+        return config.page_size or DEFAULT_PAGE_SIZE
+    return -(-(config.max_seq_len or model.max_seq_len) // STRIP) * STRIP
 
 
 def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
@@ -160,14 +173,22 @@ class _Cache:
     """Pages and their size from the settings and a budget; `advice` says why if it cannot be."""
 
     def __init__(
-        self, config: EngineConfig, *, token_bytes: int, model_max: int, seats: int, budget: int
+        self,
+        config: EngineConfig,
+        *,
+        page_size: int,
+        token_bytes: int,
+        model_max: int,
+        seats: int,
+        budget: int,
     ) -> None:
+        self.page_size = page_size
         self.token_bytes = token_bytes
         self.max_seq_len = config.max_seq_len or model_max
         self.advice = ""
         self.field = "kv_cache_memory_bytes"
         if config.kv_cache_backend != "paged":
-            self.page_size, self.num_pages = self.max_seq_len, seats
+            self.num_pages = seats
             if self.kv_bytes > budget:
                 self.field = "kv_cache_backend"
                 self.advice = (
@@ -176,7 +197,6 @@ class _Cache:
                     " max_batch_size or max_seq_len, or use 'paged'"
                 )
             return
-        self.page_size = config.page_size or DEFAULT_PAGE_SIZE
         # More than every seat at full length is of use only to remember prefixes.
         useful = -(-self.max_seq_len // self.page_size) * seats
         self.num_pages = max(0, budget // (self.page_size * token_bytes) - 1)

@@ -69,6 +69,7 @@ struct Job {  // one layer of one step
   float* workspace;
   const Rotation* rotation;  // of queries that are not turned yet; or null
   long table_width, page_size, cell_bytes, q_bytes, state_words;
+  long strip, head_bytes;  // cells that lie as one, head by head; and a head's bytes in all of them
   int64_t window;  // 0: all
   int H, D, rep, padded, block;  // rep = H / G; padded = D up to a multiple of 32
   float scale;            // times log2(e)
@@ -77,7 +78,7 @@ struct Job {  // one layer of one step
 inline long state_words_of(int D) { return round_up(D, 32) + 16; }  // of a row; its maximum lies apart
 inline long state_size(int D, int rows) { return rows * (state_words_of(D) + 1); }  // of a head
 
-alignas(64) const char ZEROS[4096] = {};  // stands for the cells behind the end
+alignas(64) const char ZEROS[8192] = {};  // stands for the cells behind the end
 
 // Where the keys of one block lie, and an item's heads in them.
 struct Cells {
@@ -141,8 +142,9 @@ class Ahead {
     INLINE bool ask(const Job& job) {
       if (position == end) return false;
       const int64_t page = job.tables[item->sequence * job.table_width + position / job.page_size];
-      const long head = job.cell_bytes / (job.H / job.rep), bytes = (item->group_end - item->group) * head;
-      const long at = (page * job.page_size + position % job.page_size) * job.cell_bytes + item->group * head;
+      const long slot = page * job.page_size + position % job.page_size, lane = slot % job.strip;
+      const long bytes = (item->group_end - item->group) * (job.head_bytes / job.strip);
+      const long at = (slot - lane) * job.cell_bytes + item->group * job.head_bytes + lane * bytes;
       for (long i = 0; i < bytes; i += 64) __builtin_prefetch(job.keys + at + i, 0, 2);
       for (long i = 0; i < bytes; i += 64) __builtin_prefetch(job.values + at + i, 0, 2);
       ++position;
@@ -157,7 +159,7 @@ struct Unit {  // a few rows of one head, and the block that they meet
   const uint32_t* queries;
   float *state, *greatest;
   int64_t first;  // position of the block's first key
-  int row, count, keys;  // keys: of the block that some row sees, up to a multiple of 32
+  int rows, row, count, keys;  // rows: of the item; keys: of the block that some row sees, up to a multiple of 32
 };
 struct Buffers {
   Cells cells;
@@ -230,7 +232,7 @@ namespace avx512_bf16 {
 }  // namespace avx512_bf16
 END_TARGET
 
-TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")
+TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8")
 namespace amx {
 #define LEVEL 4
 #include "attention_isa.h"
@@ -241,11 +243,12 @@ END_TARGET
 
 struct Isa {
   const char* name;
-  RunItem float32, bfloat16;
+  RunItem float32, bfloat16, bytes = nullptr;
 };
 const Isa ISAS[] = {
 #ifdef X86
-    {"amx", amx::run_item<amx::Float32<float>>, amx::run_item<amx::Tiles>},
+    {"amx", amx::run_item<amx::Float32<float>>, amx::run_item<amx::Tiles>,
+     amx::run_item<amx::Bytes>},
     {"avx512_bf16", avx512_bf16::run_item<avx512_bf16::Float32<float>>,
      avx512_bf16::run_item<avx512_bf16::Pairs>},
     {"avx512", avx512::run_item<avx512::Float32<float>>,
@@ -459,9 +462,37 @@ struct Writing {
   const char *k, *v;
   char *keys, *values;
   const int64_t* slots;
-  int64_t num_tokens, num_heads, k_bytes, v_bytes, cell_bytes;
+  int64_t num_tokens, num_heads, dim, k_bytes, v_bytes, cell_bytes;
   std::atomic<int64_t> next{0};
 };
+
+#ifdef X86
+// A thread takes whole strips: tokens that are neighbours in one share its lines.
+void write_strips(void* data) {
+  Writing& w = *(Writing*)data;
+  constexpr int64_t MANY = 32;
+  const auto begin_of_strip = [&](int64_t t) {
+    while (t && t < w.num_tokens && w.slots[t] % 16 && w.slots[t] == w.slots[t - 1] + 1) ++t;
+    return std::min(t, w.num_tokens);
+  };
+  const int64_t head_bytes = w.cell_bytes / w.num_heads * 16;
+  std::vector<uint16_t> turned(w.rotation ? w.num_heads * w.dim : 0);
+  for (int64_t t; (t = w.next.fetch_add(MANY)) < w.num_tokens;)
+    for (const int64_t end = begin_of_strip(t + MANY); (t = begin_of_strip(t)) < end;) {
+      do {
+        const uint16_t *k = (const uint16_t*)(w.k + t * w.k_bytes), *v = (const uint16_t*)(w.v + t * w.v_bytes);
+        if (w.rotation) {
+          turn_heads(*w.rotation, k, turned.data(), w.num_heads, t, 1);
+          k = turned.data();
+        }
+        const int64_t lane = w.slots[t] % 16, at = (w.slots[t] - lane) * w.cell_bytes;
+        for (int64_t head = 0; head < w.num_heads; ++head)
+          amx::write_bytes(k + head * w.dim, v + head * w.dim, w.keys + at + head * head_bytes,
+                           w.values + at + head * head_bytes, (int)lane, (int)w.dim);
+      } while (++t < end);
+    }
+}
+#endif
 
 void write_cells(void* data) {
   Writing& w = *(Writing*)data;
@@ -504,7 +535,7 @@ void read_cells(void* data) {
 
 extern "C" {
 
-int infer_kernels_version() { return 5; }  // of all interfaces; native.py compares
+int infer_kernels_version() { return 6; }  // of all interfaces; native.py compares
 
 // Names of the instruction sets that run here, best first, with a space after each.
 int infer_attention_isas(char* names, int size) {
@@ -519,15 +550,18 @@ int infer_attention_isas(char* names, int size) {
 #endif
 }
 
+// `element`: bytes of a number in the caches; 1: int8, of 64, 128 or 256 numbers a head and pages of
+// strips (attention_bytes.h), with everything else in bfloat16; null if the set does not have it.
 // `windows`: 0 = none. `parallel`: GOMP_parallel of the OpenMP runtime in use, or null.
 void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element,
                           float scale, const int64_t* windows, int num_windows, void* parallel) {
   for (const Isa& isa : ISAS)
     if (!std::strcmp(isa.name, isa_name) && runs_here(isa)) {
-      const bool tiles = element == 2 && !std::strcmp(isa_name, "amx");
-      return new Engine{element == 2 ? isa.bfloat16 : isa.float32, tiles, (Parallel)parallel,
-                        H, G, D, element, page_size, scale * 1.4426950408889634f,
-                        {windows, windows + num_windows}};
+      const RunItem run = element == 1 ? isa.bytes : element == 2 ? isa.bfloat16 : isa.float32;
+      const bool tiles = element < 4 && !std::strcmp(isa_name, "amx");
+      if (run)
+        return new Engine{run, tiles, (Parallel)parallel, H, G, D, element, page_size,
+                          scale * 1.4426950408889634f, {windows, windows + num_windows}};
     }
   return nullptr;
 }
@@ -565,11 +599,17 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   const Rotation rotation{cos, sin, {q_norm, k_norm}, e.D, eps};
   const Rotation* turned = cos ? &rotation : nullptr;
   Cut& cut = e.cuts[window];
-  const long cell_bytes = (long)e.G * e.D * e.element;
+  const bool bytes = e.element == 1;
+  const long element = bytes ? 2 : e.element, strip = bytes ? 16 : 1;
+  const long head_bytes = bytes ? strip * (e.D + 4L) : (long)e.D * element;
+  const long cell_bytes = e.G * head_bytes / strip;
   Writing writing{turned, (const char*)k, (const char*)v, (char*)keys, (char*)values, e.slots,
-                  e.num_tokens, e.G, k_stride * e.element, v_stride * e.element,
-                  cell_bytes};
-  run_threads(e.parallel, write_cells, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
+                  e.num_tokens, e.G, e.D, k_stride * element, v_stride * element, cell_bytes};
+  auto write = write_cells;
+#ifdef X86
+  if (bytes) write = write_strips;
+#endif
+  run_threads(e.parallel, write, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
   Job job{};
   job.keys = (const char*)keys;
   job.values = (const char*)values;
@@ -582,9 +622,11 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   job.table_width = e.table_width;
   job.page_size = e.page_size;
   job.cell_bytes = cell_bytes;
-  job.q_bytes = q_stride * e.element;
+  job.strip = strip;
+  job.head_bytes = head_bytes;
+  job.q_bytes = q_stride * element;
   job.padded = round_up(e.D, 32);
-  job.block = job.padded > 64 ? BLOCK : 64;  // so a head's block and what meets it suit an L1 cache
+  job.block = bytes || job.padded > 64 ? BLOCK : 64;  // so a head's block and what meets it suit an L1 cache
   job.state_words = state_words_of(e.D);
   job.window = e.windows[window];
   job.H = e.H;

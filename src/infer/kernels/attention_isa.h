@@ -32,6 +32,13 @@ INLINE void weigh_row(float* scores, int n, float scale, float greatest, float a
 // Packs one head of a block.
 template <class M>
 INLINE void pack_block(const Job& job, int group, int n, bool with_keys, Buffers& at, Ahead& ahead) {
+  if constexpr (M::BYTES) {
+    for (int key = 0; key < n; key += 16) {
+      M::copy_values(job, at.cells, job.values + group * job.head_bytes, key, at.values, at.keys);
+      ahead.step(job, 1);
+    }
+    return;
+  }
   const char *keys[BLOCK], *values[BLOCK];
   const long offset = group * (long)job.D * sizeof(typename M::Storage);
   if (with_keys) at.cells.point(job.keys + offset, n, keys);
@@ -46,8 +53,8 @@ INLINE void pack_block(const Job& job, int group, int n, bool with_keys, Buffers
 
 // From scores to P, and into `alpha` what earlier sums count from now on.
 template <class M>
-INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, float* scores,
-                        float* alpha) {
+INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, Buffers& at, float* alpha) {
+  float* scores = at.scores;
   const int n = unit.keys;
   const int64_t first = unit.first;
   const int64_t low = item.position + unit.row / job.rep;
@@ -63,6 +70,8 @@ INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, floa
         row[j] = -INFINITY;
     }
   float now[16];
+  vf scale = set1(job.scale);
+  if constexpr (M::BYTES) scale = M::scales(job, unit);
 #if LEVEL >= 2
   const __mmask16 rows = (__mmask16)((1 << unit.count) - 1);
   vf most[16];
@@ -70,7 +79,7 @@ INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, floa
   for (int i = 0; i < 16; ++i)
     most[i] = i < unit.count ? greatest_of(scores + i * job.block, n) : set1(0.f);
   const vf before = _mm512_maskz_loadu_ps(rows, unit.greatest);
-  const vf here = greatest_lanes(most) * set1(job.scale);
+  const vf here = greatest_lanes(most) * scale;
   const __mmask16 rises = _mm512_cmp_ps_mask(here, before + set1(RISE), _CMP_GT_OQ);
   const vf chosen = _mm512_mask_mov_ps(before, rises, here);
   _mm512_mask_storeu_ps(unit.greatest, rows, chosen);
@@ -79,15 +88,18 @@ INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, floa
 #else
   for (int i = 0; i < unit.count; ++i) {
     float* greatest = unit.greatest + i;
-    const float here = hmax(greatest_of(scores + i * job.block, n)) * job.scale;
+    const float here = hmax(greatest_of(scores + i * job.block, n)) * scale[0];
     now[i] = here > *greatest + RISE ? here : *greatest;
     alpha[i] = exp2_vf<M::EXACT>(set1(*greatest - now[i]))[0];
     *greatest = now[i];
   }
 #endif
-  for (int i = 0; i < unit.count; ++i)
-    weigh_row<M>(scores + i * job.block, n, job.scale, now[i], alpha[i],
-                 unit.state + (long)i * job.state_words + job.padded);
+  for (int i = 0; i < unit.count; ++i) {
+    float *row = scores + i * job.block, *lanes = unit.state + (long)i * job.state_words + job.padded;
+    if constexpr (M::BYTES)
+      M::weigh_row(row, n, scale[i], now[i], alpha[i], lanes, at.keys, i);
+    else weigh_row<M>(row, n, job.scale, now[i], alpha[i], lanes);
+  }
 }
 
 // One block of keys for all rows of an item.
@@ -98,7 +110,8 @@ void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, i
   const bool raw_keys = M::takes_raw_keys(job, rows);
   const int each = n / 16;  // steps of packing a head's values, and of one unit
   const int units = (rows + M::SUBTILE - 1) / M::SUBTILE;
-  ahead.expect(first + n, groups * each * (1 + units));
+  const int unit_steps = M::BYTES ? n / 32 + job.D / 32 : each;
+  ahead.expect(first + n, groups * (each + units * unit_steps));
   for (int g = 0; g < groups; ++g) {
     pack_block<M>(job, item.group + g, n, !raw_keys, at, ahead);
     for (int r = 0; r < rows; r += M::SUBTILE) {
@@ -109,21 +122,28 @@ void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, i
       float* head = state + g * state_size(job.D, padded_rows);
       const Unit unit{at.queries + ((long)padded_rows * g + r) * words,
                       head + (long)r * job.state_words,
-                      head + (long)padded_rows * job.state_words + r, first, r, count,
+                      head + (long)padded_rows * job.state_words + r, first, rows, r, count,
                       high - first + 1 < n ? round_up((int)(high - first + 1), 32) : n};
       float alpha[16];
-      if constexpr (M::SUBTILE == 16) {
+      if constexpr (M::BYTES) {
+        M::scores(job, unit, at.cells, job.keys + (item.group + g) * job.head_bytes, at.scores, ahead);
+        soften_rows<M>(job, item, unit, at, alpha);
+        M::mix(job, unit, at.keys, (const char*)at.values, alpha, ahead);
+        continue;
+      } else if constexpr (M::SUBTILE == 16) {
         if (raw_keys)
           M::raw_scores(job, count, unit.queries,
                         job.keys + (item.group + g) * (long)job.D * sizeof(typename M::Storage),
                         at.cells, unit.keys, (float*)at.keys, at.scores, ahead);
       }
-      if (!raw_keys)
-        M::scores(count, unit.queries, job.D, at.keys, job.block, unit.keys, at.scores);
-      soften_rows<M>(job, item, unit, at.scores, alpha);
-      M::mix(count, (const uint32_t*)at.scores, job.block, unit.keys, at.values, job.padded,
-             unit.state, job.state_words, alpha);
-      if (!raw_keys) ahead.step(job, each);
+      if constexpr (!M::BYTES) {
+        if (!raw_keys)
+          M::scores(count, unit.queries, job.D, at.keys, job.block, unit.keys, at.scores);
+        soften_rows<M>(job, item, unit, at, alpha);
+        M::mix(count, (const uint32_t*)at.scores, job.block, unit.keys, at.values, job.padded,
+               unit.state, job.state_words, alpha);
+        if (!raw_keys) ahead.step(job, each);
+      }
     }
   }
   ahead.finish(job);

@@ -206,7 +206,7 @@ template <class T>
 struct Float32 {
   using Storage = T;
   static constexpr int SUBTILE = ROWS;
-  static constexpr bool EXACT = sizeof(T) == 4;
+  static constexpr bool EXACT = sizeof(T) == 4, BYTES = false;
   static int key_words(int d) { return d; }
   static int prob_words(int keys) { return keys; }
   static bool takes_raw_keys(const Job&, int) { return false; }
@@ -271,7 +271,7 @@ struct Float32 {
 struct Pairs {
   using Storage = uint16_t;
   static constexpr int SUBTILE = ROWS;
-  static constexpr bool EXACT = false;
+  static constexpr bool EXACT = false, BYTES = false;
   static int key_words(int d) { return (d + 31) / 32 * 16; }
   static int prob_words(int keys) { return keys / 2; }
   static bool takes_raw_keys(const Job&, int) { return false; }
@@ -433,4 +433,6 @@ struct Tiles : Pairs {
     all<true>(probs, block, n / 2, values, padded, out, ldo, padded);
   }
 };
+
+#include "attention_bytes.h"
 #endif

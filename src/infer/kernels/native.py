@@ -22,9 +22,13 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 5
+VERSION = 6
 """Of the C interface: a library that was left over from other sources is not used."""
 
+STRIP = 16
+"""cells of an int8 KV cache that lie as one"""
+SCALE_BYTES = 4
+"""beside the D numbers of an int8 key or value"""
 POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, for which `mmap` has no name: pages come as by a first write."""
 _HUGE_PAGE = 2 << 20
@@ -132,6 +136,22 @@ def available() -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def cell_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Of one head's key or value in a KV cache."""
+    return head_dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0)
+
+
+def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
+    """Why there can be no KV cache in int8 here; None if it can be."""
+    if head_dim not in (64, 128, 256):
+        return f"int8 caches are for head sizes of 64, 128 and 256, not {head_dim}"
+    if page_size % STRIP:
+        return f"int8 caches are for pages of a multiple of {STRIP} tokens, not {page_size}"
+    if (reason := available()) is None and (isa := chosen_instruction_set()) != "amx":
+        return f"int8 caches are for CPUs with AMX, not {isa}"
+    return reason
 
 
 @functools.cache

@@ -79,4 +79,4 @@ class ModelRunner:
     def poison(self, pages: list[int]) -> None:
         """Fill pages with NaN; for tests, which then see whether anybody reads what is not his."""
         for cache in self._caches:
-            cache[pages] = float("nan")
+            cache[pages] = float("nan") if cache.is_floating_point() else -1  # NaN as a scale

@@ -1,6 +1,7 @@
 """`KVStorage`: the tensors behind the page numbers.
 
-Per layer one tensor of keys and one of values, [pages, page_size, G, D]. Who may use which page is
+Per layer one tensor of keys and one of values, [pages, page_size, G, D], or in int8 with 4 bytes
+more a head, for its scale, in the attention kernel's own order. Who may use which page is
 the allocator's business (`cache/`); the two share nothing but the numbers. Page 0 is scrap: padding
 reads and writes it, and it starts as zeros so that whatever is masked out is at least finite.
 """
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.kernels.native import POPULATE_WRITE, advise
+from infer.kernels.native import POPULATE_WRITE, advise, cell_bytes
 from infer.models.config import ModelConfig
 
 PREPARED_BYTES = 1 << 30
@@ -39,7 +40,8 @@ class KVStorage:
         device: torch.device,
     ) -> None:
         """`num_pages` counts page 0."""
-        shape = (num_pages, page_size, config.num_kv_heads, config.head_dim)
+        width = cell_bytes(config.head_dim, dtype) // dtype.itemsize
+        shape = (num_pages, page_size, config.num_kv_heads, width)
         layers = range(config.num_layers)
         self.keys = [_zeros(shape, dtype, device) for _ in layers]
         self.values = [_zeros(shape, dtype, device) for _ in layers]
