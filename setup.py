@@ -12,13 +12,14 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Extension(
     "infer.kernels._kernels",
     sources=[
-        f"src/infer/kernels/{name}.cpp" for name in ("attention", "bandwidth", "linear", "rotary")
+        f"src/infer/kernels/{name}.cpp"
+        for name in ("attention", "bandwidth", "layers", "linear", "rotary")
     ],
     depends=[
         f"src/infer/kernels/{name}.h"
         for name in (
             *("attention_bytes", "attention_isa", "attention_products"),
-            *("cpu", "rotary", "rotary_isa"),
+            *("cpu", "kernels", "rotary", "rotary_isa"),
         )
     ],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No

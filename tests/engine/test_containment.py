@@ -12,7 +12,7 @@ import torch
 
 from checkpoints import VOCAB_SIZE
 from doubles import HashRunner, launch_hash_llm, make_hash_core, solo
-from faults import Faults, FaultyCore
+from faults import Faults, FaultyCore, fill_with_nan
 from infer import LLM, SamplingParams
 from infer.engine.core import MAX_LOST_STEPS
 from infer.errors import ConfigError, EngineError
@@ -238,7 +238,7 @@ def test_poison_on_the_real_model(backend: str, dtype: str) -> None:
         # And that it would be noticed: the pages of a running sequence become poison.
         victim = llm._core.scheduler.add(llm._intake.make_request("One day", GREEDY))
         llm._core.step()
-        llm._core.runner.poison(victim.table.pages)  # type: ignore[attr-defined]
+        fill_with_nan(llm._core.runner, victim.table.pages)
         (*_, last) = llm._core.run_until_complete()
         assert last.error is not None
         assert last.error.message == NOT_FINITE

@@ -48,7 +48,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
     settings = {"batching_mode": "sequential", "enable_prefix_caching": False, "max_seq_len": 512}
     with LLM(**kind, **settings) as llm:
         assert llm._core.runner.model.embedding.dtype.itemsize == 2
-        cache = llm._core.runner._caches[0]
+        cache = llm._core.runner.caches[0]
         assert (cache.dtype == torch.int8) == ("kv_cache_dtype" in kind)
         return kind, run(llm)
 

@@ -114,6 +114,7 @@ def test_every_setting_is_an_option() -> None:
         "device": "cpu",
         "batching_mode": "static",
         "kv_cache_backend": "slotted",
+        "kv_cache_dtype": "int8",
         "scheduler_policy": "fcfs",
         "load_format": "dummy",
         "attention_backend": "sdpa",

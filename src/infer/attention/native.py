@@ -9,12 +9,14 @@ root then takes the other backend.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from infer.attention.layout import BatchLayout
+from infer.kernels.layers import LayerStack
 from infer.kernels.native import (
     SCALE_BYTES,
     STRIP,
@@ -74,6 +76,7 @@ class NativeBackend:
             (distinct.index(window), key.data_ptr(), value.data_ptr())
             for window, (key, value) in zip(per_layer, self._caches, strict=True)
         ]
+        self._table = array("q", [number for layer in self._layers for number in layer])
         self._head_dim = head_dim
         self._kernel = AttentionKernel(
             num_heads=num_heads,
@@ -112,6 +115,12 @@ class NativeBackend:
             *((None, None, None, None, 0.0) if turn is None else turn.constants()),
         )
         return out
+
+    __call__ = attend
+
+    def through(self, stack: LayerStack, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """All layers of a stack at once; see `AttendsThrough`."""
+        return stack(self._kernel.handle, self._table, x, cos, sin)
 
     def _rows(self, x: Tensor) -> Tensor:
         # A slice of a fused projection is read as it is: only the stride between tokens is free.

@@ -124,8 +124,7 @@ def make_plan(
     heads = 2 * model.num_layers * model.num_kv_heads
     cache = _Cache(
         config,
-        page_size=page_size,
-        token_bytes=heads * cell_bytes(model.head_dim, cache_dtype),
+        page=(page_size, heads * cell_bytes(model.head_dim, cache_dtype)),
         model_max=model.max_seq_len,
         seats=seats,
         budget=config.kv_cache_memory_bytes
@@ -176,14 +175,13 @@ class _Cache:
         self,
         config: EngineConfig,
         *,
-        page_size: int,
-        token_bytes: int,
+        page: tuple[int, int],
         model_max: int,
         seats: int,
         budget: int,
     ) -> None:
-        self.page_size = page_size
-        self.token_bytes = token_bytes
+        """`page`: its tokens, and the bytes of one of them."""
+        self.page_size, self.token_bytes = page
         self.max_seq_len = config.max_seq_len or model_max
         self.advice = ""
         self.field = "kv_cache_memory_bytes"
@@ -199,7 +197,7 @@ class _Cache:
             return
         # More than every seat at full length is of use only to remember prefixes.
         useful = -(-self.max_seq_len // self.page_size) * seats
-        self.num_pages = max(0, budget // (self.page_size * token_bytes) - 1)
+        self.num_pages = max(0, budget // (self.page_size * self.token_bytes) - 1)
         if config.kv_cache_memory_bytes is None:
             self.num_pages = min(self.num_pages, MAX_PREFIX_SHARE * useful)
         if config.max_seq_len is None and self.num_pages:

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "cpu.h"
+#include "kernels.h"
 #include "rotary.h"
 
 namespace {
@@ -535,7 +536,7 @@ void read_cells(void* data) {
 
 extern "C" {
 
-int infer_kernels_version() { return 6; }  // of all interfaces; native.py compares
+int infer_kernels_version() { return 7; }  // of all interfaces; native.py compares
 
 // Names of the instruction sets that run here, best first, with a space after each.
 int infer_attention_isas(char* names, int size) {

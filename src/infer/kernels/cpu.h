@@ -1,12 +1,17 @@
-// What the kernels share: compiling for one instruction set, torch's threads, the tile registers.
+// What the kernels share: compiling for one instruction set, torch's threads, memory, the tile registers.
 //
 // Included by each .cpp of the native library; everything is inline or internal to its file.
 
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
 #include <thread>
 #include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -42,6 +47,39 @@ using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgo
   body(data);
   for (std::thread& other : others) other.join();
 }
+
+inline long ceil_div(long n, long by) { return (n + by - 1) / by; }
+
+// Fewer misses of the page table while weights and rows stream by. Partly filled pages would be waste.
+constexpr uintptr_t HUGE_PAGE = 1 << 21;
+
+[[maybe_unused]] inline void ask_for_huge_pages(void* memory, size_t bytes) {
+#if defined(__linux__)
+  const uintptr_t from = ((uintptr_t)memory + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+  const uintptr_t end = ((uintptr_t)memory + bytes) / HUGE_PAGE * HUGE_PAGE;
+  if (end > from) madvise((void*)from, end - from, MADV_HUGEPAGE);
+#endif
+}
+
+// Memory of a thread; grows, and is given back when the thread ends.
+class Memory {
+ public:
+  ~Memory() { std::free(at_); }
+  char* reserve(size_t bytes) {
+    if (bytes > size_) {
+      std::free(at_);
+      size_ = ceil_div(bytes, HUGE_PAGE) * HUGE_PAGE;
+      at_ = (char*)std::aligned_alloc(HUGE_PAGE, size_);
+      if (!at_) std::abort();
+      ask_for_huge_pages(at_, bytes);
+    }
+    return at_;
+  }
+
+ private:
+  char* at_ = nullptr;
+  size_t size_ = 0;
+};
 
 struct TileConfig {  // all zero: the tiles are not in use
   uint8_t palette = 0, start_row = 0, reserved[14] = {};

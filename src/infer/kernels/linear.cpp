@@ -32,10 +32,7 @@
 #include <vector>
 
 #include "cpu.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "kernels.h"
 
 #ifdef X86
 
@@ -53,8 +50,6 @@ constexpr long AHEAD = 32 * TILE;    // how far a sweep over panels prefetches
 constexpr long LEAD = 2, RING = 4;   // steps of int4 that are unpacked ahead, and that are kept
 
 enum Gate { NONE, SILU, GELU };
-
-inline long ceil_div(long n, long by) { return (n + by - 1) / by; }
 
 struct Layer {  // what does not change between calls
   char* weight;
@@ -106,37 +101,6 @@ struct Packing {  // rows of W that become columns from `column` on
   long rows, stride, column;
   long first, end;  // panels
   std::atomic<long> next{0};
-};
-
-// Fewer misses of the page table while W and x stream by. Partly filled pages would be waste.
-constexpr uintptr_t HUGE_PAGE = 1 << 21;
-
-inline void ask_for_huge_pages(void* memory, size_t bytes) {
-#if defined(__linux__)
-  const uintptr_t from = ((uintptr_t)memory + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-  const uintptr_t end = ((uintptr_t)memory + bytes) / HUGE_PAGE * HUGE_PAGE;
-  if (end > from) madvise((void*)from, end - from, MADV_HUGEPAGE);
-#endif
-}
-
-// Memory of a thread; grows, and is given back when the thread ends.
-class Memory {
- public:
-  ~Memory() { std::free(at_); }
-  char* reserve(size_t bytes) {
-    if (bytes > size_) {
-      std::free(at_);
-      size_ = ceil_div(bytes, HUGE_PAGE) * HUGE_PAGE;
-      at_ = (char*)std::aligned_alloc(HUGE_PAGE, size_);
-      if (!at_) std::abort();
-      ask_for_huge_pages(at_, bytes);
-    }
-    return at_;
-  }
-
- private:
-  char* at_ = nullptr;
-  size_t size_ = 0;
 };
 
 TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8")
@@ -733,7 +697,7 @@ long infer_linear_packed_bytes(long, long, int, int) { return 0; }
 void infer_linear_new() {}
 void infer_linear_free() {}
 void infer_linear_pack() {}
-void infer_linear() {}
+void infer_linear(void*, const uint16_t*, long, const uint16_t*, char*, long, int) {}
 }
 
 #endif

@@ -223,10 +223,9 @@ class NativeLinear:
     ) -> None:
         """`weights` [out_i, in], bfloat16, one below the other, to be held in `bits` (16, 8, 4);
         `RuntimeError` if it cannot run."""
-        library = native.library()
         if reason := native_obstacle():
             raise RuntimeError(reason)
-        assert not isinstance(library, str)
+        library = native.loaded()
         rows, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         gate = 0 if fusion.gate is None else 1 + ("silu", "gelu_tanh").index(fusion.gate)
         self.in_features, self.out_features = width, rows // 2 if gate else rows
@@ -238,18 +237,18 @@ class NativeLinear:
         bias = None if bias is None else bias.float().contiguous()
         norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
         assert norm is None or norm.shape == (width,)
-        self._layer = library.infer_linear_new(
+        self.handle = library.infer_linear_new(
             *(self._weight.data_ptr(), rows, width, bits, gate, fusion.float_out),
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
             *(0.0 if fusion.norm is None else fusion.norm.eps, native.parallel()),
         )
-        weakref.finalize(self, library.infer_linear_free, self._layer)
+        weakref.finalize(self, library.infer_linear_free, self.handle)
         column = 0
         for part in weights:
             assert (part.dtype, part.shape[1]) == (torch.bfloat16, width)
             source = part if part.stride(1) == 1 else part.contiguous()
             library.infer_linear_pack(
-                *(self._layer, source.data_ptr(), len(source), source.stride(0), column),
+                *(self.handle, source.data_ptr(), len(source), source.stride(0), column),
                 torch.get_num_threads(),
             )
             column += len(source)
@@ -267,7 +266,7 @@ class NativeLinear:
             residual = residual.contiguous()
             added = residual.data_ptr()
         self._apply(
-            *(self._layer, x.data_ptr(), x.stride(0), added, out.data_ptr(), x.shape[0]),
+            *(self.handle, x.data_ptr(), x.stride(0), added, out.data_ptr(), x.shape[0]),
             torch.get_num_threads(),
         )
         return out

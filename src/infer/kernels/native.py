@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 6
+VERSION = 7
 """Of the C interface: a library that was left over from other sources is not used."""
 
 STRIP = 16
@@ -32,7 +32,25 @@ SCALE_BYTES = 4
 POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, for which `mmap` has no name: pages come as by a first write."""
 _HUGE_PAGE = 2 << 20
-_INT, _LONG, _POINTER = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
+_POINTER = ctypes.c_void_p
+_TYPES = {
+    **{"i": ctypes.c_int, "l": ctypes.c_long, "u": ctypes.c_uint64, "f": ctypes.c_float},
+    **{"p": _POINTER, "s": ctypes.c_char_p, "-": None},
+}
+_SIGNATURES = {  # result, arguments
+    "infer_attention_isas": ("i", "si"),
+    "infer_attention_new": ("p", "siiilifpip"),
+    "infer_attention_free": ("-", "p"),
+    "infer_attention_plan": ("i", "pippppli"),
+    "infer_attention_attend": ("-", "pipppppplllppppf"),
+    "infer_linear_packed_bytes": ("l", "llii"),
+    "infer_linear_new": ("p", "plliiippfp"),
+    "infer_linear_free": ("-", "p"),
+    "infer_linear_pack": ("-", "ppllli"),
+    "infer_linear": ("-", "pplppli"),
+    "infer_layers": ("-", "pppippfppllllli"),
+    "infer_read": ("u", "plpi"),
+}
 
 
 @functools.cache
@@ -51,37 +69,18 @@ def library() -> ctypes.CDLL | str:
         return f"{found[0].name} cannot be loaded: {error}"
     if version != VERSION:
         return f"{found[0].name} was built from other sources; reinstall the package"
-    library.infer_attention_isas.argtypes = [ctypes.c_char_p, _INT]
-    library.infer_attention_new.argtypes = [
-        *(ctypes.c_char_p, _INT, _INT, _INT, _LONG, _INT, ctypes.c_float),
-        *(_POINTER, _INT, _POINTER),
-    ]
-    library.infer_attention_new.restype = _POINTER
-    library.infer_attention_free.argtypes = [_POINTER]
-    library.infer_attention_free.restype = None
-    library.infer_attention_plan.argtypes = [
-        *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _INT)
-    ]
-    library.infer_attention_attend.argtypes = [
-        *(_POINTER, _INT, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),
-        *(_LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, ctypes.c_float),
-    ]
-    library.infer_attention_attend.restype = None
-    library.infer_linear_packed_bytes.argtypes = [_LONG, _LONG, _INT, _INT]
-    library.infer_linear_packed_bytes.restype = _LONG
-    library.infer_linear_new.argtypes = [
-        *(_POINTER, _LONG, _LONG, _INT, _INT, _INT, _POINTER, _POINTER, ctypes.c_float, _POINTER)
-    ]
-    library.infer_linear_new.restype = _POINTER
-    library.infer_linear_free.argtypes = [_POINTER]
-    library.infer_linear_free.restype = None
-    library.infer_linear_pack.argtypes = [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT]
-    library.infer_linear_pack.restype = None
-    library.infer_linear.argtypes = [_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _INT]
-    library.infer_linear.restype = None
-    library.infer_read.argtypes = [_POINTER, _LONG, _POINTER, _INT]
-    library.infer_read.restype = ctypes.c_uint64
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = _TYPES[result], [_TYPES[each] for each in arguments]
     return library
+
+
+def loaded() -> ctypes.CDLL:
+    """The library where there is one; `RuntimeError` with the reason."""
+    found = library()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
 
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
@@ -180,18 +179,15 @@ class AttentionKernel:
         windows: Sequence[int],
     ) -> None:
         """`windows`: the distinct ones, 0 = none; `attend` names them by index."""
-        loaded = library()
-        if isinstance(loaded, str):
-            raise RuntimeError(loaded)
         self.isa = chosen_instruction_set()
-        self._library = loaded
+        self._library = library = loaded()
         numbers = array("q", windows)
         shape = (num_heads, num_kv_heads, head_dim, page_size, element_bytes, scale)
-        self._engine = loaded.infer_attention_new(
+        self.handle = library.infer_attention_new(
             self.isa.encode(), *shape, *numbers.buffer_info(), parallel()
         )
-        weakref.finalize(self, loaded.infer_attention_free, self._engine)
-        self.attend = functools.partial(loaded.infer_attention_attend, self._engine)
+        weakref.finalize(self, library.infer_attention_free, self.handle)
+        self.attend = functools.partial(library.infer_attention_attend, self.handle)
         """(window index, keys, values, q, k, v, out: addresses; strides of q, k, v in elements;
         cos, sin, norm of q, norm of k: addresses or None, eps)"""
 
@@ -207,7 +203,7 @@ class AttentionKernel:
         """Cut a step into work items; `slots`, `page_tables`: addresses that must stay valid."""
         starts, lengths = array("q", query_start_loc), array("q", seq_lens)
         items: int = self._library.infer_attention_plan(
-            *(self._engine, len(seq_lens), starts.buffer_info()[0], lengths.buffer_info()[0]),
+            *(self.handle, len(seq_lens), starts.buffer_info()[0], lengths.buffer_info()[0]),
             *(slots, page_tables, table_width, num_threads),
         )
         return items

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from infer.kernels.layers import AttendsThrough, Parts, stack_layers
 from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear, of_head
 from infer.kernels.rotary import HeadNorms, Turn
 from infer.models.config import ModelConfig
@@ -95,6 +96,11 @@ class _Layer:
         x = self.attention(x, cos, sin, attend, residual=x)
         return self.mlp(x, residual=x)
 
+    def parts(self) -> Parts:
+        """Of which a stack is made."""
+        attention, mlp = self.attention, self.mlp
+        return attention.qkv, attention.o, mlp.gate_up, mlp.down, attention.norms
+
 
 class Decoder:
     """See the module's docstring."""
@@ -105,6 +111,7 @@ class Decoder:
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embedding = source.keep("model.embed_tokens.weight", (vocab, hidden))
         self.layers = [_Layer(i, config, source) for i in range(config.num_layers)]
+        self.stack = stack_layers([layer.parts() for layer in self.layers])
         norm = Norm(source.keep("model.norm.weight", (hidden,)), config.norm_eps)
         self.lm_head = output_head(config, source, self.embedding, norm)
         self.rope = RopeTable(config.rope, config.head_dim, max_seq_len, source.device)
@@ -113,6 +120,8 @@ class Decoder:
         """Hidden states [T, E] of T tokens of any number of sequences, in any mixture."""
         x = self.embedding.index_select(0, tokens)
         cos, sin = self.rope.at(positions)
+        if self.stack is not None and isinstance(attend, AttendsThrough):
+            return attend.through(self.stack, x, cos, sin)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
         return x

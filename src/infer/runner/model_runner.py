@@ -36,9 +36,11 @@ class ModelRunner:
         """`caches`: the backend's keys and values, each [pages, page_size, G, D]."""
         self.model = model
         self.backend = backend
+        # What can be called can take a stack of layers too.
+        self._attend = backend if callable(backend) else backend.attend
         self.device = device
         self._restrictions = restrictions
-        self._caches = caches
+        self.caches = caches
         self._packer = Packer(caches[0].shape[1], device)
 
     @torch.inference_mode()
@@ -47,7 +49,7 @@ class ModelRunner:
         restricting = self._restrictions.begin(plan)
         step = self._packer.pack(plan)
         self.backend.plan(step.layout)
-        hidden = self.model.forward(step.tokens, step.positions, self.backend.attend)
+        hidden = self.model.forward(step.tokens, step.positions, self._attend)
         self._score_prompts(plan, hidden)
         if not step.sampled:
             return []
@@ -75,8 +77,3 @@ class ModelRunner:
                     scores = score(self.model.logits(rows), following, count)
                     sequence.prompt_scores.update(enumerate(scores, at + 1))
             begin += chunk.num_tokens
-
-    def poison(self, pages: list[int]) -> None:
-        """Fill pages with NaN; for tests, which then see whether anybody reads what is not his."""
-        for cache in self._caches:
-            cache[pages] = float("nan") if cache.is_floating_point() else -1  # NaN as a scale
