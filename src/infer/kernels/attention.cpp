@@ -30,6 +30,7 @@ namespace {
 
 constexpr int BLOCK = 128;    // at most: keys that are scored together, from a multiple of Job::block
 constexpr int MOST_DIM = 256;  // native.py asks for no more
+constexpr int STRIP = 16;     // cells of an int8 cache that lie as one
 constexpr int SEGMENT = 512;  // keys whose partial result may come from another thread
 constexpr int TILE_FLOATS = 65536;  // of sums of P·V that an item keeps: they stay in its core's cache
 constexpr float RISE = 2.f;  // more would cost accuracy: the greatest P is rounded unless it is 1
@@ -463,7 +464,7 @@ struct Writing {
   const char *k, *v;
   char *keys, *values;
   const int64_t* slots;
-  int64_t num_tokens, num_heads, dim, k_bytes, v_bytes, cell_bytes;
+  int64_t num_tokens, num_heads, dim, k_bytes, v_bytes, cell_bytes, head_bytes;
   std::atomic<int64_t> next{0};
 };
 
@@ -473,25 +474,24 @@ void write_strips(void* data) {
   Writing& w = *(Writing*)data;
   constexpr int64_t MANY = 32;
   const auto begin_of_strip = [&](int64_t t) {
-    while (t && t < w.num_tokens && w.slots[t] % 16 && w.slots[t] == w.slots[t - 1] + 1) ++t;
+    while (t && t < w.num_tokens && w.slots[t] % STRIP && w.slots[t] == w.slots[t - 1] + 1) ++t;
     return std::min(t, w.num_tokens);
   };
-  const int64_t head_bytes = w.cell_bytes / w.num_heads * 16;
   std::vector<uint16_t> turned(w.rotation ? w.num_heads * w.dim : 0);
-  for (int64_t t; (t = w.next.fetch_add(MANY)) < w.num_tokens;)
-    for (const int64_t end = begin_of_strip(t + MANY); (t = begin_of_strip(t)) < end;) {
-      do {
-        const uint16_t *k = (const uint16_t*)(w.k + t * w.k_bytes), *v = (const uint16_t*)(w.v + t * w.v_bytes);
-        if (w.rotation) {
-          turn_heads(*w.rotation, k, turned.data(), w.num_heads, t, 1);
-          k = turned.data();
-        }
-        const int64_t lane = w.slots[t] % 16, at = (w.slots[t] - lane) * w.cell_bytes;
-        for (int64_t head = 0; head < w.num_heads; ++head)
-          amx::write_bytes(k + head * w.dim, v + head * w.dim, w.keys + at + head * head_bytes,
-                           w.values + at + head * head_bytes, (int)lane, (int)w.dim);
-      } while (++t < end);
+  for (int64_t t; (t = w.next.fetch_add(MANY)) < w.num_tokens;) {
+    const int64_t end = begin_of_strip(t + MANY);
+    for (t = begin_of_strip(t); t < end; ++t) {
+      const uint16_t *k = (const uint16_t*)(w.k + t * w.k_bytes), *v = (const uint16_t*)(w.v + t * w.v_bytes);
+      if (w.rotation) {
+        turn_heads(*w.rotation, k, turned.data(), w.num_heads, t, 1);
+        k = turned.data();
+      }
+      const int64_t lane = w.slots[t] % STRIP, at = (w.slots[t] - lane) * w.cell_bytes;
+      for (int64_t head = 0; head < w.num_heads; ++head)
+        amx::write_bytes(k + head * w.dim, v + head * w.dim, w.keys + at + head * w.head_bytes,
+                         w.values + at + head * w.head_bytes, (int)lane, (int)w.dim);
     }
+  }
 }
 #endif
 
@@ -601,11 +601,11 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   const Rotation* turned = cos ? &rotation : nullptr;
   Cut& cut = e.cuts[window];
   const bool bytes = e.element == 1;
-  const long element = bytes ? 2 : e.element, strip = bytes ? 16 : 1;
+  const long element = bytes ? 2 : e.element, strip = bytes ? STRIP : 1;
   const long head_bytes = bytes ? strip * (e.D + 4L) : (long)e.D * element;
   const long cell_bytes = e.G * head_bytes / strip;
   Writing writing{turned, (const char*)k, (const char*)v, (char*)keys, (char*)values, e.slots,
-                  e.num_tokens, e.G, e.D, k_stride * element, v_stride * element, cell_bytes};
+                  e.num_tokens, e.G, e.D, k_stride * element, v_stride * element, cell_bytes, head_bytes};
   auto write = write_cells;
 #ifdef X86
   if (bytes) write = write_strips;

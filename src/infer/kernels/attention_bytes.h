@@ -12,20 +12,6 @@
 // to one tile.
 
 constexpr float TOP = 127 * 256;  // the largest number of two digits
-constexpr uint32_t INFINITE = 0x7f800000;
-
-// The greatest of `magnitudes`, as the bits of a float (no number is greater), and what scales it to `top`.
-struct Fit {
-  float scale, inverse;
-  Fit(__m512i magnitudes, float top) {
-    const uint32_t bits = _mm512_reduce_max_epu32(magnitudes);
-    float largest;
-    __builtin_memcpy(&largest, &bits, 4);
-    const bool finite = bits < INFINITE;  // else the scale makes NaN of the whole
-    scale = finite ? largest / top : __builtin_nanf("");
-    inverse = finite && bits ? top / largest : 0.f;
-  }
-};
 
 // The numbers of one head in vectors; N = D / 16.
 template <int N>
@@ -55,19 +41,19 @@ struct Head {
       x[i] = fma(x[i], signs(0xff00), _mm512_shuffle_f32x4(x[i], x[i], 0x4e));
     }
   }
-  INLINE Fit fit(float top) const {
+  INLINE Scale fit(float top) const {
     __m512i most = _mm512_setzero_si512();
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i)
-      most = _mm512_max_epu32(most, _mm512_and_si512((__m512i)x[i], _mm512_set1_epi32(0x7fffffff)));
-    return Fit(most, top);
+      most = _mm512_max_epu32(most, magnitude(x[i]));
+    return Scale(most, top);
   }
   INLINE __m512i whole(int i, float inverse) const { return _mm512_cvtps_epi32(x[i] * set1(inverse)); }
 
   // D numbers and the scale.
   INLINE void put_query(char* to) {
     spread();
-    const Fit by = fit(127.f);
+    const Scale by = fit(127.f);
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i)
       _mm_store_si128((__m128i*)(to + i * W), _mm512_cvtepi32_epi8(whole(i, by.inverse)));
@@ -76,7 +62,7 @@ struct Head {
   }
   INLINE void put_key(char* strip, int lane) {
     spread();
-    const Fit by = fit(127.f);
+    const Scale by = fit(127.f);
     const __m512i lines = multiples_to_15(64);
     for (int i = 0; i < N; i += 4) {
       alignas(64) char dims[64];
@@ -87,7 +73,7 @@ struct Head {
     __builtin_memcpy(strip + N * 256 + lane * 4, &by.scale, 4);
   }
   INLINE void put_value(char* strip, int lane) {
-    const Fit by = fit(127.f);
+    const Scale by = fit(127.f);
     const __mmask64 own = 0x1111111111111111ull << lane % 4;
     for (int i = 0; i < N; ++i) {
       const __m512i moved = _mm512_sllv_epi32(whole(i, by.inverse), _mm512_set1_epi32(lane % 4 * 8));
@@ -211,7 +197,7 @@ struct Bytes : Tiles {
       most = _mm512_max_epu32(most, (__m512i)p[i]);
     }
     store(lanes, sum);
-    const Fit by(most, TOP);
+    const Scale by(most, TOP);
     to.units[row] = by.scale;
     const vf inverse = set1(by.inverse);
 #pragma GCC unroll 2

@@ -4,8 +4,10 @@
 
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -120,6 +122,24 @@ TARGET("avx512f")
   const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
   return _mm512_mullo_epi32(lanes, _mm512_set1_epi32(of));
 }
+
+constexpr uint32_t INFINITE = 0x7f800000;
+
+[[maybe_unused]] INLINE __m512i magnitude(__m512 x) {  // as integers: NaN is larger than everything
+  return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+}
+
+struct Scale {  // of numbers that become whole ones
+  float scale, inverse;
+  INLINE explicit Scale(__m512i magnitudes, float top = 127.f) {  // `top`: what the largest becomes
+    const uint32_t bits = _mm512_reduce_max_epu32(magnitudes);
+    float largest;
+    std::memcpy(&largest, &bits, 4);
+    // What is not finite stays so: its numbers are lost, its scale makes NaN of them.
+    scale = bits < INFINITE ? largest / top : std::nanf("");
+    inverse = bits && bits < INFINITE ? top / largest : 0.f;
+  }
+};
 END_TARGET
 #endif
 

@@ -115,24 +115,6 @@ INLINE __m512 widen(__mmask16 lanes, const uint16_t* from) {
 
 // ---- int8, int4 --------------------------------------------------------------------------------
 
-constexpr uint32_t INFINITE = 0x7f800000;
-
-INLINE __m512i magnitude(__m512 x) {  // as integers: NaN is larger than everything
-  return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
-}
-
-struct Scale {
-  float scale, inverse;
-  explicit Scale(__m512i magnitudes, float top = 127.f) {  // `top`: what the largest becomes
-    const uint32_t bits = _mm512_reduce_max_epu32(magnitudes);
-    float largest;
-    std::memcpy(&largest, &bits, 4);
-    // A row that is not finite stays so: its numbers are lost, its scale makes NaN of them.
-    scale = bits < INFINITE ? largest / top : std::nanf("");
-    inverse = bits && bits < INFINITE ? top / largest : 0.f;
-  }
-};
-
 INLINE __m128i quantized(__m512 x, float inverse) {
   return _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse))));
 }
