@@ -19,7 +19,7 @@ KERNELS = Extension(
         f"src/infer/kernels/{name}.h"
         for name in (
             *("attention_bytes", "attention_isa", "attention_products"),
-            *("cpu", "kernels", "rotary", "rotary_isa"),
+            *("cpu", "kernels", "linear_vectors", "rotary", "rotary_isa"),
         )
     ],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No

@@ -71,7 +71,7 @@ class Case:
         def attend() -> float:
             layer = next(turn) % len(self.keys)
             started = time.perf_counter()
-            backend.attend(layer, self.q, self.k, self.v)
+            backend(layer, self.q, self.k, self.v)
             return time.perf_counter() - started
 
         return attend

@@ -54,7 +54,7 @@ class Int8Cache:
             num, slots = len(q), torch.arange(16, 16 + len(q))
             pages = torch.arange(1, -(-num // 16) + 1)[None]
             self.backend.plan(BatchLayout([0, num], [num], slots, pages))
-        return self.backend.attend(layer, q, k, v, turn)
+        return self.backend(layer, q, k, v, turn)
 
 
 def load(dtype: torch.dtype, quantization: str | None = None) -> Model:

@@ -179,7 +179,7 @@ def test_a_shared_prefix_changes_no_bit() -> None:
             torch.cat([x[first:end] for x, (first, end) in zip(part, spans, strict=True)])
             for part in (whole_world.q, whole_world.k, whole_world.v)
         )
-        return backend.attend(0, *parts)
+        return backend(0, *parts)
 
     attend(own, [(0, n - 1) for n in lengths])
     last = [(n - 1, n) for n in lengths]

@@ -139,9 +139,9 @@ def run(
             q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
             if fused:  # as slices of one projection, which is how the decoder passes them
                 q, k, v = torch.cat([q, k, v], dim=1).split([heads, groups, groups], dim=1)
-            out = backend.attend(0, q, k, v)
+            out = backend(0, q, k, v)
             if threads > 1:  # a plan serves all layers
-                assert torch.equal(out, backend.attend(0, q, k, v))
+                assert torch.equal(out, backend(0, q, k, v))
             for (i, _), first, last in zip(step, starts, starts[1:], strict=False):
                 rows[i].append(out[first:last])
     finally:
@@ -300,8 +300,8 @@ class OwnDecodePath:
         )
         self.used.plan(layout)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.used.attend(layer, q, k, v)
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.used(layer, q, k, v)
 
 
 @pytest.mark.skipif(len(ISAS) < 2, reason="one code path only")
@@ -355,7 +355,7 @@ def test_layers_have_their_own_caches_and_windows(isa: str) -> None:
             for layer, world in enumerate(worlds):
                 parts = zip(*((world.q[i][p], world.k[i][p], world.v[i][p])
                               for i, p in enumerate(positions)), strict=True)  # fmt: skip
-                out = backend.attend(layer, *(torch.cat(part) for part in parts))
+                out = backend(layer, *(torch.cat(part) for part in parts))
                 wanted = torch.cat([exact(world)[i][p] for i, p in enumerate(positions)])
                 assert error([out], [wanted])[0] < 1e-5
     finally:
@@ -420,7 +420,7 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit(
             arguments = starts, lengths, torch.tensor(slots), padded
             backend.plan(BatchLayout(*arguments))
             for _ in range(2):  # a plan serves all layers
-                results.append(backend.attend(0, q, k, v))
+                results.append(backend(0, q, k, v))
             step = torch.tensor(slots), padded
             items.append(
                 backend._kernel.plan(

@@ -61,7 +61,7 @@ def attend(
         backend.plan(BatchLayout([0, end - begin], [end], slots, table))
         rows = slice(begin, end)
         some = turn and Turn(turn.cos[rows], turn.sin[rows], turn.norms)
-        parts.append(backend.attend(0, q[rows], k[rows], v[rows], some))
+        parts.append(backend(0, q[rows], k[rows], v[rows], some))
     cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in (keys, values))
     return torch.cat(parts), *cells
 

@@ -17,8 +17,6 @@ from infer.models.registry import parse_model_config
 from infer.models.weights import dummy_source
 from infer.runner.storage import KVStorage
 
-OBSTACLE = linear.native_obstacle()
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 CPU = torch.device("cpu")
 
 SHAPE = {
@@ -64,7 +62,7 @@ def run(model: Decoder, held: torch.dtype, *, as_stack: bool) -> list[Tensor]:
 
     def attend(*arguments: Any) -> Tensor:
         calls.append(arguments[0])
-        return backend.attend(*arguments)
+        return backend(*arguments)
 
     tables = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]])
     tokens = torch.arange(200) % 300
@@ -81,6 +79,7 @@ def run(model: Decoder, held: torch.dtype, *, as_stack: bool) -> list[Tensor]:
     return results
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family["architectures"][0])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_a_stack_is_its_layers(family: dict[str, Any], quantization: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +19,6 @@ from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import dummy_source
 
-OBSTACLE = linear.native_obstacle()
-needs_amx = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 SHAPES = [  # K, N, bias
     (1, 1, True),
     (31, 33, False),
@@ -54,7 +53,7 @@ def rows(num: int, k: int) -> Tensor:
     return torch.randn((num, k), generator=torch.Generator().manual_seed(num)).bfloat16()
 
 
-@needs_amx
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("k", "n", "bias"), SHAPES)
 @pytest.mark.parametrize("num_rows", [1, 16, 33, 300])
 def test_it_multiplies(k: int, n: int, bias: bool, num_rows: int) -> None:
@@ -67,7 +66,7 @@ def test_it_multiplies(k: int, n: int, bias: bool, num_rows: int) -> None:
     assert (error <= 2**-8 * exact.abs() + 2**-20 * (terms + 1)).all()
 
 
-@needs_amx
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("k", "n", "bias"), SHAPES)
 def test_a_row_is_the_same_in_any_company(k: int, n: int, bias: bool) -> None:
     weight, b = layer(k, n, bias)
@@ -82,14 +81,14 @@ def test_a_row_is_the_same_in_any_company(k: int, n: int, bias: bool) -> None:
             assert torch.equal(some, alone[first : first + num_rows]), (threads, num_rows)
 
 
-@needs_amx
+@pytest.mark.usefixtures("isa")
 def test_more_rows_than_are_packed_at_a_time() -> None:
     weight, b = layer(96, 64, True)
     product, x = NativeLinear([weight], b), rows(2100, 96)
     assert torch.equal(product(x), torch.cat([product(part) for part in x.split(700)]))
 
 
-@needs_amx
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("sizes", [[5, 11, 40], [64, 16, 16], [1, 1, 30, 33]])
 def test_parts_are_one_weight(sizes: list[int]) -> None:
     weight, b = layer(70, sum(sizes), True)
@@ -98,7 +97,7 @@ def test_parts_are_one_weight(sizes: list[int]) -> None:
     assert torch.equal(whole, parts)
 
 
-@needs_amx
+@pytest.mark.usefixtures("isa")
 def test_it_reads_slices_in_place() -> None:
     weight, _ = layer(80, 48, False)
     wide, x = rows(48, 200), rows(30, 80)
@@ -111,7 +110,7 @@ def test_it_reads_slices_in_place() -> None:
     assert torch.equal(turned(x.T.contiguous().T), expected)
 
 
-@needs_amx
+@pytest.mark.usefixtures("isa")
 def test_a_bad_row_harms_no_other() -> None:
     weight, b = layer(50, 40, True)
     product, x = NativeLinear([weight], b), rows(40, 50)
@@ -123,7 +122,7 @@ def test_a_bad_row_harms_no_other() -> None:
     assert torch.equal(some[good], expected[good])
 
 
-@needs_amx
+@pytest.mark.usefixtures("isa")
 def test_other_products_on_the_thread_go_on() -> None:
     """oneDNN uses the tile registers too; the shapes they are set to must be left alone."""
     weight, _ = layer(256, 256, False)
@@ -134,9 +133,8 @@ def test_other_products_on_the_thread_go_on() -> None:
         assert torch.equal(other(x), expected)
 
 
-@needs_amx
+@pytest.mark.usefixtures("isa")
 def test_it_is_chosen_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(linear.VARIABLE, raising=False)
     weight, b = layer(64, 64, True)
     product = make_linear(weight, b)
     assert isinstance(product, NativeLinear)
@@ -149,29 +147,31 @@ def test_it_is_chosen_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 MISSING = "there is no library"
 
 
-@pytest.mark.parametrize("cause", ["library", "AMX"])
+@pytest.mark.parametrize("cause", ["library", "CPU"])
 def test_without_it_torch_multiplies(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if cause == "library":
         monkeypatch.setattr(native, "library", lambda: MISSING)
     else:
-        monkeypatch.setattr(linear, "native_obstacle", lambda: MISSING)
+        library = SimpleNamespace(infer_linear_runs_here=lambda _: 0)
+        monkeypatch.setattr(native, "library", lambda: library)
     monkeypatch.delenv(linear.VARIABLE, raising=False)
     weight, b = layer(48, 20, True)
     x = rows(3, 48)
     product = make_linear(weight.split([8, 12]), b)
     assert not isinstance(product, NativeLinear)
     torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, b))
-    with pytest.raises(RuntimeError, match=MISSING):
+    reason = MISSING if cause == "library" else "this CPU has no AVX-512 with BF16 and VNNI"
+    with pytest.raises(RuntimeError, match=reason):
         NativeLinear([weight], b)
-    monkeypatch.setenv(linear.VARIABLE, "native")
-    with pytest.raises(ValueError, match=f"native is not possible: {MISSING}"):
+    monkeypatch.setenv(linear.VARIABLE, "avx512")
+    with pytest.raises(ValueError, match=f"avx512 is not possible: {reason}"):
         make_linear(weight, b)
 
 
 def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(linear.VARIABLE, "mkl")
-    with pytest.raises(ValueError, match="use native or onednn"):
-        make_linear(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="use amx, avx512 or onednn"):
+        make_linear(torch.ones(2, 2).bfloat16())
 
 
 class Breaking(PackedLinear):
@@ -242,7 +242,9 @@ def test_the_check_sees_the_layers_of_a_model(architecture: str, dtype: torch.dt
     model = build_model(parse_model_config(raw, "test"), source, 64)
     found = list(linears(model))
     assert len(found) == 4 * 3 + 1
-    if dtype == torch.float32 or OBSTACLE is None:  # what is promised on this machine
+    if (
+        dtype == torch.float32 or linear.native_obstacle() is None
+    ):  # what is promised on this machine
         assert batch_invariance_problem(model) is None
     model.lm_head = Breaking(layer(32, 90, False)[0].to(dtype), 40)  # type: ignore[attr-defined]
     assert "32 → 90" in str(batch_invariance_problem(model))

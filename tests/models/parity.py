@@ -61,7 +61,7 @@ class Bench:
         plan = tuple(Chunk(s, s.num_computed, n) for s, n in chunks)
         step = Packer(self.allocator.page_size, torch.device("cpu")).pack(plan)
         self.backend.plan(step.layout)
-        hidden = self.model.forward(step.tokens, step.positions, self.backend.attend)
+        hidden = self.model.forward(step.tokens, step.positions, self.backend)
         for sequence, n in chunks:
             sequence.num_computed += n
             self.allocator.commit(sequence.table, sequence.tokens, sequence.num_computed)

@@ -36,7 +36,7 @@ class AttentionBackend(Protocol):
     def plan(self, layout: BatchLayout) -> None:
         """Prepare for a step; once per step, so nothing is built per layer."""
 
-    def attend(
+    def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
     ) -> Tensor:
         """Write this step's k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D].

@@ -101,7 +101,7 @@ class NativeBackend:
             *(tables.stride(0), torch.get_num_threads()),
         )
 
-    def attend(
+    def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
     ) -> Tensor:
         """Turn q and k, write k, v [T, G, D] to their cells, attend: q [T, H, D] → [T, H, D]."""
@@ -115,8 +115,6 @@ class NativeBackend:
             *((None, None, None, None, 0.0) if turn is None else turn.constants()),
         )
         return out
-
-    __call__ = attend
 
     def through(self, stack: LayerStack, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """All layers of a stack at once; see `AttendsThrough`."""

@@ -128,7 +128,7 @@ class SDPABackend:
             num_queries=num,
         )
 
-    def attend(
+    def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
     ) -> Tensor:
         """Turn q and k, write k, v [T, G, D] to their cells, attend: q [T, H, D] → [T, H, D]."""

@@ -1,5 +1,5 @@
 // y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16, int8 or int4, on the tile registers
-// (AMX): plain C functions, loaded by native.py. n: RMSNorm or nothing; g: two columns become one,
+// (AMX) or on vectors (AVX-512 with BF16 and VNNI): plain C functions, loaded by native.py. n: RMSNorm or nothing; g: two columns become one,
 // as the gate of an MLP wants it, or nothing; r: a residual or nothing.
 //
 // Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
@@ -22,7 +22,8 @@
 // read in one sweep. In int4 the two tiles share theirs, low halves of bytes and high ones, and a panel
 // begins with its multiples, 32 for each step. With a gate, one tile holds columns of the first half of W, the other theirs of
 // the second. x is packed at every call into tiles of 16 rows × 64 bytes, rows in groups of 32,
-// because tiles read at x's own stride would fall into few sets of the cache.
+// because tiles read at x's own stride would fall into few sets of the cache. Vectors read the same
+// layouts (linear_vectors.h); their sums in bfloat16 are other ones than the tiles', in int8 the same.
 
 #include <algorithm>
 #include <atomic>
@@ -41,12 +42,13 @@ namespace {
 constexpr int SIDE = 32;             // rows of a group, columns of a panel: two tiles each
 constexpr long TILE = 1024;          // bytes: 16 lines of 64
 constexpr long SUMS = SIDE * SIDE;   // sums of a group × a panel, 4 bytes each
-constexpr long K_STEPS = 16;         // steps of a block of K: 32 KB of a panel, in the L1 cache
-constexpr long BLOCK_GROUPS = 8;     // groups of an item: with K_STEPS 256 KB of x, in the L2
-constexpr long BLOCK_PANELS = 16;    // panels of an item of several groups, at most
+constexpr long SLICE = 16;           // steps: 32 KB of a panel
+constexpr long BLOCK_GROUPS = 8;     // groups of an item: with a slice 256 KB of x, in the L2
+constexpr long ITEM_PANELS = 16;     // panels of an item, at most
 constexpr long MOST_ROWS = 1024;     // rows that are packed at a time: bounds the memory
 constexpr long PACK_ROWS = 4;        // rows that a thread packs at a time; divides 16
 constexpr long AHEAD = 32 * TILE;    // how far a sweep over panels prefetches
+constexpr long FEW_ROWS = 14;        // that vectors take together: 28 sums and what meets in 32 registers
 constexpr long LEAD = 2, RING = 4;   // steps of int4 that are unpacked ahead, and that are kept
 
 enum Gate { NONE, SILU, GELU };
@@ -57,11 +59,17 @@ struct Layer {  // what does not change between calls
   int bits;
   bool float_out;
   Gate gate;
+  bool amx;  // in use; else vectors
   float eps;
   float *norm, *bias, *scales;  // [K padded], [N], [N padded]; null: absent; norm: in `Halves`
+  int32_t* starts;              // [N padded]: where whole sums of vectors begin
   Parallel parallel;
 
   bool whole() const { return bits < 16; }
+  // An item of several groups: steps of a block of K, and panels. With tiles a slice of a panel stays in
+  // the L1 cache; with vectors, which are slower, sums come and go less often and all fits half the L2.
+  long block_steps() const { return amx ? SLICE : 2 * SLICE; }
+  long block_panels() const { return amx ? ITEM_PANELS : ITEM_PANELS / 4; }
   long step_bytes() const { return bits == 4 ? TILE : 2 * TILE; }
   long head_bytes() const { return bits == 4 ? ceil_div(steps * SIDE, 64) * 64 : 0; }
   long panel_bytes() const { return head_bytes() + steps * step_bytes(); }
@@ -78,16 +86,22 @@ struct Call {  // some rows of one product
   long M, x_stride;
   char* packed;       // x
   float* row_scales;  // int8
+  int32_t* eights;    // nibbles: [rows, steps], -8 · the sum of a row's numbers in a step
   long groups, row_blocks, item_panels, num_items, num_packs;
   std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
 
+  bool nibbles() const { return layer.bits == 4 && !layer.amx && M <= FEW_ROWS; }  // multiplied as they are
   int tiles_in(long group) const { return M - group * SIDE > 16 ? 2 : 1; }
+  long rows_in(long group) const { return std::min<long>(SIDE, M - group * SIDE); }
+  long step_bytes(long group) const {  // of a group's x
+    return layer.amx ? tiles_in(group) * TILE : rows_in(group) * 64;
+  }
   // Block of K by block of K, so that what an item reads of one is together and spreads over the
   // sets of the cache; in a block group by group.
   char* tiles(long group, long step) const {
-    const long k = step / K_STEPS * K_STEPS, steps = std::min(K_STEPS, layer.steps - k);
-    const int own = tiles_in(group), each = groups > 1 ? 2 : own;
-    return packed + ((k * groups + group * steps) * each + (step - k) * own) * TILE;
+    const long block = layer.block_steps(), k = step / block * block, steps = std::min(block, layer.steps - k);
+    const long each = groups > 1 ? 2 * TILE : step_bytes(group);
+    return packed + (k * groups + group * steps) * each + (step - k) * step_bytes(group);
   }
   const char* start_of(long item) const {  // its weights; behind the end: anything that is cached
     const long panel = item < num_items ? item / row_blocks * item_panels : 0;
@@ -103,7 +117,7 @@ struct Packing {  // rows of W that become columns from `column` on
   std::atomic<long> next{0};
 };
 
-TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8")
+TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")
 
 INLINE __mmask32 first_of_32(long n) { return n >= 32 ? ~0u : n <= 0 ? 0u : (1u << n) - 1; }
 INLINE __mmask16 first_of_16(long n) { return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1); }
@@ -136,7 +150,8 @@ INLINE float best_multiple(const uint16_t* row, long count, const Scale& column)
     most = _mm512_max_epu32(most, magnitude(x[i]));
   }
   float largest = _mm512_reduce_max_ps(_mm512_castsi512_ps(most)) * column.inverse / 7.5f;
-  largest = largest > 1.f ? std::min(std::ceil(largest), MOST_MULTIPLE) : 1.f;  // also if NaN
+  // 8 may have become 8.000001; also if NaN.
+  largest = largest > 1.f ? std::min(std::ceil(largest - 1e-5f), MOST_MULTIPLE) : 1.f;
   float best = largest, least = INFINITY;
   for (float multiple = largest; multiple >= 1.f && multiple > largest - 4.f; --multiple) {
     __m512 sum = _mm512_setzero_ps();
@@ -170,6 +185,13 @@ INLINE void unpack(const char* from, const char* multiples, char* to) {
     _mm512_store_si512(to + i, _mm512_sub_epi8(_mm512_mullo_epi16(low, by[0]), zero[0]));
     _mm512_store_si512(to + TILE + i, _mm512_sub_epi8(_mm512_mullo_epi16(high, by[1]), zero[1]));
   }
+}
+
+// Some steps of a panel; returns `to`.
+const char* unpack_some(const Layer& layer, long panel, long first, long steps, char* to) {
+  for (long step = 0; step < steps; ++step)
+    unpack(layer.tiles(panel, first + step), layer.multiples(panel, first + step), to + step * 2 * TILE);
+  return to;
 }
 
 // ---- Packing -----------------------------------------------------------------------------------
@@ -242,9 +264,28 @@ void pack_panel(const Packing& p, long panel) {
   }
 }
 
+// Vectors multiply bytes without a sign by bytes with one, so a row's numbers are 128 too large
+// there, and a column's sum begins at what that will have added.
+void begin_sums(const Layer& layer, long panel) {
+  __m512i sums[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  alignas(64) char unpacked[2 * TILE];
+  for (long step = 0; step < layer.steps; ++step) {
+    const char* from = layer.tiles(panel, step);
+    if (layer.bits == 4) unpack(from, layer.multiples(panel, step), unpacked), from = unpacked;
+    for (long i = 0; i < 2 * TILE; i += 64)
+      sums[i / TILE] = _mm512_dpbusd_epi32(sums[i / TILE], _mm512_set1_epi8(1), _mm512_load_si512(from + i));
+  }
+  for (int half = 0; half < 2; ++half)
+    _mm512_storeu_si512(layer.starts + panel * SIDE + half * 16,
+                        _mm512_mullo_epi32(sums[half], _mm512_set1_epi32(-128)));
+}
+
 void pack_weight(void* data) {
   Packing& p = *(Packing*)data;
-  for (long panel; (panel = p.first + p.next.fetch_add(1)) < p.end;) pack_panel(p, panel);
+  for (long panel; (panel = p.first + p.next.fetch_add(1)) < p.end;) {
+    pack_panel(p, panel);
+    if (p.layer.starts) begin_sums(p.layer, panel);
+  }
 }
 
 struct Halves {  // of 32 numbers in a row: those with even indices, and those with odd ones
@@ -282,7 +323,8 @@ template <bool WHOLE, bool NORM>
 void pack_some_rows(const Call& c, long first) {
   const Layer& layer = c.layer;
   const long K = layer.K, steps = layer.steps, group = first / SIDE;
-  const long line = first / 16 % 2 * TILE + first % 16 * 64;
+  const long line = first % SIDE * 64;
+  const __m512i sign = _mm512_set1_epi8(layer.amx || c.nibbles() ? 0 : (char)0x80);
   const long rows = std::clamp(c.M - first, 0L, PACK_ROWS);
   const float* norm = layer.norm;
   __m512 by[PACK_ROWS];
@@ -322,12 +364,18 @@ void pack_some_rows(const Call& c, long first) {
         const Halves own = read_halves(x + from, left - from);
         return (NORM ? own.times(norm + k + from) : own).times(by[r]);
       };
-      _mm512_store_si512(to, WHOLE  ? bytes_of(whole_numbers(part(0)), whole_numbers(part(32)))
-                             : NORM ? rounded(part(0))
-                                    : _mm512_maskz_loadu_epi16(first_of_32(left), x));
+      if (WHOLE) {
+        const __m512i bytes = bytes_of(whole_numbers(part(0)), whole_numbers(part(32)));
+        _mm512_store_si512(to, _mm512_xor_si512(sign, bytes));
+        if (!c.nibbles()) continue;
+        const __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(8), bytes);
+        c.eights[(first + r) * steps + step] = -_mm512_reduce_add_epi32(sums);
+      } else {
+        _mm512_store_si512(to, NORM ? rounded(part(0)) : _mm512_maskz_loadu_epi16(first_of_32(left), x));
+      }
     }
     // With one group the tiles have no more rows than there are.
-    for (long r = rows; r < PACK_ROWS && c.groups > 1; ++r, to += 64)
+    for (long r = rows; r < PACK_ROWS && layer.amx && c.groups > 1; ++r, to += 64)
       _mm512_store_si512(to, _mm512_setzero_si512());
   }
 }
@@ -405,6 +453,10 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
 #undef PRODUCT
 }
 
+#include "linear_vectors.h"
+
+// ---- Around it ---------------------------------------------------------------------------------
+
 INLINE __m512 exponential(__m512 x) {  // 2¹²⁶ at most
   const __m512 most = _mm512_set1_ps(126.f);
   const __m512 scaled = _mm512_min_ps(most, _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
@@ -442,7 +494,7 @@ void finish_rows(const Call& c, const float* sums, long stride, long group, long
   const Gate gate = layer.gate;
   const bool float_out = layer.float_out;
   const long width = layer.width, N = layer.N, side = gate ? 16 : SIDE, to_other = gate ? width : 16;
-  const long first = group * SIDE, rows = std::min<long>(SIDE, c.M - first);
+  const long first = group * SIDE, rows = c.rows_in(group);
   const float *bias = layer.bias, *scales = layer.scales;
   const uint16_t* residual = c.residual;
   char* y = c.y;
@@ -510,6 +562,22 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
   }
 }
 
+// The same with vectors: a slice of the panel stays in the cache while the rows pass by, some at a time.
+void sweep_by_rows(const Call& c, long begin, long end, const char* following, float* sums, char* unpacked) {
+  const Layer& layer = c.layer;
+  const char* last = layer.multiples(end, 0);
+  for (long panel = begin; panel < end; ++panel) {
+    for (long k = 0; k < layer.steps; k += SLICE) {
+      const long steps = std::min(SLICE, layer.steps - k);
+      const char *b = layer.tiles(panel, k), *next = b + AHEAD;
+      if (layer.bits == 4 && !c.nibbles()) b = unpack_some(layer, panel, k, steps, unpacked);
+      multiply_by_rows(c, 0, b, panel, k, steps, sums, next < last ? next : following + (next - last),
+                       layer.step_bytes() / 64);
+    }
+    finish(c, sums, 0, 0, panel, panel + 1);
+  }
+}
+
 // Several groups: a slice of a panel stays in the L1 cache while the groups' tiles pass by.
 void block(const Call& c, long group, long group_end, long begin, long end, float* sums,
            char* unpacked) {
@@ -520,22 +588,20 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
        {multiply<8, 2, false, false>, multiply<8, 2, true, false>}}};
   const Layer& layer = c.layer;
   const long groups = group_end - group, lines = ceil_div(layer.step_bytes() / 64, groups);
-  for (long k = 0; k < layer.steps; k += K_STEPS) {
-    const long steps = std::min(K_STEPS, layer.steps - k);
+  const long block_steps = layer.block_steps();
+  for (long k = 0; k < layer.steps; k += block_steps) {
+    const long steps = std::min(block_steps, layer.steps - k);
     for (long panel = begin; panel < end; ++panel) {
       const char* b = layer.tiles(panel, k);
-      const char* next = panel + 1 < end ? layer.tiles(panel + 1, k) : layer.tiles(begin, k + K_STEPS);
-      if (layer.bits == 4) {
-        for (long step = 0; step < steps; ++step)
-          unpack(b + step * TILE, layer.multiples(panel, k + step), unpacked + step * 2 * TILE);
-        b = unpacked;
-      }
+      const char* next = panel + 1 < end ? layer.tiles(panel + 1, k) : layer.tiles(begin, k + block_steps);
+      if (layer.bits == 4) b = unpack_some(layer, panel, k, steps, unpacked);
       for (long g = 0; g < groups; ++g) {
-        const int tiles = c.tiles_in(group + g);
+        const char* ahead = next + g * steps * lines * 64;
         float* own = sums + ((panel - begin) * groups + g) * SUMS;
-        KINDS[layer.whole()][tiles - 1][k == 0](
-            c.tiles(group + g, k), b, steps, own,
-            next + g * steps * lines * 64, lines, 0, nullptr, nullptr, nullptr);
+        if (layer.amx)
+          KINDS[layer.whole()][c.tiles_in(group + g) - 1][k == 0](
+              c.tiles(group + g, k), b, steps, own, ahead, lines, 0, nullptr, nullptr, nullptr);
+        else multiply_by_rows(c, group + g, b, panel, k, steps, own, ahead, lines);
       }
     }
   }
@@ -543,21 +609,9 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
     finish(c, sums + g * SUMS, groups * SUMS, group + g, begin, end);
 }
 
-void compute(void* data) {
-  static thread_local Memory memory;
-  Call& c = *(Call*)data;
-  const long sum_bytes = BLOCK_GROUPS * BLOCK_PANELS * SUMS * (long)sizeof(float);
-  char* own = memory.reserve(sum_bytes + K_STEPS * 2 * TILE);
-  long item = c.next_item.fetch_add(1);
-  if (c.groups == 1)
-    for (long i = 0; i < AHEAD; i += 64) _mm_prefetch(c.start_of(item) + i, _MM_HINT_T1);
-  for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1))
-    pack_rows(c, pack);
-  for (int tries = 0; c.done_packs.load() < c.num_packs; ++tries)
-    if (tries < 4000) _mm_pause();
-    else std::this_thread::yield();
-  TileConfig before, config;
-  save_tiles(&before);
+void begin_tiles(const Call& c, TileConfig* before) {
+  TileConfig config;
+  save_tiles(before);
   config.palette = 1;
   for (int i = 0; i < 8; ++i) {
     const bool is_second = i == 2 || i == 3 || i == 5;  // of a group's two tiles of rows
@@ -567,6 +621,23 @@ void compute(void* data) {
   }
   FENCE();
   _tile_loadconfig(&config);
+}
+
+void compute(void* data) {
+  static thread_local Memory memory;
+  Call& c = *(Call*)data;
+  const long sum_bytes = BLOCK_GROUPS * c.layer.block_panels() * SUMS * (long)sizeof(float);
+  char* own = memory.reserve(sum_bytes + c.layer.block_steps() * 2 * TILE);
+  long item = c.next_item.fetch_add(1);
+  if (c.groups == 1)
+    for (long i = 0; i < AHEAD; i += 64) _mm_prefetch(c.start_of(item) + i, _MM_HINT_T1);
+  for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1))
+    pack_rows(c, pack);
+  for (int tries = 0; c.done_packs.load() < c.num_packs; ++tries)
+    if (tries < 4000) _mm_pause();
+    else std::this_thread::yield();
+  TileConfig before;
+  if (c.layer.amx) begin_tiles(c, &before);
   float* sums = (float*)own;
   char* unpacked = own + sum_bytes;  // int4
   for (long following; item < c.num_items; item = following) {
@@ -575,10 +646,10 @@ void compute(void* data) {
     const long panel_end = std::min(panel + c.item_panels, c.layer.panels);
     const long group = c.groups * part / c.row_blocks;
     const long group_end = c.groups * (part + 1) / c.row_blocks;
-    if (c.groups == 1) sweep(c, panel, panel_end, c.start_of(following), sums, unpacked);
+    if (c.groups == 1) (c.layer.amx ? sweep : sweep_by_rows)(c, panel, panel_end, c.start_of(following), sums, unpacked);
     else block(c, group, group_end, panel, panel_end, sums, unpacked);
   }
-  restore_tiles(&before);  // others on this thread (oneDNN) may count on the tiles' shape
+  if (c.layer.amx) restore_tiles(&before);  // others on this thread (oneDNN) may count on the tiles' shape
 }
 END_TARGET
 
@@ -597,10 +668,12 @@ Layer layer_of(char* packed, long N, long K, int bits, int gate) {
 
 extern "C" {
 
-int infer_linear_runs_here() {
+// Whether it does with tiles, or with vectors.
+int infer_linear_runs_here(int amx) {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bf16") && may_use_tiles();
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vnni") && (!amx || may_use_tiles());
 }
 
 long infer_linear_packed_bytes(long N, long K, int bits, int gate) {
@@ -609,18 +682,21 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate) {
 }
 
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are
-// copied and may be null. bits: 16, 8 or 4. gate: 0, or SILU or GELU, then y has N / 2 columns.
-void* infer_linear_new(char* packed, long N, long K, int bits, int gate, int float_out,
+// copied and may be null. bits: 16, 8 or 4. gate: 0, or SILU or GELU, then y has N / 2 columns. amx:
+// 1 to use them, 0 for vectors.
+void* infer_linear_new(char* packed, long N, long K, int bits, int gate, int float_out, int amx,
                        const float* bias, const float* norm, float eps, void* parallel) {
   ask_for_huge_pages(packed, infer_linear_packed_bytes(N, K, bits, gate));
   Layer* layer = new Layer(layer_of(packed, N, K, bits, gate));
   layer->float_out = float_out != 0;
+  layer->amx = amx != 0;
   layer->eps = eps;
   layer->norm = norm ? new float[ceil_div(K, 64) * 64]() : nullptr;
   for (long k = 0; norm && k < K; ++k) layer->norm[k / 32 * 32 + k % 2 * 16 + k % 32 / 2] = norm[k];
   layer->bias = bias ? new float[N] : nullptr;
   if (bias) std::memcpy(layer->bias, bias, N * sizeof(float));
   layer->scales = bits < 16 ? new float[layer->panels * SIDE]() : nullptr;
+  layer->starts = bits < 16 && !amx ? new int32_t[layer->panels * SIDE]() : nullptr;
   layer->parallel = (Parallel)parallel;
   return layer;
 }
@@ -628,6 +704,7 @@ void* infer_linear_new(char* packed, long N, long K, int bits, int gate, int flo
 void infer_linear_free(void* handle) {
   Layer* layer = (Layer*)handle;
   for (float* numbers : {layer->norm, layer->bias, layer->scales}) delete[] numbers;
+  delete[] layer->starts;
   delete layer;
 }
 
@@ -656,13 +733,15 @@ void infer_linear(void* handle, const uint16_t* x, long x_stride, const uint16_t
     c.M = std::min(MOST_ROWS, M - row);
     c.x_stride = x_stride;
     c.groups = ceil_div(c.M, SIDE);
-    c.row_scales = (float*)memory.reserve(MOST_ROWS * sizeof(float) + c.groups * layer.steps * 2 * TILE);
-    c.packed = (char*)(c.row_scales + MOST_ROWS);
+    c.row_scales = (float*)memory.reserve((MOST_ROWS + SIDE * layer.steps) * sizeof(float) +
+                                          c.groups * layer.steps * 2 * TILE);
+    c.eights = (int32_t*)(c.row_scales + MOST_ROWS);
+    c.packed = (char*)(c.eights + SIDE * layer.steps);
     c.num_packs = ceil_div(c.M, 16) * (16 / PACK_ROWS);
     c.row_blocks = ceil_div(c.groups, BLOCK_GROUPS);
     // Enough items that no thread waits long for another, up to as many panels as the cache holds.
     const long share = layer.panels * c.row_blocks / (8 * threads);
-    c.item_panels = std::clamp(share, 1L, BLOCK_PANELS);
+    c.item_panels = std::clamp(share, 1L, c.groups > 1 ? layer.block_panels() : ITEM_PANELS);
     c.num_items = ceil_div(layer.panels, c.item_panels) * c.row_blocks;
     const bool tiny = layer.panels * layer.steps * c.groups < 256;  // less than waking a thread
     run_threads(layer.parallel, compute, &c, tiny ? 1 : threads);
@@ -674,7 +753,7 @@ void infer_linear(void* handle, const uint16_t* x, long x_stride, const uint16_t
 #else
 
 extern "C" {  // nobody calls the others where this says no
-int infer_linear_runs_here() { return 0; }
+int infer_linear_runs_here(int) { return 0; }
 long infer_linear_packed_bytes(long, long, int, int) { return 0; }
 void infer_linear_new() {}
 void infer_linear_free() {}

@@ -7,10 +7,10 @@ weight is n · multiple · scale, n from -8 to 7, with a whole multiple from 1 t
 inputs: n · multiple is an int8 number, and everything else is as in int8.
 
 A row's result is the same bit for bit in any number of rows from one up: by construction in
-`NativeLinear` (bfloat16, int8 and int4 on CPUs with AMX: linear.cpp) and in `Int8Linear`, by
-observation in `PackedLinear` (oneDNN; not in bfloat16 with AMX, where it cuts a sum differently for
-different numbers of rows), not at all in `PlainLinear` (`F.linear`). `kernels.invariance` looks
-whether it holds for a model on this machine.
+`NativeLinear` (bfloat16, int8 and int4 on CPUs with AMX, or AVX-512 with BF16 and VNNI: linear.cpp)
+and in `Int8Linear`, by observation in `PackedLinear` (oneDNN; not in bfloat16 with AMX, where it
+cuts a sum differently for different numbers of rows), not at all in `PlainLinear` (`F.linear`).
+`kernels.invariance` looks whether it holds for a model on this machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_MULTIPLE = 16
 """int4"""
 
 VARIABLE = "INFER_LINEAR"
-"""`native` or `onednn`, to compare them; unset: the best that runs here."""
+"""`amx`, `avx512` or `onednn`, to compare them; unset: the first that runs here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ def _quantized4(rows: Tensor) -> tuple[Tensor, Tensor]:
     most = wide.abs().amax(dim=(1, 2), keepdim=True)
     scales = torch.where(most.isfinite(), most / (7.5 * MOST_MULTIPLE), torch.nan)
     units = torch.where(scales > 0, wide / scales, 0.0).nan_to_num_(0.0)
-    largest = (units.abs().amax(dim=2, keepdim=True) / 7.5).ceil_().clamp_(1, MOST_MULTIPLE)
+    largest = (units.abs().amax(dim=2, keepdim=True) / 7.5 - 1e-5).ceil_().clamp_(1, MOST_MULTIPLE)
     best, least = torch.zeros_like(wide), torch.full_like(largest, torch.inf)
     for fewer in range(4):
         multiple = (largest - fewer).clamp_(min=1)
@@ -239,6 +239,7 @@ class NativeLinear:
         assert norm is None or norm.shape == (width,)
         self.handle = library.infer_linear_new(
             *(self._weight.data_ptr(), rows, width, bits, gate, fusion.float_out),
+            os.environ.get(VARIABLE) != "avx512" and library.infer_linear_runs_here(True),
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
             *(0.0 if fusion.norm is None else fusion.norm.eps, native.parallel()),
         )
@@ -273,11 +274,17 @@ class NativeLinear:
 
 
 def native_obstacle() -> str | None:
-    """Why `NativeLinear` cannot be used here; None if it can."""
-    library = native.library()
-    if isinstance(library, str):
-        return library
-    return None if library.infer_linear_runs_here() else "this CPU has no AMX for bfloat16"
+    """Why `NativeLinear` cannot be used here; None if it can; `ValueError` if `INFER_LINEAR` asks
+    for what is not there."""
+    library, wanted = native.library(), os.environ.get(VARIABLE) or ""
+    if wanted not in ("", "amx", "avx512", "onednn"):
+        raise ValueError(f"{VARIABLE}={wanted!r}: use amx, avx512 or onednn")
+    reason = library if isinstance(library, str) else None
+    if not isinstance(library, str) and not library.infer_linear_runs_here(wanted == "amx"):
+        reason = f"this CPU has no {'AMX' if wanted == 'amx' else 'AVX-512 with BF16 and VNNI'}"
+    if reason and wanted in ("amx", "avx512"):
+        raise ValueError(f"{VARIABLE}={wanted} is not possible: {reason}")
+    return f"{VARIABLE}={wanted}" if wanted == "onednn" else reason
 
 
 def of_head(quantization: str | None) -> str | None:
@@ -322,15 +329,9 @@ def make_linear(
     is held in `quantization`, or as it is."""
     bits = 16 if quantization is None else BITS[quantization]
     parts = [weight] if isinstance(weight, Tensor) else list(weight)
-    wanted = os.environ.get(VARIABLE, "")
-    if wanted not in ("", "native", "onednn"):
-        raise ValueError(f"{VARIABLE}={wanted!r}: use native or onednn")
-    if wanted != "onednn" and parts[0].device.type == "cpu" and parts[0].dtype == torch.bfloat16:
-        reason = native_obstacle()
-        if reason is None:
-            return NativeLinear(parts, bias, fusion, bits=bits)
-        if wanted == "native":
-            raise ValueError(f"{VARIABLE}=native is not possible: {reason}")
+    at_home = parts[0].device.type == "cpu" and parts[0].dtype == torch.bfloat16
+    if at_home and native_obstacle() is None:
+        return NativeLinear(parts, bias, fusion, bits=bits)
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if quantization and whole.device.type == "cpu":
         return Int8Linear(whole, bias, fusion, bits=bits)

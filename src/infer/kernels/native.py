@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 7
+VERSION = 8
 """Of the C interface: a library that was left over from other sources is not used."""
 
 STRIP = 16
@@ -43,8 +43,9 @@ _SIGNATURES = {  # result, arguments
     "infer_attention_free": ("-", "p"),
     "infer_attention_plan": ("i", "pippppli"),
     "infer_attention_attend": ("-", "pipppppplllppppf"),
+    "infer_linear_runs_here": ("i", "i"),
     "infer_linear_packed_bytes": ("l", "llii"),
-    "infer_linear_new": ("p", "plliiippfp"),
+    "infer_linear_new": ("p", "plliiiippfp"),
     "infer_linear_free": ("-", "p"),
     "infer_linear_pack": ("-", "ppllli"),
     "infer_linear": ("-", "pplppli"),

@@ -36,8 +36,6 @@ class ModelRunner:
         """`caches`: the backend's keys and values, each [pages, page_size, G, D]."""
         self.model = model
         self.backend = backend
-        # What can be called can take a stack of layers too.
-        self._attend = backend if callable(backend) else backend.attend
         self.device = device
         self._restrictions = restrictions
         self.caches = caches
@@ -49,7 +47,7 @@ class ModelRunner:
         restricting = self._restrictions.begin(plan)
         step = self._packer.pack(plan)
         self.backend.plan(step.layout)
-        hidden = self.model.forward(step.tokens, step.positions, self._attend)
+        hidden = self.model.forward(step.tokens, step.positions, self.backend)
         self._score_prompts(plan, hidden)
         if not step.sampled:
             return []
