@@ -20,6 +20,7 @@
 #include <cstring>
 #include <memory>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "cpu.h"
@@ -627,7 +628,8 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   job.head_bytes = head_bytes;
   job.q_bytes = q_stride * element;
   job.padded = round_up(e.D, 32);
-  job.block = bytes || job.padded > 64 ? BLOCK : 64;  // so a head's block and what meets it suit an L1 cache
+  // So a head's block and what meets it suit an L1 cache, and all heads' block and the next one an L2.
+  job.block = e.tiles && (bytes || job.padded > 64) ? BLOCK : 64;
   job.state_words = state_words_of(e.D);
   job.window = e.windows[window];
   job.H = e.H;

@@ -102,18 +102,36 @@ INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, Buff
   }
 }
 
+#if LEVEL == 3
+// One block of keys for a few rows, from the cells as they lie.
+inline void attend_raw(const Job& job, const Item& item, const Unit& unit, int group, Buffers& at, Ahead& ahead,
+                       float* alpha) {
+  constexpr decltype(&Pairs::raw_scores<1>) SCORES[] = {Pairs::raw_scores<1>, Pairs::raw_scores<2>,
+                                                        Pairs::raw_scores<3>, Pairs::raw_scores<4>};
+  constexpr decltype(&Pairs::raw_mix<1>) MIX[] = {Pairs::raw_mix<1>, Pairs::raw_mix<2>, Pairs::raw_mix<3>,
+                                                  Pairs::raw_mix<4>};
+  const char* cells[BLOCK];
+  const long offset = group * job.head_bytes;
+  at.cells.point(job.keys + offset, unit.keys, cells);
+  SCORES[unit.count - 1](job, unit.queries, cells, unit.keys, at.scores, ahead);
+  soften_rows<Pairs>(job, item, unit, at, alpha);
+  at.cells.point(job.values + offset, unit.keys, cells);
+  MIX[unit.count - 1](job, (const uint32_t*)at.scores, cells, unit.keys, unit.state, alpha, ahead);
+}
+#endif
+
 // One block of keys for all rows of an item.
 template <class M>
 void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, int64_t first, int n,
                   int words, int padded_rows, float* state) {
   const int rows = item.tokens * job.rep, groups = item.group_end - item.group;
-  const bool raw_keys = M::takes_raw_keys(job, rows);
+  const bool raw_keys = M::takes_raw_keys(job, rows), raw = M::takes_raw(job, rows);
   const int each = n / 16;  // steps of packing a head's values, and of one unit
   const int units = (rows + M::SUBTILE - 1) / M::SUBTILE;
   const int unit_steps = M::BYTES ? n / 32 + job.D / 32 : each;
   ahead.expect(first + n, groups * (each + units * unit_steps));
   for (int g = 0; g < groups; ++g) {
-    pack_block<M>(job, item.group + g, n, !raw_keys, at, ahead);
+    if (!raw) pack_block<M>(job, item.group + g, n, !raw_keys, at, ahead);
     for (int r = 0; r < rows; r += M::SUBTILE) {
       const int count = std::min(M::SUBTILE, rows - r);
       const int64_t low = item.position + r / job.rep;
@@ -125,6 +143,13 @@ void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, i
                       head + (long)padded_rows * job.state_words + r, first, rows, r, count,
                       high - first + 1 < n ? round_up((int)(high - first + 1), 32) : n};
       float alpha[16];
+#if LEVEL == 3
+      if constexpr (std::is_same_v<M, Pairs>)
+        if (raw) {
+          attend_raw(job, item, unit, item.group + g, at, ahead, alpha);
+          continue;
+        }
+#endif
       if constexpr (M::BYTES) {
         M::scores(job, unit, at.cells, job.keys + (item.group + g) * job.head_bytes, at.scores, ahead);
         soften_rows<M>(job, item, unit, at, alpha);

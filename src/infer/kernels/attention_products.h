@@ -152,6 +152,12 @@ INLINE vf exp2_vf(vf x) {
 #endif
 }
 
+INLINE vf word(const uint32_t* from) {  // one in every lane
+  float word;
+  __builtin_memcpy(&word, from, 4);
+  return set1(word);
+}
+
 // out[R][N] (= or +=) A[R][k] · B[k][N], one accumulator per element, summed in the order of k.
 template <class M, int R, int C, bool ADD>
 void tile_product(const uint32_t* a, long lda, int k, const uint32_t* b, long ldb, float* out,
@@ -168,9 +174,7 @@ void tile_product(const uint32_t* a, long lda, int k, const uint32_t* b, long ld
     for (int c = 0; c < C; ++c) column[c] = bits(b + i * ldb + c * W);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      float word;
-      __builtin_memcpy(&word, a + r * lda + i, 4);
-      const vf row = set1(word);
+      const vf row = word(a + r * lda + i);
 #pragma GCC unroll 8
       for (int c = 0; c < C; ++c) sum[r][c] = M::mac(row, column[c], sum[r][c]);
     }
@@ -209,6 +213,7 @@ struct Float32 {
   static constexpr bool EXACT = sizeof(T) == 4, BYTES = false;
   static int key_words(int d) { return d; }
   static int prob_words(int keys) { return keys; }
+  static bool takes_raw(const Job&, int) { return false; }
   static bool takes_raw_keys(const Job&, int) { return false; }
   static void begin(int) {}
   INLINE static vf mac(vf a, vf b, vf c) { return fma(a, b, c); }
@@ -274,6 +279,9 @@ struct Pairs {
   static constexpr bool EXACT = false, BYTES = false;
   static int key_words(int d) { return (d + 31) / 32 * 16; }
   static int prob_words(int keys) { return keys / 2; }
+  // Few rows multiply keys and values as they come into registers: storing them packed would cost
+  // more than the products. The same sums in the same order.
+  static bool takes_raw(const Job& job, int rows) { return rows <= SUBTILE && job.D % 64 == 0; }
   static bool takes_raw_keys(const Job&, int) { return false; }
   static void begin(int) {}
   INLINE static vf mac(vf a, vf b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
@@ -318,6 +326,61 @@ struct Pairs {
                   int padded, float* out, long ldo, const float* alpha) {
     product<Pairs, true>(rows, probs, block, n / 2, values, padded, out, ldo, padded, alpha);
   }
+  template <int R>
+  static void raw_scores(const Job& job, const uint32_t* q, const char* const* keys, int n, float* out,
+                         Ahead& ahead) {
+    const int words = job.D / 2;
+    for (int key = 0; key < n; key += W) {
+      vf sum[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) sum[r] = set1(0.f);
+      for (int i = 0; i < words; i += 4) {
+        vf each[4];
+        columns(keys + key, 4 * i, each);
+#pragma GCC unroll 4
+        for (int w = 0; w < 4; ++w)
+#pragma GCC unroll 4
+          for (int r = 0; r < R; ++r) sum[r] = mac(word(q + r * words + i + w), each[w], sum[r]);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) store(out + r * job.block + key, sum[r]);
+      ahead.step(job, 1);
+    }
+  }
+  template <int R>
+  static void raw_mix(const Job& job, const uint32_t* probs, const char* const* values, int n, float* out,
+                      const float* alpha, Ahead& ahead) {
+    for (long i = 0; i < job.D; i += 64) {
+      vf sum[R][4];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c)
+          sum[r][c] = load(out + r * job.state_words + i + c * W) * set1(alpha[r]);
+      const uint32_t* weights = probs;
+      for (int key = 0; key < n; key += 2, ++weights) {
+        vf each[4];
+        const char *one = values[key] + 2 * i, *other = values[key + 1] + 2 * i;
+#pragma GCC unroll 2
+        for (int c = 0; c < 2; ++c) {
+          const __m512i a = (__m512i)bits(one + 64 * c), b = (__m512i)bits(other + 64 * c);
+          each[2 * c] = (vf)_mm512_unpacklo_epi16(a, b);
+          each[2 * c + 1] = (vf)_mm512_unpackhi_epi16(a, b);
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const vf row = word(weights + r * job.block);
+#pragma GCC unroll 4
+          for (int c = 0; c < 4; ++c) sum[r][c] = mac(row, each[c], sum[r][c]);
+        }
+        if (i == 0 && key % 16 == 14) ahead.step(job, 1);
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) store(out + r * job.state_words + i + c * W, sum[r][c]);
+    }
+  }
   static void natural_order(float* row, int padded) {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -335,6 +398,7 @@ struct Pairs {
 // not that of vdpbf16ps). Tiles 0–3 collect, 4 holds rows of A, 5 a piece of B.
 struct Tiles : Pairs {
   static constexpr int SUBTILE = 16;
+  static bool takes_raw(const Job&, int) { return false; }
 
   // Keys of a cell's head that are the rows of a tile as they lie there need no packing; it is the
   // queries, few, that are turned. Products and sums are the same ones in the same order.
