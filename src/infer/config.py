@@ -111,8 +111,8 @@ class EngineConfig:
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Keys and values: model = as computed; int8 = a scale for each head's (CPUs with AMX);"
-        " auto = int8 where layers are quantised and heads are large, else model.",
+        "Keys and values: model = as computed; int8 = a scale for each head's (CPUs with AMX"
+        " or AVX-512-BF16); auto = int8 where layers are quantised and it pays, else model.",
         one_of=KV_CACHE_DTYPES,
     )
     page_size: int | None = option(

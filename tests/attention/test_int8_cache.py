@@ -23,9 +23,15 @@ from infer.attention.layout import BatchLayout
 from infer.attention.native import NativeBackend, obstacle
 from infer.kernels import native
 
-OBSTACLE = obstacle(64, torch.int8, torch.device("cpu"))
-pytestmark = pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))
 INT8 = torch.int8
+
+
+@pytest.fixture(params=native.INT8_CACHES, autouse=True)
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param not in native.instruction_sets():
+        pytest.skip(f"no {request.param} here")
+    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
+
 
 SHAPES = [
     (1, 1, 64, None),
@@ -191,4 +197,4 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not 80" in str(obstacle(80, INT8, cpu))
     assert "not 5" in str(obstacle(64, INT8, cpu, 5))
     monkeypatch.setenv(native.ISA_VARIABLE, "portable")
-    assert "AMX, not portable" in str(obstacle(64, INT8, cpu))
+    assert "amx or avx512_bf16, not portable" in str(obstacle(64, INT8, cpu))

@@ -34,8 +34,8 @@ def run(llm: LLM, order: list[int] | None = None) -> Result:
 
 KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
-    "int8": {"dtype": "int8"},
-    "int4": {"dtype": "int4"},
+    "int8": {"dtype": "int8", "kv_cache_dtype": "model"},
+    "int4": {"dtype": "int4", "kv_cache_dtype": "model"},
     "int8-cache": {"dtype": "int8", "kv_cache_dtype": "int8"},
 }
 
@@ -43,13 +43,14 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=KINDS)
 def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
     kind = KINDS[request.param]
-    if "kv_cache_dtype" in kind and (reason := obstacle(64, torch.int8, torch.device("cpu"))):
+    with_int8 = kind.get("kv_cache_dtype") == "int8"
+    if with_int8 and (reason := obstacle(64, torch.int8, torch.device("cpu"))):
         pytest.skip(reason)
     settings = {"batching_mode": "sequential", "enable_prefix_caching": False, "max_seq_len": 512}
     with LLM(**kind, **settings) as llm:
         assert llm._core.runner.model.embedding.dtype.itemsize == 2
         cache = llm._core.runner.caches[0]
-        assert (cache.dtype == torch.int8) == ("kv_cache_dtype" in kind)
+        assert (cache.dtype == torch.int8) == with_int8
         return kind, run(llm)
 
 
@@ -68,7 +69,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
 )
 def test_bitwise_as_alone(settings: dict[str, Any], alone: tuple[dict[str, Any], Result]) -> None:
     kind, wanted = alone
-    if "kv_cache_dtype" in kind:  # in whole strips
+    if kind.get("kv_cache_dtype") == "int8":  # in whole strips
         sizes = {1: 16, 5: 48, 4: 16}
         settings = settings | {k: sizes[v] for k, v in settings.items() if k == "page_size"}
         settings = {k: v // 2 if k == "kv_cache_memory_bytes" else v for k, v in settings.items()}

@@ -17,7 +17,7 @@ from infer.cli.main import app, main
 from infer.engine.assemble import plan_for
 from infer.engine.plan import make_plan
 from infer.errors import ConfigError
-from infer.kernels.native import int8_cache_obstacle
+from infer.kernels.native import instruction_sets, int8_cache_obstacle
 from infer.models.registry import parse_model_config, read_model_config
 
 LLAMA_3B: dict[str, Any] = {
@@ -154,7 +154,7 @@ INT8_OBSTACLE = int8_cache_obstacle(128, 16)
     [
         ({"dtype": "int8"}, 128, "int8"),
         ({"quantization": "int4", "kv_cache_backend": "slotted", "max_seq_len": 77}, 128, "int8"),
-        ({"dtype": "int8"}, 64, "bfloat16"),
+        ({"dtype": "int8"}, 64, "bfloat16" if instruction_sets()[:1] == ("amx",) else "int8"),
         ({"dtype": "int8", "kv_cache_dtype": "int8"}, 64, "int8"),
         ({"dtype": "bfloat16"}, 128, "bfloat16"),
         ({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, 128, "int8"),

@@ -86,7 +86,7 @@ class Served:
         """The engine process that is there now."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         for children in tasks.glob("*/children"):
-            for pid in children.read_text().split():
+            for pid in _text(children).split():
                 if "infer.engine.child" in _text(Path(f"/proc/{pid}/cmdline")):
                     return int(pid)
         return None

@@ -100,7 +100,7 @@ def test_no_usage_unless_asked(path: str) -> None:
 def test_usage_in_every_chunk(path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     reply = ask(
-        scripted(spelled("Hi you"), step_s=0.005),
+        scripted(spelled("Hi you"), step_s=0.05),  # what is late goes out with what follows it
         path,
         BODIES[path](stream=True, stream_options=options, max_tokens=6),
     )

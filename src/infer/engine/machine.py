@@ -14,12 +14,13 @@ import torch
 
 from infer.config import EngineConfig
 from infer.errors import ConfigError
-from infer.kernels.native import int8_cache_obstacle
+from infer.kernels.native import instruction_sets, int8_cache_obstacle
 from infer.models.config import ModelConfig
 
 LARGE_HEAD = 128
-"""numbers, from which an int8 cache pays by default: steps of many sequences read little else, and
-prefill's attention is a tenth slower; with heads of 64 it is half as slow again"""
+"""numbers, from which an int8 cache pays by default on AMX: steps of many sequences read little
+else, and prefill's attention is a tenth slower; with heads of 64 it is half as slow again. On
+vectors prefill is faster too, with heads of any size."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -56,7 +57,8 @@ def choose_cache_dtype(
 ) -> torch.dtype:
     """The dtype of keys and values that `config.kv_cache_dtype` means for this model."""
     wanted = config.kv_cache_dtype
-    pays = config.weight_format is not None and model.head_dim >= LARGE_HEAD
+    pays = model.head_dim >= LARGE_HEAD or instruction_sets()[:1] != ("amx",)
+    pays &= config.weight_format is not None
     if wanted == "model" or (wanted == "auto" and not pays):
         return dtype
     reason = int8_cache_obstacle(model.head_dim, page_size)

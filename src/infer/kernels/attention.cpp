@@ -227,7 +227,7 @@ namespace avx512 {
 }  // namespace avx512
 END_TARGET
 
-TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
 namespace avx512_bf16 {
 #define LEVEL 3
 #include "attention_isa.h"
@@ -253,7 +253,7 @@ const Isa ISAS[] = {
     {"amx", amx::run_item<amx::Float32<float>>, amx::run_item<amx::Tiles>,
      amx::run_item<amx::Bytes>},
     {"avx512_bf16", avx512_bf16::run_item<avx512_bf16::Float32<float>>,
-     avx512_bf16::run_item<avx512_bf16::Pairs>},
+     avx512_bf16::run_item<avx512_bf16::Pairs>, avx512_bf16::run_item<avx512_bf16::Bytes>},
     {"avx512", avx512::run_item<avx512::Float32<float>>,
      avx512::run_item<avx512::Float32<uint16_t>>},
     {"avx2", avx2::run_item<avx2::Float32<float>>, avx2::run_item<avx2::Float32<uint16_t>>},
@@ -270,7 +270,8 @@ bool runs_here(const Isa& isa) {
   const bool has512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (name == "amx") return has512 && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
-  if (name == "avx512_bf16") return has512 && __builtin_cpu_supports("avx512bf16");
+  if (name == "avx512_bf16")
+    return has512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   if (name == "avx512") return has512;
   if (name == "avx2") return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
@@ -489,7 +490,7 @@ void write_strips(void* data) {
       }
       const int64_t lane = w.slots[t] % STRIP, at = (w.slots[t] - lane) * w.cell_bytes;
       for (int64_t head = 0; head < w.num_heads; ++head)
-        amx::write_bytes(k + head * w.dim, v + head * w.dim, w.keys + at + head * w.head_bytes,
+        avx512_bf16::write_bytes(k + head * w.dim, v + head * w.dim, w.keys + at + head * w.head_bytes,
                          w.values + at + head * w.head_bytes, (int)lane, (int)w.dim);
     }
   }

@@ -153,7 +153,7 @@ void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, i
       if constexpr (M::BYTES) {
         M::scores(job, unit, at.cells, job.keys + (item.group + g) * job.head_bytes, at.scores, ahead);
         soften_rows<M>(job, item, unit, at, alpha);
-        M::mix(job, unit, at.keys, (const char*)at.values, alpha, ahead);
+        M::mix(job, unit, at, job.values + (item.group + g) * job.head_bytes, alpha, ahead);
         continue;
       } else if constexpr (M::SUBTILE == 16) {
         if (raw_keys)

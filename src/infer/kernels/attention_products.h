@@ -497,6 +497,8 @@ struct Tiles : Pairs {
     all<true>(probs, block, n / 2, values, padded, out, ldo, padded);
   }
 };
+#endif
 
+#if LEVEL >= 3
 #include "attention_bytes.h"
 #endif

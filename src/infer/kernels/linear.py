@@ -329,8 +329,7 @@ def make_linear(
     is held in `quantization`, or as it is."""
     bits = 16 if quantization is None else BITS[quantization]
     parts = [weight] if isinstance(weight, Tensor) else list(weight)
-    at_home = parts[0].device.type == "cpu" and parts[0].dtype == torch.bfloat16
-    if at_home and native_obstacle() is None:
+    if parts[0].is_cpu and parts[0].dtype == torch.bfloat16 and native_obstacle() is None:
         return NativeLinear(parts, bias, fusion, bits=bits)
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if quantization and whole.device.type == "cpu":

@@ -77,9 +77,8 @@ void multiply_nibbles(const char* a, long a_step, const char* b, long steps, flo
 #pragma GCC unroll 14
       for (int r = 0; r < R; ++r) {
         const __m512i x = four_bytes(a + r * 64 + i);
-        // In place: compilers copy and spill what begins anew with each step.
-        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum[r][0]) : "v"(line[0]), "v"(x));
-        __asm__("vpdpbusd %2, %1, %0" : "+v"(sum[r][1]) : "v"(line[1]), "v"(x));
+        add_products(sum[r][0], line[0], x);
+        add_products(sum[r][1], line[1], x);
       }
     }
 #pragma GCC unroll 2

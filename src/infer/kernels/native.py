@@ -25,6 +25,8 @@ ISA_VARIABLE = "INFER_ATTENTION_ISA"
 VERSION = 8
 """Of the C interface: a library that was left over from other sources is not used."""
 
+INT8_CACHES = ("amx", "avx512_bf16")
+"""the code paths that have them"""
 STRIP = 16
 """cells of an int8 KV cache that lie as one"""
 SCALE_BYTES = 4
@@ -149,8 +151,8 @@ def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
         return f"int8 caches are for head sizes of 64, 128 and 256, not {head_dim}"
     if page_size % STRIP:
         return f"int8 caches are for pages of a multiple of {STRIP} tokens, not {page_size}"
-    if (reason := available()) is None and (isa := chosen_instruction_set()) != "amx":
-        return f"int8 caches are for CPUs with AMX, not {isa}"
+    if (reason := available()) is None and (isa := chosen_instruction_set()) not in INT8_CACHES:
+        return f"int8 caches are for CPUs with {' or '.join(INT8_CACHES)}, not {isa}"
     return reason
 
 
