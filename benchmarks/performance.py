@@ -1,7 +1,7 @@
 """Writes docs/performance.md and its plots from benchmarks/results/: `python performance.py`.
 
 Nothing is measured here; the page names the command behind each table. Files: `peers-*.json` of
-peers/run.py, `floor-*.json` of floor.py, and results of `infer bench` named
+peers/run.py (`zen4-*.json` on another machine), `floor-*.json` of floor.py, and results of `infer bench` named
 WORKLOAD-LABEL.json, of which those of one workload are compared with each other.
 """
 
@@ -114,10 +114,11 @@ def floors() -> str:
 
 def main() -> None:
     PLOTS.mkdir(exist_ok=True)
-    peers = [load(file.name) for file in sorted(RESULTS.glob("peers-*.json"))]
-    plot_peers(peers, PLOTS / "peers.png")
     text = (HERE / "performance.template.md").read_text()
-    text = text.replace("{{peers}}", "\n".join(tables(document) for document in peers))
+    for name in ("peers", "zen4"):
+        documents = [load(file.name) for file in sorted(RESULTS.glob(f"{name}-*.json"))]
+        plot_peers(documents, PLOTS / f"{name}.png")
+        text = text.replace(f"{{{{{name}}}}}", "\n".join(tables(each) for each in documents))
     text = text.replace("{{floors}}", floors())
     while "{{" in text:
         before, _, rest = text.partition("{{")

@@ -173,7 +173,8 @@ class EngineCore:
             "num_indexed_pages": allocator.num_indexed,
             "num_evictions": allocator.num_evictions,
             **{name: getattr(counts, name) for name in counts.__slots__ if name != "num_finished"},
-            **{f"num_finished_{reason}": n for reason, n in counts.num_finished.items()},
+            # A copy, made at once: this is read beside a thread that steps.
+            **{f"num_finished_{reason}": n for reason, n in dict(counts.num_finished).items()},
         }
 
 
