@@ -1,8 +1,8 @@
 """Writes docs/performance.md and its plots from benchmarks/results/: `python performance.py`.
 
 Nothing is measured here; the page names the command behind each table. Files: `peers-*.json` of
-peers/run.py (`zen4-*.json` on another machine), `floor-*.json` of floor.py, and results of `infer bench` named
-WORKLOAD-LABEL.json, of which those of one workload are compared with each other.
+peers/run.py (`zen4-*.json` on another machine), `floor-*.json` of floor.py, and results of
+`infer bench` named WORKLOAD-LABEL.json, of which those of one workload are compared.
 """
 
 from __future__ import annotations
