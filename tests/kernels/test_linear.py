@@ -242,9 +242,8 @@ def test_the_check_sees_the_layers_of_a_model(architecture: str, dtype: torch.dt
     model = build_model(parse_model_config(raw, "test"), source, 64)
     found = list(linears(model))
     assert len(found) == 4 * 3 + 1
-    if (
-        dtype == torch.float32 or linear.native_obstacle() is None
-    ):  # what is promised on this machine
+    promised_here = dtype == torch.float32 or linear.native_obstacle() is None
+    if promised_here:
         assert batch_invariance_problem(model) is None
     model.lm_head = Breaking(layer(32, 90, False)[0].to(dtype), 40)  # type: ignore[attr-defined]
     assert "32 → 90" in str(batch_invariance_problem(model))

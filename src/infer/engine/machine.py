@@ -20,7 +20,7 @@ from infer.models.config import ModelConfig
 LARGE_HEAD = 128
 """numbers, from which an int8 cache pays by default on AMX: steps of many sequences read little
 else, and prefill's attention is a tenth slower; with heads of 64 it is half as slow again. On
-vectors prefill is faster too, with heads of any size."""
+vectors prefill is no slower, with heads of any size."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

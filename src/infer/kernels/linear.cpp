@@ -1,6 +1,7 @@
 // y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16, int8 or int4, on the tile registers
-// (AMX) or on vectors (AVX-512 with BF16 and VNNI): plain C functions, loaded by native.py. n: RMSNorm or nothing; g: two columns become one,
-// as the gate of an MLP wants it, or nothing; r: a residual or nothing.
+// (AMX) or on vectors (AVX-512 with BF16 and VNNI): plain C functions, loaded by native.py. n: RMSNorm
+// or nothing; g: two columns become one, as the gate of an MLP wants it, or nothing; r: a residual or
+// nothing.
 //
 // Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
 //
@@ -578,7 +579,7 @@ void sweep_by_rows(const Call& c, long begin, long end, const char* following, f
   }
 }
 
-// Several groups: a slice of a panel stays in the L1 cache while the groups' tiles pass by.
+// Several groups: a slice of a panel stays in a near cache while the groups' rows pass by.
 void block(const Call& c, long group, long group_end, long begin, long end, float* sums,
            char* unpacked) {
   constexpr decltype(&multiply<16, 1, true, false>) KINDS[2][2][2] = {
@@ -683,7 +684,7 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate) {
 
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are
 // copied and may be null. bits: 16, 8 or 4. gate: 0, or SILU or GELU, then y has N / 2 columns. amx:
-// 1 to use them, 0 for vectors.
+// 1 for tiles, 0 for vectors.
 void* infer_linear_new(char* packed, long N, long K, int bits, int gate, int float_out, int amx,
                        const float* bias, const float* norm, float eps, void* parallel) {
   ask_for_huge_pages(packed, infer_linear_packed_bytes(N, K, bits, gate));
