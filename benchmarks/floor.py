@@ -58,7 +58,7 @@ def main() -> None:
 
 def stock_product(layer: Linear, num_rows: int, is_int8: bool) -> Callable[[], object]:
     """torch's packed product of this shape, with random weights."""
-    weight = torch.randn(layer.out_features, layer.in_features)
+    weight = torch.randn(layer.num_weights // layer.in_features, layer.in_features)
     x = torch.randn(num_rows, layer.in_features)
     if not is_int8:
         product, rows = PackedLinear(weight.bfloat16()), x.bfloat16()
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
             layer(x[:1] if layer is head else x)
 
     stock_of = {
-        (layer.out_features, layer.in_features): stock_product(
+        (layer.num_weights, layer.in_features): stock_product(
             layer, 1 if layer is head else num_rows, dtype != "bfloat16"
         )
         for layer in layers
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
 
     def stock_products() -> None:
         for layer in layers:
-            stock_of[layer.out_features, layer.in_features]()
+            stock_of[layer.num_weights, layer.in_features]()
 
     single: dict[str, list[float]] = {"tok_s": [], "read_gb_s": [], "share": []}
     prefill: dict[str, list[float]] = {

@@ -572,8 +572,9 @@ void sweep_by_rows(const Call& c, long begin, long end, const char* following, f
       const long steps = std::min(SLICE, layer.steps - k);
       const char *b = layer.tiles(panel, k), *next = b + AHEAD;
       if (layer.bits == 4 && !c.nibbles()) b = unpack_some(layer, panel, k, steps, unpacked);
-      multiply_by_rows(c, 0, b, panel, k, steps, sums, next < last ? next : following + (next - last),
-                       layer.step_bytes() / 64);
+      if (next >= last) next = following + (next - last);
+      const long lines = layer.step_bytes() / 64;
+      multiply_by_rows(c, 0, b, panel, k, steps, sums, {next, lines}, {next + 64, lines});
     }
     finish(c, sums, 0, 0, panel, panel + 1);
   }
@@ -592,9 +593,13 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
   const long block_steps = layer.block_steps();
   for (long k = 0; k < layer.steps; k += block_steps) {
     const long steps = std::min(block_steps, layer.steps - k);
+    const long next_k = k + block_steps < layer.steps ? k + block_steps : 0;
+    const auto rows_ahead = [&](long g) {  // the first panel asks for the rows that the others find near
+      return Ahead{g + 1 < groups ? c.tiles(group + g + 1, k) : c.tiles(group, next_k), SIDE};
+    };
     for (long panel = begin; panel < end; ++panel) {
       const char* b = layer.tiles(panel, k);
-      const char* next = panel + 1 < end ? layer.tiles(panel + 1, k) : layer.tiles(begin, k + block_steps);
+      const char* next = panel + 1 < end ? layer.tiles(panel + 1, k) : layer.tiles(begin, next_k);
       if (layer.bits == 4) b = unpack_some(layer, panel, k, steps, unpacked);
       for (long g = 0; g < groups; ++g) {
         const char* ahead = next + g * steps * lines * 64;
@@ -602,7 +607,8 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
         if (layer.amx)
           KINDS[layer.whole()][c.tiles_in(group + g) - 1][k == 0](
               c.tiles(group + g, k), b, steps, own, ahead, lines, 0, nullptr, nullptr, nullptr);
-        else multiply_by_rows(c, group + g, b, panel, k, steps, own, ahead, lines);
+        else multiply_by_rows(c, group + g, b, panel, k, steps, own, {ahead, lines},
+                              panel == begin ? rows_ahead(g) : Ahead{ahead, 0});
       }
     }
   }

@@ -14,13 +14,17 @@ INLINE __m512i four_bytes(const char* from) {
   return _mm512_set1_epi32(four);
 }
 
-// sums (= start or +=) R rows × a panel over some steps; meanwhile prefetches lines from `next` on,
-// `lines` (32 at most) for each step, evenly: bursts cost a sixth at 8 rows. One or two rows wait for memory
-// alone, and ask it into the L1 cache. `a`: the first row's bytes of the first step; the next step's lie
-// `a_step` behind.
+struct Ahead {  // asks for a line 16 times a step and goes on by so many in all: of 32, every other one
+  const char* next;
+  long lines;
+};
+
+// sums (= start or +=) R rows × a panel over some steps; meanwhile prefetches two streams, evenly: bursts
+// cost a sixth at 8 rows. One or two rows wait for memory alone, and ask it into the L1 cache. `a`: the
+// first row's bytes of the first step; the next step's lie `a_step` behind.
 template <bool WHOLE, int R, bool FIRST>
 void multiply_rows(const char* a, long a_step, const char* b, long steps, float* sums, long row,
-                   const int32_t* start, const char* next, long lines) {
+                   const int32_t* start, Ahead one, Ahead two) {
   constexpr auto LEVEL = R > 2 ? _MM_HINT_T1 : _MM_HINT_T0;
   __m512i sum[R][2];
 #pragma GCC unroll 14
@@ -34,9 +38,9 @@ void multiply_rows(const char* a, long a_step, const char* b, long steps, float*
       for (int half = 0; half < 2; ++half)
         _mm_prefetch((const char*)(place(sums, row + step, half) + SUMS), _MM_HINT_T0);
 #pragma GCC unroll 2
-    for (long i = 0; i < 64; i += 4, next += lines * 4) {
-      _mm_prefetch(next, LEVEL);
-      _mm_prefetch(next + 64, LEVEL);
+    for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
+      _mm_prefetch(one.next, LEVEL);
+      _mm_prefetch(two.next, LEVEL);
       const __m512i line[2] = {_mm512_load_si512(b + i * 16), _mm512_load_si512(b + TILE + i * 16)};
 #pragma GCC unroll 14
       for (int r = 0; r < R; ++r) {
@@ -59,7 +63,7 @@ void multiply_rows(const char* a, long a_step, const char* b, long steps, float*
 template <int R>
 void multiply_nibbles(const char* a, long a_step, const char* b, long steps, float* sums, long row,
                       const int32_t* eights, long eights_stride, const char* multiples, bool first,
-                      const char* next, long lines) {
+                      Ahead one) {
   constexpr auto LEVEL = R > 2 ? _MM_HINT_T1 : _MM_HINT_T0;
   const __m512i half_byte = _mm512_set1_epi8(15);
   for (int r = 0; first && r < R; ++r)
@@ -69,8 +73,8 @@ void multiply_nibbles(const char* a, long a_step, const char* b, long steps, flo
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_set1_epi32(eights[r * eights_stride + step]);
 #pragma GCC unroll 2
-    for (long i = 0; i < 64; i += 4, next += lines * 4) {
-      _mm_prefetch(next, LEVEL);
+    for (long i = 0; i < 64; i += 4, one.next += one.lines * 4) {
+      _mm_prefetch(one.next, LEVEL);
       const __m512i both = _mm512_load_si512(b + i * 16);
       const __m512i line[2] = {_mm512_and_si512(both, half_byte),
                                _mm512_and_si512(_mm512_srli_epi16(both, 4), half_byte)};
@@ -117,20 +121,22 @@ MultiplyNibbles multiply_so_many_nibbles(long rows) {
 }
 #undef FOR_SO_MANY
 
-// A group × some steps of a panel, which lie at `b`; `lines` to prefetch for each step.
+// A group × some steps of a panel, which lie at `b`; the streams' lines are for all of the group's rows.
 void multiply_by_rows(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
-                      const char* next, long lines) {
+                      Ahead one, Ahead two) {
   const Layer& layer = c.layer;
-  const long rows = c.rows_in(group), parts = ceil_div(rows, FEW_ROWS), each = ceil_div(lines, parts);
+  const long rows = c.rows_in(group), parts = ceil_div(rows, FEW_ROWS);
   const int32_t* start = layer.whole() ? layer.starts + panel * SIDE : nullptr;
   const auto product = layer.whole() ? (k ? multiply_so_many<true, false> : multiply_so_many<true, true>)
                                      : (k ? multiply_so_many<false, false> : multiply_so_many<false, true>);
-  for (long part = 0; part < parts; ++part, next += steps * each * 64) {
+  one.lines = ceil_div(one.lines, parts), two.lines = ceil_div(two.lines, parts);
+  for (long part = 0; part < parts; ++part) {
     const long row = rows * part / parts, count = rows * (part + 1) / parts - row;
     const char* a = c.tiles(group, k) + row * 64;
     if (c.nibbles())
       multiply_so_many_nibbles(count)(a, c.step_bytes(group), b, steps, sums, row, c.eights + row * layer.steps + k,
-                                      layer.steps, layer.multiples(panel, k), k == 0, next, each);
-    else product(count)(a, c.step_bytes(group), b, steps, sums, row, start, next, each);
+                                      layer.steps, layer.multiples(panel, k), k == 0, one);
+    else product(count)(a, c.step_bytes(group), b, steps, sums, row, start, one, two);
+    one.next += steps * one.lines * 64, two.next += steps * two.lines * 64;
   }
 }
