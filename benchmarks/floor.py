@@ -1,10 +1,11 @@
 """How close the engine comes to its floors: `python benchmarks/floor.py --model PATH`.
 
-Alternating in one process: the read bandwidth, a single stream, whose tokens each read all weights
-once; the products of a prompt alone (every linear layer on as many rows, the head on one), by our
-kernels and by torch's packed operators (oneDNN; int8 without quantising rows, weights of a shape
-shared, so that theirs are in the cache), the prompt. Prints medians of the ratios, which is what
-counts: bandwidth moves from minute to minute. Run nothing else beside it.
+Alternating in one process: reading a buffer, reading the weights where they are (layer by layer;
+up to a tenth slower) and a single stream's token, which reads all weights once; the products of a
+prompt alone (every linear layer on as many rows, the head on one), by our kernels and by torch's
+packed operators (oneDNN; int8 without quantising rows, weights of a shape shared, so that theirs
+are in the cache), the prompt. Prints medians of the ratios, which is what counts: bandwidth moves
+from minute to minute. Run nothing else beside it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from collections.abc import Callable
 import torch
 
 from infer import LLM, SamplingParams
-from infer.bench.machine import read_rates
+from infer.bench.machine import reader
 from infer.bench.workloads import Draw
+from infer.kernels import native
 from infer.kernels.invariance import linears
 from infer.kernels.linear import Linear, PackedLinear, held_bytes
+
+STEPS = 32
+READ_BYTES = 1 << 29
+"""beside each of them"""
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -46,7 +52,8 @@ def main() -> None:
             f"{dtype}: {statistics.median(single['tok_s']):.1f} tok/s in one stream,"
             f" {statistics.median(single['share']):.1%} of"
             f" {statistics.median(single['read_gb_s']):.1f} GB/s over"
-            f" {single['bytes_per_token'] / 1e6:.0f} MB a token;"
+            f" {single['bytes_per_token'] / 1e6:.0f} MB a token,"
+            f" {statistics.median(single['share_of_weights']):.1%} of reading the weights;"
             f" {statistics.median(prefill['tok_s']):.0f} prompt tok/s,"
             f" {statistics.median(prefill['share']):.1%} of the products alone,"
             f" {statistics.median(prefill['share_of_stock']):.1%} of torch's"
@@ -78,17 +85,21 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
         kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False,
     )  # fmt: skip
     draw = Draw(run=1)
-    llm.generate([draw.ids(64)], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     model = llm._open_core.runner.model  # type: ignore[attr-defined]
     layers, head = list(linears(model)), model.lm_head
     num_bytes = held_bytes(layers, head, llm.config.weight_format)
 
-    def stream(input_len: int, output_len: int) -> float:
-        params = SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True)
-        return seconds(lambda: llm.generate([draw.ids(input_len)], params))
+    def greedy(output_len: int) -> SamplingParams:
+        return SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True)
 
     widths = {layer.in_features for layer in layers}
     inputs = {width: torch.randn(num_rows, width).bfloat16() for width in widths}
+
+    library, threads = native.loaded(), (native.parallel(), torch.get_num_threads())
+
+    def read_weights() -> None:
+        for layer in layers:
+            library.infer_read(layer.packed.data_ptr(), layer.packed.nbytes, *threads)
 
     def products() -> None:
         for layer in layers:
@@ -106,7 +117,9 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
         for layer in layers:
             stock_of[layer.num_weights, layer.in_features]()
 
-    single: dict[str, list[float]] = {"tok_s": [], "read_gb_s": [], "share": []}
+    single: dict[str, list[float]] = {
+        key: [] for key in ("tok_s", "read_gb_s", "share", "share_of_weights")
+    }
     prefill: dict[str, list[float]] = {
         key: [] for key in ("tok_s", "products_s", "share", "stock_products_s", "share_of_stock")
     }
@@ -115,17 +128,26 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
         for column, value in zip(into.values(), values, strict=True):
             column.append(value)
 
+    read = reader(READ_BYTES)
     for turn in range(options.rounds + 1):
-        read = read_rates()["best"]
-        step_s = (stream(128, 65) - stream(128, 1)) / 64
-        read = (read + read_rates()["best"]) / 2
-        if turn:  # the first one warms up
-            keep(single, 1 / step_s, read, num_bytes / step_s / read / 1e9)
+        pieces = llm.stream(draw.ids(128), greedy(STEPS + 1))
+        next(pieces)  # the prompt
+        before = read()
+        for _ in range(STEPS):
+            step_s = seconds(lambda pieces=pieces: next(pieces))  # type: ignore[misc]
+            after, weights_s = read(), seconds(read_weights)
+            rate, before = (before + after) / 2, after
+            if turn:  # the first one warms up
+                shares = num_bytes / step_s / rate / 1e9, weights_s / step_s
+                keep(single, 1 / step_s, rate, *shares)
+        pieces.close()
         for _ in range(3):  # one after the other: a machine's rate may double within seconds
-            ours_s, prompt_s = seconds(products), stream(num_rows, 1)
+            prompt, params = draw.ids(num_rows), greedy(1)
+            ours_s = seconds(products)
+            prompt_s = seconds(lambda p=prompt, params=params: llm.generate([p], params))  # type: ignore[misc]
             stock_s = seconds(stock_products)
+            shares = ours_s / prompt_s, stock_s / prompt_s
             if turn:
-                shares = ours_s / prompt_s, stock_s / prompt_s
                 keep(prefill, num_rows / prompt_s, ours_s, shares[0], stock_s, shares[1])
     llm.close()
     return {"single": {**single, "bytes_per_token": num_bytes}, "prefill": prefill}

@@ -113,20 +113,32 @@ def _seconds(run: Callable[[], object]) -> list[float]:
     return times
 
 
-def read_rates() -> dict[str, float]:
-    """GB/s at which the threads of torch read memory, best and median of a few times."""
+def reader(num_bytes: int) -> Callable[[], float]:
+    """A call that has the threads of torch read so much memory and returns the GB/s."""
     try:
-        memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+        memory = torch.ones(num_bytes // 8, dtype=torch.int64)
     except RuntimeError:
-        message = f"the measurement needs {READ_BYTES >> 20} MiB of free memory"
+        message = f"the measurement needs {num_bytes >> 20} MiB of free memory"
         raise ConfigError("machine", message) from None
     library = native.library()
-    if isinstance(library, str):
-        times = _seconds(memory.sum)
-    else:
-        arguments = (memory.data_ptr(), memory.nbytes, native.parallel(), torch.get_num_threads())
-        times = _seconds(lambda: library.infer_read(*arguments))
-    rates = [memory.nbytes / seconds / 1e9 for seconds in times]
+
+    def read() -> float:
+        started_s = time.perf_counter()
+        if isinstance(library, str):
+            memory.sum()
+        else:
+            arguments = (memory.nbytes, native.parallel(), torch.get_num_threads())
+            library.infer_read(memory.data_ptr(), *arguments)
+        return memory.nbytes / (time.perf_counter() - started_s) / 1e9
+
+    read()  # the first one warms up
+    return read
+
+
+def read_rates() -> dict[str, float]:
+    """GB/s at which the threads of torch read memory, best and median of a few times."""
+    read = reader(READ_BYTES)
+    rates = [read() for _ in range(_REPEATS)]
     return {"best": round(max(rates), 2), "median": round(statistics.median(rates), 2)}
 
 

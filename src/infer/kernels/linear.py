@@ -233,12 +233,12 @@ class NativeLinear:
         self.dtype = torch.bfloat16
         self.out_dtype = torch.float32 if fusion.float_out else torch.bfloat16
         num_bytes = library.infer_linear_packed_bytes(rows, width, bits, gate)
-        self._weight = native.page_aligned(num_bytes)
+        self.packed = native.page_aligned(num_bytes)
         bias = None if bias is None else bias.float().contiguous()
         norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
         assert norm is None or norm.shape == (width,)
         self.handle = library.infer_linear_new(
-            *(self._weight.data_ptr(), rows, width, bits, gate, fusion.float_out),
+            *(self.packed.data_ptr(), rows, width, bits, gate, fusion.float_out),
             os.environ.get(VARIABLE) != "avx512" and library.infer_linear_runs_here(True),
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
             *(0.0 if fusion.norm is None else fusion.norm.eps, native.parallel()),
