@@ -69,19 +69,24 @@ def distribution(values: dict[str, float] | None) -> str:
     return f"{values['p50']:,.0f} / {values['p99']:,.0f}" if values else "—"
 
 
-def compared(workload: str, *labels: str) -> str:
-    """A table of stored results of a workload, and the plots that `infer bench report` makes."""
-    files = [RESULTS / f"{workload}-{label}.json" for label in labels]
-    documents = [json.loads(file.read_text()) for file in files]
+def summaries(files: list[Path]) -> str:
+    """A table of stored results of workloads."""
     rows = []
-    for document in documents:
-        summary = document["summary"]
-        cells = [distribution(summary[name]) for name in ("ttft_ms", "itl_ms", "e2e_ms")]
-        rows.append([document["label"], f"{summary['output_tok_s']:,.1f}", *cells])
-        for group, values in summary.get("groups", {}).items():
+    for file in files:
+        document = load(file.name)
+        groups = {"": document["summary"], **document["summary"].get("groups", {})}
+        for group, values in groups.items():
+            rate = values.get("output_tok_s") if not group else None
             cells = [distribution(values.get(name)) for name in ("ttft_ms", "itl_ms", "e2e_ms")]
-            rows.append([f"{document['label']}: {group}", "", *cells])
+            label = ": ".join(filter(None, (document["label"], group)))
+            rows.append([label, f"{rate:,.1f}" if rate else "", *cells])
     heading = ["", "output tok/s", "TTFT ms, P50 / P99", "ITL ms, P50 / P99", "end to end ms"]
+    return table(heading, rows)
+
+
+def compared(workload: str, *labels: str) -> str:
+    """The table of a workload, and the plots that `infer bench report` makes."""
+    files = [RESULTS / f"{workload}-{label}.json" for label in labels]
     folder = PLOTS / workload
     for written in write_report(files, folder):
         if written.suffix == ".md":
@@ -90,7 +95,11 @@ def compared(workload: str, *labels: str) -> str:
         f"![{workload}, {name}](performance/{workload}/{name}.png)\n\n"
         for name in ("timeline", "latency", "throughput")
     )
-    return f"{table(heading, rows)}\n{plots}"
+    return f"{summaries(files)}\n{plots}"
+
+
+def percents(found: dict[str, list[float]], name: str) -> str:
+    return f"{statistics.median(found[name]):.0%}" if name in found else "—"
 
 
 def floors() -> str:
@@ -98,17 +107,18 @@ def floors() -> str:
     for file in sorted(RESULTS.glob("floor-*.json")):
         document = load(file.name)
         shape = SHAPES[Path(document.pop("model")).name]
+        machine = "Zen 4" if "zen4" in file.name else "Xeon"
         for dtype, found in document.items():
             single, prefill = found["single"], found["prefill"]
-            share, median = statistics.median(single["share"]), statistics.median
             rows.append(
-                [f"{shape}, {dtype}", f"{median(single['tok_s']):.1f}",
-                 f"{median(single['read_gb_s']):.1f}", f"{share:.0%}",
-                 f"{median(prefill['tok_s']):,.0f}", f"{median(prefill['share']):.0%}",
-                 f"{median(prefill['share_of_stock']):.0%}"]
+                [f"{machine}: {shape}, {dtype}", f"{statistics.median(single['tok_s']):.1f}",
+                 f"{statistics.median(single['read_gb_s']):.1f}", percents(single, "share"),
+                 percents(single, "share_of_weights"),
+                 f"{statistics.median(prefill['tok_s']):,.0f}", percents(prefill, "share"),
+                 percents(prefill, "share_of_stock")]
             )  # fmt: skip
-    heading = ["", "one stream, tok/s", "read GB/s", "of the floor", "prompt tok/s",
-               "of its products alone", "of torch's products"]  # fmt: skip
+    heading = ["", "one stream, tok/s", "read GB/s", "of that rate", "of reading the weights",
+               "prompt tok/s", "of its products alone", "of torch's products"]  # fmt: skip
     return table(heading, rows)
 
 
@@ -120,6 +130,7 @@ def main() -> None:
         plot_peers(documents, PLOTS / f"{name}.png")
         text = text.replace(f"{{{{{name}}}}}", "\n".join(tables(each) for each in documents))
     text = text.replace("{{floors}}", floors())
+    text = text.replace("{{modes-zen4}}", summaries(sorted(RESULTS.glob("modes-zen4-*.json"))))
     while "{{" in text:
         before, _, rest = text.partition("{{")
         call, _, after = rest.partition("}}")

@@ -14,7 +14,7 @@ import torch
 
 from infer.config import EngineConfig
 from infer.errors import ConfigError
-from infer.kernels.native import instruction_sets, int8_cache_obstacle
+from infer.kernels.native import chosen_instruction_set, int8_cache_obstacle
 from infer.models.config import ModelConfig
 
 LARGE_HEAD = 128
@@ -57,16 +57,16 @@ def choose_cache_dtype(
 ) -> torch.dtype:
     """The dtype of keys and values that `config.kv_cache_dtype` means for this model."""
     wanted = config.kv_cache_dtype
-    pays = model.head_dim >= LARGE_HEAD or instruction_sets()[:1] != ("amx",)
-    pays &= config.weight_format is not None
-    if wanted == "model" or (wanted == "auto" and not pays):
-        return dtype
     reason = int8_cache_obstacle(model.head_dim, page_size)
     if device.type != "cpu" or config.attention_backend == "sdpa" or dtype != torch.bfloat16:
         reason = "it needs a CPU and the native attention, in bfloat16"
     if reason and wanted == "int8":
         raise ConfigError("kv_cache_dtype", f"'int8' is not possible: {reason}; use 'auto'")
-    return dtype if reason else torch.int8
+    if reason or wanted == "model":
+        return dtype
+    pays = model.head_dim >= LARGE_HEAD or chosen_instruction_set() != "amx"
+    pays &= config.weight_format is not None
+    return torch.int8 if pays or wanted == "int8" else dtype
 
 
 def default_threads() -> int:
