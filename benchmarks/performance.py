@@ -2,7 +2,8 @@
 
 Nothing is measured here; the page names the command behind each table. Files: `peers-*.json` of
 peers/run.py (`zen4-*.json` on another machine), `floor-*.json` of floor.py, and results of
-`infer bench` named WORKLOAD-LABEL.json, of which those of one workload are compared.
+`infer bench` named WORKLOAD-LABEL.json, of which those of one workload are compared
+(`modes-zen4-*.json`: another machine's, in one table).
 """
 
 from __future__ import annotations
@@ -74,12 +75,13 @@ def summaries(files: list[Path]) -> str:
     rows = []
     for file in files:
         document = load(file.name)
-        groups = {"": document["summary"], **document["summary"].get("groups", {})}
-        for group, values in groups.items():
-            rate = values.get("output_tok_s") if not group else None
-            cells = [distribution(values.get(name)) for name in ("ttft_ms", "itl_ms", "e2e_ms")]
-            label = ": ".join(filter(None, (document["label"], group)))
-            rows.append([label, f"{rate:,.1f}" if rate else "", *cells])
+        label, summary = document["label"], document["summary"]
+        parts = [(label, f"{summary['output_tok_s']:,.1f}", summary)]
+        for group, values in summary.get("groups", {}).items():
+            parts.append((f"{label}: {group}", "", values))
+        for name, rate, values in parts:
+            cells = [distribution(values.get(key)) for key in ("ttft_ms", "itl_ms", "e2e_ms")]
+            rows.append([name, rate, *cells])
     heading = ["", "output tok/s", "TTFT ms, P50 / P99", "ITL ms, P50 / P99", "end to end ms"]
     return table(heading, rows)
 

@@ -113,13 +113,8 @@ def _seconds(run: Callable[[], object]) -> list[float]:
     return times
 
 
-def reader(num_bytes: int) -> Callable[[], float]:
-    """A call that has the threads of torch read so much memory and returns the GB/s."""
-    try:
-        memory = torch.ones(num_bytes // 8, dtype=torch.int64)
-    except RuntimeError:
-        message = f"the measurement needs {num_bytes >> 20} MiB of free memory"
-        raise ConfigError("machine", message) from None
+def reader(memory: torch.Tensor) -> Callable[[], float]:
+    """A call that has the threads of torch read it once and returns the GB/s."""
     library = native.library()
 
     def read() -> float:
@@ -137,7 +132,12 @@ def reader(num_bytes: int) -> Callable[[], float]:
 
 def read_rates() -> dict[str, float]:
     """GB/s at which the threads of torch read memory, best and median of a few times."""
-    read = reader(READ_BYTES)
+    try:
+        memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
+    except RuntimeError:
+        message = f"the measurement needs {READ_BYTES >> 20} MiB of free memory"
+        raise ConfigError("machine", message) from None
+    read = reader(memory)
     rates = [read() for _ in range(_REPEATS)]
     return {"best": round(max(rates), 2), "median": round(statistics.median(rates), 2)}
 
