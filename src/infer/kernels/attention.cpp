@@ -31,6 +31,7 @@ namespace {
 
 constexpr int BLOCK = 128;    // at most: keys that are scored together, from a multiple of Job::block
 constexpr int MOST_DIM = 256;  // native.py asks for no more
+constexpr int UNIT = 16;      // rows of a head that meet a block together, at most
 constexpr int STRIP = 16;     // cells of an int8 cache that lie as one
 constexpr int SEGMENT = 512;  // keys whose partial result may come from another thread
 constexpr int TILE_FLOATS = 65536;  // of sums of P·V that an item keeps: they stay in its core's cache
@@ -182,7 +183,7 @@ class Scratch {
   void reserve(const Job& job, int groups, int rows, int words, Buffers& at) {
     const size_t queries = (size_t)groups * rows * words, block = (size_t)job.block * job.padded;
     const size_t states = groups * (size_t)state_size(job.D, rows);
-    const size_t need = (2 * block + 16 * BLOCK + queries + 2 * states + 15) / 16 * 64;
+    const size_t need = (2 * block + UNIT * BLOCK + queries + 2 * states + 15) / 16 * 64;
     if (need > size_) {
       std::free(memory_);
       memory_ = (float*)std::aligned_alloc(64, size_ = need);
@@ -192,7 +193,7 @@ class Scratch {
     at.keys = (uint32_t*)memory_;
     at.values = at.keys + block;
     at.scores = (float*)at.values + block;
-    at.total = at.scores + 16 * BLOCK;
+    at.total = at.scores + UNIT * BLOCK;
     at.part = at.total + states;
     at.queries = (uint32_t*)at.part + states;
   }

@@ -106,7 +106,6 @@ struct Digits {
 // What both ways share.
 template <class Products>
 struct WholeNumbers : Products {
-  static constexpr int SUBTILE = 16;
   static constexpr bool BYTES = true;
   static int key_words(int d) { return (d + 64) / 4; }
   static bool takes_raw(const Job&, int) { return false; }

@@ -69,14 +69,14 @@ INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, Buff
       for (int64_t j = position + 1 < first ? 0 : position + 1 - first; j < n; ++j)
         row[j] = -INFINITY;
     }
-  float now[16];
+  float now[UNIT];
   vf scale = set1(job.scale);
   if constexpr (M::BYTES) scale = M::scales(job, unit);
 #if LEVEL >= 2
   const __mmask16 rows = (__mmask16)((1 << unit.count) - 1);
-  vf most[16];
+  vf most[UNIT];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i)
+  for (int i = 0; i < UNIT; ++i)
     most[i] = i < unit.count ? greatest_of(scores + i * job.block, n) : set1(0.f);
   const vf before = _mm512_maskz_loadu_ps(rows, unit.greatest);
   const vf here = greatest_lanes(most) * scale;
@@ -127,13 +127,13 @@ void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, i
   const int rows = item.tokens * job.rep, groups = item.group_end - item.group;
   const bool raw_keys = M::takes_raw_keys(job, rows), raw = M::takes_raw(job, rows);
   const int each = n / 16;  // steps of packing a head's values, and of one unit
-  const int units = (rows + M::SUBTILE - 1) / M::SUBTILE;
+  const int units = (rows + UNIT - 1) / UNIT;
   const int unit_steps = M::BYTES ? n / 32 + job.D / 32 : each;
   ahead.expect(first + n, groups * (each + units * unit_steps));
   for (int g = 0; g < groups; ++g) {
     if (!raw) pack_block<M>(job, item.group + g, n, !raw_keys, at, ahead);
-    for (int r = 0; r < rows; r += M::SUBTILE) {
-      const int count = std::min(M::SUBTILE, rows - r);
+    for (int r = 0; r < rows; r += UNIT) {
+      const int count = std::min(UNIT, rows - r);
       const int64_t low = item.position + r / job.rep;
       const int64_t high = item.position + (r + count - 1) / job.rep;
       if (high < first || (job.window && low - job.window + 1 >= first + n)) continue;
@@ -142,26 +142,24 @@ void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, i
                       head + (long)r * job.state_words,
                       head + (long)padded_rows * job.state_words + r, first, rows, r, count,
                       high - first + 1 < n ? round_up((int)(high - first + 1), 32) : n};
-      float alpha[16];
-#if LEVEL == 3
-      if constexpr (std::is_same_v<M, Pairs>)
-        if (raw) {
-          attend_raw(job, item, unit, item.group + g, at, ahead, alpha);
-          continue;
-        }
-#endif
+      float alpha[UNIT];
       if constexpr (M::BYTES) {
         M::scores(job, unit, at.cells, job.keys + (item.group + g) * job.head_bytes, at.scores, ahead);
         soften_rows<M>(job, item, unit, at, alpha);
         M::mix(job, unit, at, job.values + (item.group + g) * job.head_bytes, alpha, ahead);
-        continue;
-      } else if constexpr (M::SUBTILE == 16) {
-        if (raw_keys)
-          M::raw_scores(job, count, unit.queries,
-                        job.keys + (item.group + g) * (long)job.D * sizeof(typename M::Storage),
-                        at.cells, unit.keys, (float*)at.keys, at.scores, ahead);
-      }
-      if constexpr (!M::BYTES) {
+      } else {
+#if LEVEL == 3
+        if constexpr (std::is_same_v<M, Pairs>)
+          if (raw) {
+            attend_raw(job, item, unit, item.group + g, at, ahead, alpha);
+            continue;
+          }
+#elif LEVEL == 4
+        if constexpr (std::is_same_v<M, Tiles>)
+          if (raw_keys)
+            M::raw_scores(job, count, unit.queries, job.keys + (item.group + g) * job.head_bytes,
+                          at.cells, unit.keys, (float*)at.keys, at.scores, ahead);
+#endif
         if (!raw_keys)
           M::scores(count, unit.queries, job.D, at.keys, job.block, unit.keys, at.scores);
         soften_rows<M>(job, item, unit, at, alpha);

@@ -197,11 +197,14 @@ void rows_product(const uint32_t* a, long lda, int k, const uint32_t* b, long ld
 template <class M, bool ADD>
 INLINE void product(int rows, const uint32_t* a, long lda, int k, const uint32_t* b, long ldb,
                     float* out, long ldo, int n, const float* alpha) {
-  switch (rows) {
-    case 1: return rows_product<M, 1, ADD>(a, lda, k, b, ldb, out, ldo, n, alpha);
-    case 2: return rows_product<M, 2, ADD>(a, lda, k, b, ldb, out, ldo, n, alpha);
-    case 3: return rows_product<M, ROWS < 3 ? 1 : 3, ADD>(a, lda, k, b, ldb, out, ldo, n, alpha);
-    default: return rows_product<M, ROWS, ADD>(a, lda, k, b, ldb, out, ldo, n, alpha);
+  for (; rows >= ROWS; rows -= ROWS, a += ROWS * lda, out += ROWS * ldo) {
+    rows_product<M, ROWS, ADD>(a, lda, k, b, ldb, out, ldo, n, alpha);
+    if (ADD) alpha += ROWS;
+  }
+  if (rows == 1) rows_product<M, 1, ADD>(a, lda, k, b, ldb, out, ldo, n, alpha);
+  if constexpr (ROWS > 2) {
+    if (rows == 2) rows_product<M, 2, ADD>(a, lda, k, b, ldb, out, ldo, n, alpha);
+    if (rows == 3) rows_product<M, 3, ADD>(a, lda, k, b, ldb, out, ldo, n, alpha);
   }
 }
 
@@ -209,7 +212,6 @@ INLINE void product(int rows, const uint32_t* a, long lda, int k, const uint32_t
 template <class T>
 struct Float32 {
   using Storage = T;
-  static constexpr int SUBTILE = ROWS;
   static constexpr bool EXACT = sizeof(T) == 4, BYTES = false;
   static int key_words(int d) { return d; }
   static int prob_words(int keys) { return keys; }
@@ -275,13 +277,12 @@ struct Float32 {
 // Multiplies pairs of bfloat16 (also P, like the keys' neighbour), sums in float32.
 struct Pairs {
   using Storage = uint16_t;
-  static constexpr int SUBTILE = ROWS;
   static constexpr bool EXACT = false, BYTES = false;
   static int key_words(int d) { return (d + 31) / 32 * 16; }
   static int prob_words(int keys) { return keys / 2; }
   // Few rows multiply keys and values as they come into registers: storing them packed would cost
   // more than the products. The same sums in the same order.
-  static bool takes_raw(const Job& job, int rows) { return rows <= SUBTILE && job.D % 64 == 0; }
+  static bool takes_raw(const Job& job, int rows) { return rows <= ROWS && job.D % 64 == 0; }
   static bool takes_raw_keys(const Job&, int) { return false; }
   static void begin(int) {}
   INLINE static vf mac(vf a, vf b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
@@ -397,13 +398,12 @@ struct Pairs {
 // The same layouts through the tile unit, for decode and prefill alike (its order of summation is
 // not that of vdpbf16ps). Tiles 0–3 collect, 4 holds rows of A, 5 a piece of B.
 struct Tiles : Pairs {
-  static constexpr int SUBTILE = 16;
   static bool takes_raw(const Job&, int) { return false; }
 
   // Keys of a cell's head that are the rows of a tile as they lie there need no packing; it is the
   // queries, few, that are turned. Products and sums are the same ones in the same order.
   static bool takes_raw_keys(const Job& job, int rows) {
-    return rows <= SUBTILE && job.D % 32 == 0 && job.page_size % 16 == 0;
+    return rows <= UNIT && job.D % 32 == 0 && job.page_size % 16 == 0;
   }
 
   static void begin(int rows) {
