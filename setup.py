@@ -13,13 +13,13 @@ KERNELS = Extension(
     "infer.kernels._kernels",
     sources=[
         f"src/infer/kernels/{name}.cpp"
-        for name in ("attention", "bandwidth", "layers", "linear", "rotary")
+        for name in ("attention", "bandwidth", "draw", "layers", "linear", "rotary")
     ],
     depends=[
         f"src/infer/kernels/{name}.h"
         for name in (
             *("attention_bytes", "attention_isa", "attention_products"),
-            *("cpu", "kernels", "linear_vectors", "rotary", "rotary_isa"),
+            *("cpu", "draw_isa", "kernels", "linear_vectors", "rotary", "rotary_isa"),
         )
     ],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No

@@ -206,7 +206,7 @@ def test_the_package_is_small() -> None:
     """Lines of code without blank ones, comments and docstrings; `infer bench`, which nothing
     else imports, is not counted."""
     paths = [path for path in SOURCE.rglob("*.py") if "bench" not in path.parts]
-    assert 5_000 < sum(map(code_lines, paths)) < 10_475  # and it is to become 10,000 again
+    assert 5_000 < sum(map(code_lines, paths)) < 10_450  # and it is to become 10,000 again
 
 
 def code_lines(path: Path) -> int:

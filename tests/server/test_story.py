@@ -108,9 +108,9 @@ def test_preemptions_are_told_and_choices_told_apart() -> None:
         assert kinds(story).count("admitted") == 2 + len(lost)
         again = [event for event in story["events"] if event["event"] == "chunk"][-1]
         assert again["from_token"] + again["tokens"] > story["prompt_tokens"]
-        worst = story["slowest_gaps"][0]
-        assert worst["steps"] > 2
-        assert worst["slowest_step"]["step_ms"] > 30
+        # Not always the first of them: the machine may have had a pause of its own.
+        waited = [gap for gap in story["slowest_gaps"] if gap["steps"] > 2]
+        assert any(gap["slowest_step"]["step_ms"] > 30 for gap in waited)
         assert kinds(story).count("first_token") == 2
 
     with_app(make_hash_llm(num_pages=16, runner=SlowNowAndThen), use)

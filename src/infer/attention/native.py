@@ -9,6 +9,8 @@ root then takes the other backend.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from array import array
 from collections.abc import Sequence
 
@@ -16,32 +18,26 @@ import torch
 from torch import Tensor
 
 from infer.attention.layout import BatchLayout
+from infer.kernels import native
 from infer.kernels.layers import LayerStack
-from infer.kernels.native import (
-    SCALE_BYTES,
-    STRIP,
-    AttentionKernel,
-    available,
-    int8_cache_obstacle,
-)
 from infer.kernels.rotary import Turn
 
 MAX_HEAD_DIM = 256
 
 
 def obstacle(
-    head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int = STRIP
+    head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int = native.STRIP
 ) -> str | None:
     """Why the kernel cannot be used here for a cache of this dtype; None if it can."""
     if device.type != "cpu":
         return f"the kernel is for CPUs, not {device.type}"
     if dtype == torch.int8:
-        return int8_cache_obstacle(head_dim, page_size)
+        return native.int8_cache_obstacle(head_dim, page_size)
     if dtype not in (torch.bfloat16, torch.float32):
         return f"the kernel knows bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
         return f"the kernel knows head sizes of 8, 16, … {MAX_HEAD_DIM}, not {head_dim}"
-    return available()
+    return native.available()
 
 
 class NativeBackend:
@@ -65,7 +61,7 @@ class NativeBackend:
         _, page_size, num_kv_heads, head_dim = keys[0].shape
         self._dtype = held = keys[0].dtype
         if held == torch.int8:
-            self._dtype, head_dim = torch.bfloat16, head_dim - SCALE_BYTES
+            self._dtype, head_dim = torch.bfloat16, head_dim - native.SCALE_BYTES
         if reason := obstacle(head_dim, held, keys[0].device, page_size):
             raise ValueError(reason)
         assert all(cache.is_contiguous() for cache in (*keys, *values))
@@ -78,16 +74,15 @@ class NativeBackend:
         ]
         self._table = array("q", [number for layer in self._layers for number in layer])
         self._head_dim = head_dim
-        self._kernel = AttentionKernel(
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            page_size=page_size,
-            element_bytes=held.itemsize,
-            scale=scale,
-            windows=distinct,
+        self.isa = native.chosen_instruction_set()
+        self._library = native.loaded()
+        numbers = array("q", distinct)
+        self._handle = self._library.infer_attention_new(
+            *(self.isa.encode(), num_heads, num_kv_heads, head_dim, page_size, held.itemsize),
+            *(scale, *numbers.buffer_info(), native.parallel()),
         )
-        self.isa = self._kernel.isa
+        weakref.finalize(self, self._library.infer_attention_free, self._handle)
+        self._attend = functools.partial(self._library.infer_attention_attend, self._handle)
         self._step: tuple[Tensor, Tensor]
 
     def plan(self, layout: BatchLayout) -> None:
@@ -96,9 +91,10 @@ class NativeBackend:
         assert slots.dtype == tables.dtype == torch.int64
         assert slots.stride(0) == tables.stride(1) == 1
         self._step = (slots, tables)  # the kernel keeps their addresses
-        self._kernel.plan(
-            *(layout.query_start_loc, layout.seq_lens, slots.data_ptr(), tables.data_ptr()),
-            *(tables.stride(0), torch.get_num_threads()),
+        starts, lengths = array("q", layout.query_start_loc), array("q", layout.seq_lens)
+        self.num_items: int = self._library.infer_attention_plan(
+            *(self._handle, len(lengths), starts.buffer_info()[0], lengths.buffer_info()[0]),
+            *(slots.data_ptr(), tables.data_ptr(), tables.stride(0), torch.get_num_threads()),
         )
 
     def __call__(
@@ -109,7 +105,7 @@ class NativeBackend:
             (q, k), turn = turn(q, k), None
         q, k, v = self._rows(q), self._rows(k), self._rows(v)
         out = torch.empty(q.shape, dtype=self._dtype)
-        self._kernel.attend(
+        self._attend(
             *(*self._layers[layer], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
             *(q.stride(0), k.stride(0), v.stride(0)),
             *((None, None, None, None, 0.0) if turn is None else turn.constants()),
@@ -118,7 +114,7 @@ class NativeBackend:
 
     def through(self, stack: LayerStack, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """All layers of a stack at once; see `AttendsThrough`."""
-        return stack(self._kernel.handle, self._table, x, cos, sin)
+        return stack(self._handle, self._table, x, cos, sin)
 
     def _rows(self, x: Tensor) -> Tensor:
         # A slice of a fused projection is read as it is: only the stride between tokens is free.

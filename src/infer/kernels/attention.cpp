@@ -539,7 +539,7 @@ void read_cells(void* data) {
 
 extern "C" {
 
-int infer_kernels_version() { return 8; }  // of all interfaces; native.py compares
+int infer_kernels_version() { return 9; }  // of all interfaces; native.py compares
 
 // Names of the instruction sets that run here, best first, with a space after each.
 int infer_attention_isas(char* names, int size) {

@@ -1,4 +1,4 @@
-"""The compiled kernels (attention, linear, rotary): found, loaded through ctypes and typed.
+"""The compiled kernels (attention, linear, rotary, draw): found, loaded through ctypes and typed.
 
 The package installs without a compiler; then `available()` says so and the caller uses
 `SDPABackend`, and `make_linear` torch's products. Threads are those of the OpenMP runtime that
@@ -14,15 +14,12 @@ import ctypes
 import functools
 import mmap
 import os
-import weakref
-from array import array
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 8
+VERSION = 9
 """Of the C interface: a library that was left over from other sources is not used."""
 
 INT8_CACHES = ("amx", "avx512_bf16")
@@ -51,6 +48,7 @@ _SIGNATURES = {  # result, arguments
     "infer_linear_free": ("-", "p"),
     "infer_linear_pack": ("-", "ppllli"),
     "infer_linear": ("-", "pplppli"),
+    "infer_draw": ("-", "pplllslppi"),
     "infer_layers": ("-", "pppippfppllllli"),
     "infer_read": ("u", "plpi"),
 }
@@ -165,48 +163,3 @@ def parallel() -> int | None:
         return ctypes.cast(torch_cpu.GOMP_parallel, _POINTER).value
     except (OSError, AttributeError):
         return None
-
-
-class AttentionKernel:
-    """One engine's attention: a shape, a code path, and the plan of the current step."""
-
-    def __init__(
-        self,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        page_size: int,
-        element_bytes: int,
-        scale: float,
-        windows: Sequence[int],
-    ) -> None:
-        """`windows`: the distinct ones, 0 = none; `attend` names them by index."""
-        self.isa = chosen_instruction_set()
-        self._library = library = loaded()
-        numbers = array("q", windows)
-        shape = (num_heads, num_kv_heads, head_dim, page_size, element_bytes, scale)
-        self.handle = library.infer_attention_new(
-            self.isa.encode(), *shape, *numbers.buffer_info(), parallel()
-        )
-        weakref.finalize(self, library.infer_attention_free, self.handle)
-        self.attend = functools.partial(library.infer_attention_attend, self.handle)
-        """(window index, keys, values, q, k, v, out: addresses; strides of q, k, v in elements;
-        cos, sin, norm of q, norm of k: addresses or None, eps)"""
-
-    def plan(
-        self,
-        query_start_loc: list[int],
-        seq_lens: list[int],
-        slots: int,
-        page_tables: int,
-        table_width: int,
-        num_threads: int,
-    ) -> int:
-        """Cut a step into work items; `slots`, `page_tables`: addresses that must stay valid."""
-        starts, lengths = array("q", query_start_loc), array("q", seq_lens)
-        items: int = self._library.infer_attention_plan(
-            *(self.handle, len(seq_lens), starts.buffer_info()[0], lengths.buffer_info()[0]),
-            *(slots, page_tables, table_width, num_threads),
-        )
-        return items

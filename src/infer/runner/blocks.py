@@ -11,6 +11,8 @@ threads when the row is alone, and not when it has company. Called by the sample
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -63,9 +65,8 @@ def _first(values: Tensor, ids: Tensor, k: int) -> Tensor:
 def weights(rows: Tensor, tops: Tensor, temperatures: Tensor) -> Tensor:
     """Probabilities [R, V] up to a factor, in float32: the most probable has 1."""
     scaled = rows - tops.amax(dim=-1, keepdim=True)  # first: no factor makes it more than 0
-    if (temperatures != 1.0).any():
-        scaled.div_(temperatures.unsqueeze(1))
-    return scaled.exp_()
+    factors = math.log2(math.e) / temperatures  # torch's exp takes twice as long
+    return scaled.mul_(factors.unsqueeze(1)).exp2_()
 
 
 def running_sums(weights: Tensor) -> Tensor:

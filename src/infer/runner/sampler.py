@@ -6,13 +6,15 @@ Log-probabilities come from the raw logits. A step that is the same for no row i
 all-greedy step is one argmax. Ranks are by value, among equals by id, the lowest first.
 
 A row's token is a pure function of its logits, its parameters, its seed and its position. The
-passes over whole rows are those of `blocks`. With top-k only that many candidates are looked at.
-Top-p needs no order of the row either: a token is drawn from all and kept if those before it have
-less than p; if not, it and all behind it are out, and the next is drawn from those before it.
+passes over whole rows are those of `blocks`, or a kernel's (draw.cpp). With top-k only that many
+candidates are looked at. Top-p needs no order of the row either: a token is drawn from all and kept
+if those before it have less than p; if not, it and all behind it are out, and the next is drawn
+from those before it.
 """
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -24,13 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from infer.kernels import native
 from infer.runner import blocks
 from infer.schedule.sequence import NONE_LEFT, NOT_FINITE, Sampled, Sequence
 from infer.types import SamplingParams, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
-_ROWS = 16
-"""whole rows that are worked on together: few, so that what is made of them stays in a cache"""
 
 
 def uniform(seed: int, position: int, attempt: int = 0) -> float:
@@ -241,11 +242,10 @@ def _draw(
         if k:
             values, ids = blocks.largest(rows, tops, members, k)
             found = _draw_from_candidates(values, ids, company)
+        elif rows.device.type == "cpu" and not isinstance(native.library(), str):
+            found = _draw_natively(rows, tops, group, company)
         else:
-            found = []
-            for few in torch.split(members, _ROWS):
-                part = company[len(found) : len(found) + len(few)]
-                found += _draw_from_all(_rows_of(rows, few), tops[few], part)
+            found = _draw_from_all(_rows_of(rows, members), tops[members], company)
         tokens.update(zip(group, found, strict=True))
     return tokens
 
@@ -265,6 +265,24 @@ def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[Sequence]
     index = blocks.invert(sums, _points(sequences, sums) * sums[:, -1])
     tokens: list[int] = ids.gather(1, index.unsqueeze(1)).squeeze(1).tolist()
     return tokens
+
+
+def _draw_natively(
+    rows: Tensor, tops: Tensor, group: list[int], sequences: list[Sequence]
+) -> list[int]:
+    """As `_draw_from_all`, in a fifth of the time; `group`: the sequences' rows."""
+    wishes = []
+    for row, sequence in zip(group, sequences, strict=True):
+        p, seed = sequence.request.sampling, sequence.request.seed & _MASK64
+        numbers = p.temperature, p.top_p, p.min_p, row, seed, len(sequence.tokens)
+        wishes.append(struct.pack("dddQQQ", *numbers))
+    tokens = array("q", bytes(8 * len(group)))
+    native.loaded().infer_draw(
+        *(rows.data_ptr(), tops.data_ptr(), rows.stride(0), rows.shape[1], tops.shape[1]),
+        *(b"".join(wishes), len(wishes), tokens.buffer_info()[0]),
+        *(native.parallel(), torch.get_num_threads()),
+    )
+    return tokens.tolist()
 
 
 def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[Sequence]) -> list[int]:
