@@ -63,7 +63,7 @@ void multiply_rows(const char* a, long a_step, const char* b, long steps, float*
 template <int R>
 void multiply_nibbles(const char* a, long a_step, const char* b, long steps, float* sums, long row,
                       const int32_t* eights, long eights_stride, const char* multiples, bool first,
-                      Ahead one) {
+                      Ahead stream) {
   constexpr auto LEVEL = R > 2 ? _MM_HINT_T1 : _MM_HINT_T0;
   const __m512i half_byte = _mm512_set1_epi8(15);
   for (int r = 0; first && r < R; ++r)
@@ -73,8 +73,8 @@ void multiply_nibbles(const char* a, long a_step, const char* b, long steps, flo
 #pragma GCC unroll 14
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_set1_epi32(eights[r * eights_stride + step]);
 #pragma GCC unroll 2
-    for (long i = 0; i < 64; i += 4, one.next += one.lines * 4) {
-      _mm_prefetch(one.next, LEVEL);
+    for (long i = 0; i < 64; i += 4, stream.next += stream.lines * 4) {
+      _mm_prefetch(stream.next, LEVEL);
       const __m512i both = _mm512_load_si512(b + i * 16);
       const __m512i line[2] = {_mm512_and_si512(both, half_byte),
                                _mm512_and_si512(_mm512_srli_epi16(both, 4), half_byte)};
