@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from test_native import in_order
 from torch import Tensor
 
 from infer.attention.layout import BatchLayout
@@ -62,7 +63,8 @@ def attend(
         rows = slice(begin, end)
         some = turn and Turn(turn.cos[rows], turn.sin[rows], turn.norms)
         parts.append(backend(0, q[rows], k[rows], v[rows], some))
-    cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in (keys, values))
+    caches = in_order(keys, values) if make is NativeBackend else (keys, values)
+    cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in caches)
     return torch.cat(parts), *cells
 
 

@@ -32,7 +32,7 @@ namespace {
 constexpr int BLOCK = 128;    // at most: keys that are scored together, from a multiple of Job::block
 constexpr int MOST_DIM = 256;  // native.py asks for no more
 constexpr int UNIT = 16;      // rows of a head that meet a block together, at most
-constexpr int STRIP = 16;     // cells of an int8 cache that lie as one
+constexpr int STRIP = 16;     // cells that lie as one, head by head, in a cache that products read as it lies
 constexpr int SEGMENT = 512;  // keys whose partial result may come from another thread
 constexpr int TILE_FLOATS = 65536;  // of sums of P·V that an item keeps: they stay in its core's cache
 constexpr float RISE = 2.f;  // more would cost accuracy: the greatest P is rounded unless it is 1
@@ -86,7 +86,7 @@ alignas(64) const char ZEROS[8192] = {};  // stands for the cells behind the end
 
 // Where the keys of one block lie, and an item's heads in them.
 struct Cells {
-  int64_t at[BLOCK];  // bytes from a cache's beginning
+  int64_t at[BLOCK];  // bytes from the first of its head in a cache
   int count = 0;
 
   void list(const Job& job, const Item& item, int64_t first) {
@@ -94,7 +94,8 @@ struct Cells {
     count = (int)std::clamp<int64_t>(visible(item, job.window).end - first, 0, job.block);
     int64_t page = first / job.page_size, offset = first % job.page_size;
     for (int j = 0; j < count; ++j) {
-      at[j] = (table[page] * job.page_size + offset) * job.cell_bytes;
+      const int64_t slot = table[page] * job.page_size + offset, lane = slot % job.strip;
+      at[j] = (slot - lane) * job.cell_bytes + lane * (job.head_bytes / job.strip);
       if (++offset == job.page_size) ++page, offset = 0;
     }
   }
@@ -112,51 +113,72 @@ inline int64_t end_of_keys(const Job& job, const Item& item) {
 }
 
 // Asks for what a thread reads next, so that memory always has something to do: LEAD cells ahead of
-// where it is, in this item and in the next, as many cells in each step as the step uses up. In the
-// order of addresses, which the hardware continues.
+// where it is, in this item and in the next, as many lines in each step as the step uses up; many at once
+// would stop the thread until memory has taken them.
 class Ahead {
  public:
   void begin(const Job& job, const Item& item, const Item* next) {
     here_ = after_.item == &item ? after_ : Cursor(job, &item);
     after_ = Cursor(job, next);
+    now_ = &here_;
   }
   // A block that ends at `end` will be read in so many steps.
-  void expect(int64_t end, int steps) {
-    cells_ = (int)std::max<int64_t>(0, end + LEAD - here_.position - after_.position + after_.first);
-    asked_ = done_ = 0, steps_ = steps;
+  void expect(const Job& job, int64_t end, int steps) {
+    const int64_t cells = end + LEAD - here_.position - after_.position + after_.first;
+    const int groups = here_.item->group_end - here_.item->group;
+    left_ = std::max<int64_t>(0, cells) * 2 * groups * job.head_bytes / (64 * job.strip);
+    each_ = left_ * ONE / steps;
   }
-  void finish(const Job& job) { step(job, steps_); }
+  void finish(const Job& job) { ask(job, left_); }
   INLINE void step(const Job& job, int steps) {
-    done_ = std::min(done_ + steps, steps_);
-    for (const int until = cells_ * done_ / steps_; asked_ < until; ++asked_)
-      if (!here_.ask(job) && !after_.ask(job)) return;
+    credit_ += each_ * steps;
+    ask(job, std::min(credit_ / ONE, left_));
+    credit_ %= ONE;
   }
 
  private:
   static constexpr int64_t LEAD = 64;
+  static constexpr long ONE = 1024;
 
   struct Cursor {
     const Item* item = nullptr;
-    int64_t first = 0, position = 0, end = 0;
+    int64_t first = 0, position = 0, end = 0;  // of the strip that is being asked for
+    int part = -1;                             // of it: keys head by head, then values
+    const char *line = nullptr, *stop = nullptr;
 
     Cursor() = default;
     Cursor(const Job& job, const Item* of) : item(of) {
       if (of) first = position = first_key(job, *of), end = end_of_keys(job, *of);
     }
-    INLINE bool ask(const Job& job) {
-      if (position == end) return false;
+    // The next part; whether there is one.
+    bool advance(const Job& job) {
+      if (position >= end) return false;
+      const int groups = item->group_end - item->group;
+      if (++part == 2 * groups) {
+        position += job.strip, part = 0;
+        if (position >= end) return false;
+      }
       const int64_t page = job.tables[item->sequence * job.table_width + position / job.page_size];
-      const long slot = page * job.page_size + position % job.page_size, lane = slot % job.strip;
-      const long bytes = (item->group_end - item->group) * (job.head_bytes / job.strip);
-      const long at = (slot - lane) * job.cell_bytes + item->group * job.head_bytes + lane * bytes;
-      for (long i = 0; i < bytes; i += 64) __builtin_prefetch(job.keys + at + i, 0, 2);
-      for (long i = 0; i < bytes; i += 64) __builtin_prefetch(job.values + at + i, 0, 2);
-      ++position;
+      line = part < groups ? job.keys : job.values;
+      line += (page * job.page_size + position % job.page_size) * job.cell_bytes;
+      line += (item->group + part % groups) * job.head_bytes;
+      stop = line + job.head_bytes;
       return true;
     }
   };
-  Cursor here_, after_;
-  int cells_ = 0, asked_ = 0, done_ = 0, steps_ = 1;
+  bool advance(const Job& job) {
+    if (now_->advance(job)) return true;
+    now_ = &after_;
+    return after_.advance(job);
+  }
+  INLINE void ask(const Job& job, long lines) {
+    for (left_ -= lines; lines > 0; --lines, now_->line += 64) {
+      if (now_->line >= now_->stop && !advance(job)) break;
+      __builtin_prefetch(now_->line, 0, 2);
+    }
+  }
+  Cursor here_, after_, *now_ = &here_;
+  long left_ = 0, each_ = 0, credit_ = 0;
 };
 
 struct Unit {  // a few rows of one head, and the block that they meet
@@ -247,14 +269,15 @@ END_TARGET
 
 struct Isa {
   const char* name;
-  RunItem float32, bfloat16, bytes = nullptr;
+  RunItem float32, bfloat16, bytes = nullptr, strips = nullptr;  // strips: bfloat16 in those
 };
 const Isa ISAS[] = {
 #ifdef X86
     {"amx", amx::run_item<amx::Float32<float>>, amx::run_item<amx::Tiles>,
      amx::run_item<amx::Bytes>},
     {"avx512_bf16", avx512_bf16::run_item<avx512_bf16::Float32<float>>,
-     avx512_bf16::run_item<avx512_bf16::Pairs>, avx512_bf16::run_item<avx512_bf16::Bytes>},
+     avx512_bf16::run_item<avx512_bf16::Pairs>, avx512_bf16::run_item<avx512_bf16::Bytes>,
+     avx512_bf16::run_item<avx512_bf16::Strips>},
     {"avx512", avx512::run_item<avx512::Float32<float>>,
      avx512::run_item<avx512::Float32<uint16_t>>},
     {"avx2", avx2::run_item<avx2::Float32<float>>, avx2::run_item<avx2::Float32<uint16_t>>},
@@ -309,7 +332,7 @@ struct Cut {  // the items of a step for one window
 
 struct Engine {
   RunItem run;
-  bool tiles;
+  bool tiles, strips;
   Parallel parallel;
   int H, G, D, element;
   long page_size;
@@ -467,13 +490,13 @@ struct Writing {
   const char *k, *v;
   char *keys, *values;
   const int64_t* slots;
-  int64_t num_tokens, num_heads, dim, k_bytes, v_bytes, cell_bytes, head_bytes;
+  int64_t num_tokens, num_heads, dim, k_bytes, v_bytes, cell_bytes, strip, head_bytes;
+  bool bytes;
   std::atomic<int64_t> next{0};
 };
 
-#ifdef X86
 // A thread takes whole strips: tokens that are neighbours in one share its lines.
-void write_strips(void* data) {
+void write_cells(void* data) {
   Writing& w = *(Writing*)data;
   constexpr int64_t MANY = 32;
   const auto begin_of_strip = [&](int64_t t) {
@@ -484,32 +507,25 @@ void write_strips(void* data) {
   for (int64_t t; (t = w.next.fetch_add(MANY)) < w.num_tokens;) {
     const int64_t end = begin_of_strip(t + MANY);
     for (t = begin_of_strip(t); t < end; ++t) {
-      const uint16_t *k = (const uint16_t*)(w.k + t * w.k_bytes), *v = (const uint16_t*)(w.v + t * w.v_bytes);
+      const char *k = w.k + t * w.k_bytes, *v = w.v + t * w.v_bytes;
       if (w.rotation) {
-        turn_heads(*w.rotation, k, turned.data(), w.num_heads, t, 1);
-        k = turned.data();
+        turn_heads(*w.rotation, (const uint16_t*)k, turned.data(), w.num_heads, t, 1);
+        k = (const char*)turned.data();
       }
-      const int64_t lane = w.slots[t] % STRIP, at = (w.slots[t] - lane) * w.cell_bytes;
+      const int64_t lane = w.slots[t] % w.strip, at = (w.slots[t] - lane) * w.cell_bytes;
+      if (w.strip == 1) {
+        std::memcpy(w.keys + at, k, w.cell_bytes);
+        std::memcpy(w.values + at, v, w.cell_bytes);
+        continue;
+      }
+#ifdef X86
+      const auto put = w.bytes ? avx512_bf16::write_bytes : avx512_bf16::Strips::write;
       for (int64_t head = 0; head < w.num_heads; ++head)
-        avx512_bf16::write_bytes(k + head * w.dim, v + head * w.dim, w.keys + at + head * w.head_bytes,
-                         w.values + at + head * w.head_bytes, (int)lane, (int)w.dim);
+        put((const uint16_t*)k + head * w.dim, (const uint16_t*)v + head * w.dim, w.keys + at + head * w.head_bytes,
+            w.values + at + head * w.head_bytes, (int)lane, (int)w.dim);
+#endif
     }
   }
-}
-#endif
-
-void write_cells(void* data) {
-  Writing& w = *(Writing*)data;
-  constexpr int64_t MANY = 16;
-  for (int64_t t; (t = w.next.fetch_add(MANY)) < w.num_tokens;)
-    for (const int64_t end = std::min(t + MANY, w.num_tokens); t < end; ++t) {
-      const char* k = w.k + t * w.k_bytes;
-      char* key = w.keys + w.slots[t] * w.cell_bytes;
-      if (w.rotation)
-        turn_heads(*w.rotation, (const uint16_t*)k, (uint16_t*)key, w.num_heads, t, 1);
-      else std::memcpy(key, k, w.cell_bytes);
-      std::memcpy(w.values + w.slots[t] * w.cell_bytes, w.v + t * w.v_bytes, w.cell_bytes);
-    }
 }
 
 struct Reading {
@@ -561,10 +577,11 @@ void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_s
                           float scale, const int64_t* windows, int num_windows, void* parallel) {
   for (const Isa& isa : ISAS)
     if (!std::strcmp(isa.name, isa_name) && runs_here(isa)) {
-      const RunItem run = element == 1 ? isa.bytes : element == 2 ? isa.bfloat16 : isa.float32;
+      const bool strips = element == 1 || (element == 2 && isa.strips && D % 16 == 0 && page_size % STRIP == 0);
+      const RunItem run = element == 1 ? isa.bytes : strips ? isa.strips : element == 2 ? isa.bfloat16 : isa.float32;
       const bool tiles = element < 4 && !std::strcmp(isa_name, "amx");
       if (run)
-        return new Engine{run, tiles, (Parallel)parallel, H, G, D, element, page_size,
+        return new Engine{run, tiles, strips, (Parallel)parallel, H, G, D, element, page_size,
                           scale * 1.4426950408889634f, {windows, windows + num_windows}};
     }
   return nullptr;
@@ -604,16 +621,12 @@ void infer_attention_attend(void* engine, int window, void* keys, void* values, 
   const Rotation* turned = cos ? &rotation : nullptr;
   Cut& cut = e.cuts[window];
   const bool bytes = e.element == 1;
-  const long element = bytes ? 2 : e.element, strip = bytes ? STRIP : 1;
-  const long head_bytes = bytes ? strip * (e.D + 4L) : (long)e.D * element;
+  const long element = bytes ? 2 : e.element, strip = e.strips ? STRIP : 1;
+  const long head_bytes = strip * (bytes ? e.D + 4L : e.D * element);
   const long cell_bytes = e.G * head_bytes / strip;
-  Writing writing{turned, (const char*)k, (const char*)v, (char*)keys, (char*)values, e.slots,
-                  e.num_tokens, e.G, e.D, k_stride * element, v_stride * element, cell_bytes, head_bytes};
-  auto write = write_cells;
-#ifdef X86
-  if (bytes) write = write_strips;
-#endif
-  run_threads(e.parallel, write, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
+  Writing writing{turned, (const char*)k, (const char*)v, (char*)keys, (char*)values, e.slots, e.num_tokens,
+                  e.G, e.D, k_stride * element, v_stride * element, cell_bytes, strip, head_bytes, bytes};
+  run_threads(e.parallel, write_cells, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
   Job job{};
   job.keys = (const char*)keys;
   job.values = (const char*)values;

@@ -106,9 +106,9 @@ struct Digits {
 // What both ways share.
 template <class Products>
 struct WholeNumbers : Products {
-  static constexpr bool BYTES = true;
+  static constexpr bool BYTES = true, DIRECT = true;
   static int key_words(int d) { return (d + 64) / 4; }
-  static bool takes_raw(const Job&, int) { return false; }
+  static int unit_steps(const Job& job, int n) { return n / 32 + job.D / 32; }
   static bool takes_raw_keys(const Job&, int) { return false; }
 
   INLINE static const char* strip(const Cells& cells, const char* heads, int key) {

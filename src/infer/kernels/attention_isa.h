@@ -32,7 +32,7 @@ INLINE void weigh_row(float* scores, int n, float scale, float greatest, float a
 // Packs one head of a block.
 template <class M>
 INLINE void pack_block(const Job& job, int group, int n, bool with_keys, Buffers& at, Ahead& ahead) {
-  if constexpr (M::BYTES) {
+  if constexpr (M::DIRECT) {
     for (int key = 0; key < n; key += 16) {
       M::copy_values(job, at.cells, job.values + group * job.head_bytes, key, at.values, at.keys);
       ahead.step(job, 1);
@@ -102,36 +102,16 @@ INLINE void soften_rows(const Job& job, const Item& item, const Unit& unit, Buff
   }
 }
 
-#if LEVEL == 3
-// One block of keys for a few rows, from the cells as they lie.
-inline void attend_raw(const Job& job, const Item& item, const Unit& unit, int group, Buffers& at, Ahead& ahead,
-                       float* alpha) {
-  constexpr decltype(&Pairs::raw_scores<1>) SCORES[] = {Pairs::raw_scores<1>, Pairs::raw_scores<2>,
-                                                        Pairs::raw_scores<3>, Pairs::raw_scores<4>};
-  constexpr decltype(&Pairs::raw_mix<1>) MIX[] = {Pairs::raw_mix<1>, Pairs::raw_mix<2>, Pairs::raw_mix<3>,
-                                                  Pairs::raw_mix<4>};
-  const char* cells[BLOCK];
-  const long offset = group * job.head_bytes;
-  at.cells.point(job.keys + offset, unit.keys, cells);
-  SCORES[unit.count - 1](job, unit.queries, cells, unit.keys, at.scores, ahead);
-  soften_rows<Pairs>(job, item, unit, at, alpha);
-  at.cells.point(job.values + offset, unit.keys, cells);
-  MIX[unit.count - 1](job, (const uint32_t*)at.scores, cells, unit.keys, unit.state, alpha, ahead);
-}
-#endif
-
 // One block of keys for all rows of an item.
 template <class M>
 void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, int64_t first, int n,
                   int words, int padded_rows, float* state) {
   const int rows = item.tokens * job.rep, groups = item.group_end - item.group;
-  const bool raw_keys = M::takes_raw_keys(job, rows), raw = M::takes_raw(job, rows);
-  const int each = n / 16;  // steps of packing a head's values, and of one unit
+  const bool raw_keys = M::takes_raw_keys(job, rows);
   const int units = (rows + UNIT - 1) / UNIT;
-  const int unit_steps = M::BYTES ? n / 32 + job.D / 32 : each;
-  ahead.expect(first + n, groups * (each + units * unit_steps));
+  ahead.expect(job, first + n, groups * (n / 16 + units * M::unit_steps(job, n)));
   for (int g = 0; g < groups; ++g) {
-    if (!raw) pack_block<M>(job, item.group + g, n, !raw_keys, at, ahead);
+    pack_block<M>(job, item.group + g, n, !raw_keys, at, ahead);
     for (int r = 0; r < rows; r += UNIT) {
       const int count = std::min(UNIT, rows - r);
       const int64_t low = item.position + r / job.rep;
@@ -143,18 +123,12 @@ void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, i
                       head + (long)padded_rows * job.state_words + r, first, rows, r, count,
                       high - first + 1 < n ? round_up((int)(high - first + 1), 32) : n};
       float alpha[UNIT];
-      if constexpr (M::BYTES) {
+      if constexpr (M::DIRECT) {
         M::scores(job, unit, at.cells, job.keys + (item.group + g) * job.head_bytes, at.scores, ahead);
         soften_rows<M>(job, item, unit, at, alpha);
         M::mix(job, unit, at, job.values + (item.group + g) * job.head_bytes, alpha, ahead);
       } else {
-#if LEVEL == 3
-        if constexpr (std::is_same_v<M, Pairs>)
-          if (raw) {
-            attend_raw(job, item, unit, item.group + g, at, ahead, alpha);
-            continue;
-          }
-#elif LEVEL == 4
+#if LEVEL == 4
         if constexpr (std::is_same_v<M, Tiles>)
           if (raw_keys)
             M::raw_scores(job, count, unit.queries, job.keys + (item.group + g) * job.head_bytes,
@@ -165,7 +139,7 @@ void attend_block(const Job& job, const Item& item, Buffers& at, Ahead& ahead, i
         soften_rows<M>(job, item, unit, at, alpha);
         M::mix(count, (const uint32_t*)at.scores, job.block, unit.keys, at.values, job.padded,
                unit.state, job.state_words, alpha);
-        if (!raw_keys) ahead.step(job, each);
+        if (!raw_keys) ahead.step(job, M::unit_steps(job, n));
       }
     }
   }

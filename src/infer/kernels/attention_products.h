@@ -212,10 +212,10 @@ INLINE void product(int rows, const uint32_t* a, long lda, int k, const uint32_t
 template <class T>
 struct Float32 {
   using Storage = T;
-  static constexpr bool EXACT = sizeof(T) == 4, BYTES = false;
+  static constexpr bool EXACT = sizeof(T) == 4, BYTES = false, DIRECT = false;
   static int key_words(int d) { return d; }
   static int prob_words(int keys) { return keys; }
-  static bool takes_raw(const Job&, int) { return false; }
+  static int unit_steps(const Job&, int n) { return n / 16; }
   static bool takes_raw_keys(const Job&, int) { return false; }
   static void begin(int) {}
   INLINE static vf mac(vf a, vf b, vf c) { return fma(a, b, c); }
@@ -277,12 +277,10 @@ struct Float32 {
 // Multiplies pairs of bfloat16 (also P, like the keys' neighbour), sums in float32.
 struct Pairs {
   using Storage = uint16_t;
-  static constexpr bool EXACT = false, BYTES = false;
+  static constexpr bool EXACT = false, BYTES = false, DIRECT = false;
   static int key_words(int d) { return (d + 31) / 32 * 16; }
   static int prob_words(int keys) { return keys / 2; }
-  // Few rows multiply keys and values as they come into registers: storing them packed would cost
-  // more than the products. The same sums in the same order.
-  static bool takes_raw(const Job& job, int rows) { return rows <= ROWS && job.D % 64 == 0; }
+  static int unit_steps(const Job&, int n) { return n / 16; }
   static bool takes_raw_keys(const Job&, int) { return false; }
   static void begin(int) {}
   INLINE static vf mac(vf a, vf b, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b); }
@@ -327,61 +325,6 @@ struct Pairs {
                   int padded, float* out, long ldo, const float* alpha) {
     product<Pairs, true>(rows, probs, block, n / 2, values, padded, out, ldo, padded, alpha);
   }
-  template <int R>
-  static void raw_scores(const Job& job, const uint32_t* q, const char* const* keys, int n, float* out,
-                         Ahead& ahead) {
-    const int words = job.D / 2;
-    for (int key = 0; key < n; key += W) {
-      vf sum[R];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) sum[r] = set1(0.f);
-      for (int i = 0; i < words; i += 4) {
-        vf each[4];
-        columns(keys + key, 4 * i, each);
-#pragma GCC unroll 4
-        for (int w = 0; w < 4; ++w)
-#pragma GCC unroll 4
-          for (int r = 0; r < R; ++r) sum[r] = mac(word(q + r * words + i + w), each[w], sum[r]);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) store(out + r * job.block + key, sum[r]);
-      ahead.step(job, 1);
-    }
-  }
-  template <int R>
-  static void raw_mix(const Job& job, const uint32_t* probs, const char* const* values, int n, float* out,
-                      const float* alpha, Ahead& ahead) {
-    for (long i = 0; i < job.D; i += 64) {
-      vf sum[R][4];
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c)
-          sum[r][c] = load(out + r * job.state_words + i + c * W) * set1(alpha[r]);
-      const uint32_t* weights = probs;
-      for (int key = 0; key < n; key += 2, ++weights) {
-        vf each[4];
-        const char *one = values[key] + 2 * i, *other = values[key + 1] + 2 * i;
-#pragma GCC unroll 2
-        for (int c = 0; c < 2; ++c) {
-          const __m512i a = (__m512i)bits(one + 64 * c), b = (__m512i)bits(other + 64 * c);
-          each[2 * c] = (vf)_mm512_unpacklo_epi16(a, b);
-          each[2 * c + 1] = (vf)_mm512_unpackhi_epi16(a, b);
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const vf row = word(weights + r * job.block);
-#pragma GCC unroll 4
-          for (int c = 0; c < 4; ++c) sum[r][c] = mac(row, each[c], sum[r][c]);
-        }
-        if (i == 0 && key % 16 == 14) ahead.step(job, 1);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c) store(out + r * job.state_words + i + c * W, sum[r][c]);
-    }
-  }
   static void natural_order(float* row, int padded) {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
@@ -394,11 +337,142 @@ struct Pairs {
 };
 #endif
 
+#if LEVEL == 3
+// The same sums in the same order, from cells that lie as the products want them, in strips of 16. Of a
+// strip's head: keys are a line for each 2 dims, of all 16 keys; values 2 keys of 16 dims to a line, first
+// all dims of the first 2 keys. So nothing is packed, and a thread reads its cells in order.
+struct Strips : Pairs {
+  static constexpr bool DIRECT = true;
+  static int unit_steps(const Job& job, int n) { return n * job.D / 64; }  // of 256 bytes
+
+  static void write(const uint16_t* k, const uint16_t* v, char* keys, char* values, int lane, int d) {
+    values += lane / 2 * d * 4;
+    const __mmask32 own = lane % 2 ? 0xaaaaaaaa : 0x55555555;
+    for (long i = 0; i < d / 2; ++i) __builtin_memcpy(keys + i * 64 + lane * 4, k + 2 * i, 4);
+    for (long i = 0; i < d; i += 16) {
+      const __m512i dims = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(v + i)));
+      _mm512_mask_storeu_epi16(values + i * 4, own, _mm512_or_si512(dims, _mm512_slli_epi32(dims, 16)));
+    }
+  }
+  static void copy_values(const Job&, const Cells&, const char*, int, uint32_t*, uint32_t*) {}
+
+  template <int R, int C>
+  static void some_scores(const Job& job, const uint32_t* q, const char* const* strips, float* out,
+                          Ahead* ahead) {
+    const long words = key_words(job.D);  // of a query, which may end with zeros
+    vf sum[R][C];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sum[r][c] = set1(0.f);
+    for (long i = 0; i < job.D / 2; i += 4) {
+#pragma GCC unroll 4
+      for (long w = i; w < i + 4; ++w) {
+        vf keys[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) keys[c] = bits(strips[c] + w * 64);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const vf row = word(q + r * words + w);
+#pragma GCC unroll 4
+          for (int c = 0; c < C; ++c) sum[r][c] = mac(row, keys[c], sum[r][c]);
+        }
+      }
+      if (ahead) ahead->step(job, C);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) store(out + r * job.block + c * W, sum[r][c]);
+  }
+  template <int C>
+  INLINE static void unit_scores(const Job& job, const Unit& unit, const char* const* strips, float* out,
+                                 Ahead* ahead) {
+    constexpr decltype(&some_scores<1, C>) KINDS[] = {some_scores<1, C>, some_scores<2, C>, some_scores<3, C>,
+                                                      some_scores<4, C>};
+    for (int r = 0; r < unit.count; r += ROWS)
+      KINDS[std::min(ROWS, unit.count - r) - 1](job, unit.queries + r * key_words(job.D), strips,
+                                                out + r * job.block, ahead);
+  }
+  static void scores(const Job& job, const Unit& unit, const Cells& cells, const char* heads, float* out,
+                     Ahead& ahead) {
+    const char* strips[BLOCK / STRIP];
+    list(cells, heads, unit.keys, strips);
+    Ahead* often = unit.count > ROWS ? nullptr : &ahead;
+    if (unit.keys == 64) unit_scores<4>(job, unit, strips, out, often);
+    else unit_scores<2>(job, unit, strips, out, often);
+    if (!often) ahead.step(job, unit_steps(job, unit.keys) / 2);
+  }
+
+  // Some rows × C · 16 dims. `count`: cells that are there; what lies behind them may be anything.
+  template <int R, int C>
+  static void some_mix(const Job& job, const uint32_t* probs, const char* const* strips, int count, long dim,
+                       float* out, const float* alpha, Ahead* ahead) {
+    vf sum[R][C];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sum[r][c] = load(out + r * job.state_words + dim + c * W) * set1(alpha[r]);
+    const auto add = [&](const char* from, const uint32_t* weights, bool half) INLINE_LAMBDA {
+      vf values[C];
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) {
+        values[c] = bits(from + c * 64);
+        if (half) values[c] = (vf)_mm512_and_si512((__m512i)values[c], _mm512_set1_epi32(0xffff));
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const vf row = word(weights + r * job.block);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) sum[r][c] = mac(row, values[c], sum[r][c]);
+      }
+    };
+    const long stride = job.D * 4L;
+    for (int key = 0; key < count; key += STRIP) {
+      const char* from = strips[key / STRIP] + dim * 4;
+      const int here = std::min(STRIP, count - key);
+      for (int i = 0; i < here / 2; ++i, from += stride, ++probs) add(from, probs, false);
+      if (here % 2) add(from, probs, true);
+      if (ahead) ahead->step(job, 2 * C);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) store(out + r * job.state_words + dim + c * W, sum[r][c]);
+  }
+  template <int C>
+  INLINE static long unit_mix(const Job& job, const Unit& unit, const Buffers& at, const char* const* strips,
+                              long dim, const float* alpha, Ahead* ahead) {
+    constexpr decltype(&some_mix<1, C>) KINDS[] = {some_mix<1, C>, some_mix<2, C>, some_mix<3, C>, some_mix<4, C>};
+    const int count = std::min(unit.keys, at.cells.count);
+    for (; dim + C * W <= job.D; dim += C * W)
+      for (int r = 0; r < unit.count; r += ROWS)
+        KINDS[std::min(ROWS, unit.count - r) - 1](job, (const uint32_t*)at.scores + r * job.block, strips, count,
+                                                  dim, unit.state + r * job.state_words, alpha + r, ahead);
+    return dim;
+  }
+  static void mix(const Job& job, const Unit& unit, const Buffers& at, const char* heads, const float* alpha,
+                  Ahead& ahead) {
+    const char* strips[BLOCK / STRIP];
+    list(at.cells, heads, unit.keys, strips);
+    Ahead* often = unit.count > ROWS ? nullptr : &ahead;
+    unit_mix<1>(job, unit, at, strips, unit_mix<4>(job, unit, at, strips, 0, alpha, often), alpha, often);
+    if (!often) ahead.step(job, unit_steps(job, unit.keys) / 2);
+  }
+  static void natural_order(float*, int) {}
+
+ private:
+  INLINE static void list(const Cells& cells, const char* heads, int n, const char** strips) {
+    for (int key = 0; key < n; key += STRIP)
+      strips[key / STRIP] = key < cells.count ? heads + cells.at[key] : ZEROS;
+  }
+};
+#endif
+
 #if LEVEL >= 4
 // The same layouts through the tile unit, for decode and prefill alike (its order of summation is
 // not that of vdpbf16ps). Tiles 0–3 collect, 4 holds rows of A, 5 a piece of B.
 struct Tiles : Pairs {
-  static bool takes_raw(const Job&, int) { return false; }
 
   // Keys of a cell's head that are the rows of a tile as they lie there need no packing; it is the
   // queries, few, that are turned. Products and sums are the same ones in the same order.

@@ -25,6 +25,7 @@
 #endif
 
 #define INLINE inline __attribute__((always_inline))
+#define INLINE_LAMBDA __attribute__((always_inline))
 #define FENCE() __asm__ volatile("" ::: "memory")
 
 #if defined(__clang__)
