@@ -53,7 +53,8 @@ class NativeBackend:
         windows: Sequence[int | None] = (),
     ) -> None:
         """`keys`, `values`: per layer [pages, page_size, G, D], shared with the storage; in int8
-        [pages, page_size, G, D + 4], in the kernel's own order, for queries in bfloat16.
+        [pages, page_size, G, D + 4], for queries in bfloat16. What lies where in a page is the
+        code path's own affair.
 
         `windows`: per layer how many positions, itself included, a query sees; None = all.
         `ValueError` with the reason if the kernel cannot be used.

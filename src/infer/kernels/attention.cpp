@@ -1,7 +1,8 @@
 // Causal attention over a paged cache, for CPUs: plain C functions, loaded by ctypes (native.py).
 //
 // Shape letters: T tokens in the step, B sequences, H query heads, G key/value heads, D head size.
-// A cache is [pages, page_size, G, D]; queries and outputs are [T, H, D].
+// A cache is [pages, page_size, G, D], or strips of 16 cells in the order of the products (`Strips`, `Bytes`);
+// queries and outputs are [T, H, D].
 //
 // plan() cuts a step into items: some query tokens of one sequence × some key/value heads, with a
 // few whole segments of 512 keys if one sequence must feed several threads. attend() writes the
@@ -143,33 +144,34 @@ class Ahead {
   struct Cursor {
     const Item* item = nullptr;
     int64_t first = 0, position = 0, end = 0;  // of the strip that is being asked for
-    int part = -1;                             // of it: keys head by head, then values
+    bool with_values = false;                  // its keys have been asked for
     const char *line = nullptr, *stop = nullptr;
 
     Cursor() = default;
     Cursor(const Job& job, const Item* of) : item(of) {
-      if (of) first = position = first_key(job, *of), end = end_of_keys(job, *of);
+      if (!of) return;
+      first = position = first_key(job, *of), end = end_of_keys(job, *of);
+      if (position < end) point(job, job.keys);
     }
-    // The next part; whether there is one.
+    void point(const Job& job, const char* cache) {
+      const int64_t page = job.tables[item->sequence * job.table_width + position / job.page_size];
+      line = cache + (page * job.page_size + position % job.page_size) * job.cell_bytes;
+      line += item->group * job.head_bytes;
+      stop = line + (item->group_end - item->group) * job.head_bytes;
+    }
+    // Keys, then values of all heads; whether there are more.
     bool advance(const Job& job) {
       if (position >= end) return false;
-      const int groups = item->group_end - item->group;
-      if (++part == 2 * groups) {
-        position += job.strip, part = 0;
-        if (position >= end) return false;
-      }
-      const int64_t page = job.tables[item->sequence * job.table_width + position / job.page_size];
-      line = part < groups ? job.keys : job.values;
-      line += (page * job.page_size + position % job.page_size) * job.cell_bytes;
-      line += (item->group + part % groups) * job.head_bytes;
-      stop = line + job.head_bytes;
+      with_values = !with_values;
+      if (!with_values && (position += job.strip) >= end) return false;
+      point(job, with_values ? job.values : job.keys);
       return true;
     }
   };
   bool advance(const Job& job) {
     if (now_->advance(job)) return true;
     now_ = &after_;
-    return after_.advance(job);
+    return after_.line < after_.stop || after_.advance(job);
   }
   INLINE void ask(const Job& job, long lines) {
     for (left_ -= lines; lines > 0; --lines, now_->line += 64) {
