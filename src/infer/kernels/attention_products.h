@@ -1,6 +1,6 @@
 // Vectors, exp2 and the two products of attention, for one instruction set; attention_isa.h includes it.
 //
-// Float32, Pairs and Tiles are ways to multiply: how a block's K and V are packed, scores = Q·K, and
+// Float32, Pairs, Strips and Tiles are ways to multiply: how a block's K and V are packed, scores = Q·K, and
 // out += P·V. Each sums in one fixed order.
 
 #if LEVEL >= 2
