@@ -100,9 +100,13 @@ struct Cells {
       if (++offset == job.page_size) ++page, offset = 0;
     }
   }
-  // One head's rows of the block in a cache.
-  void point(const char* cache, int n, const char** rows) const {
-    for (int j = 0; j < n; ++j) rows[j] = j < count ? cache + at[j] : ZEROS;
+  // One head's row in a cache, or the strip that begins with it.
+  const char* row(const char* heads, int key) const { return key < count ? heads + at[key] : ZEROS; }
+  void point(const char* heads, int n, const char** rows) const {
+    for (int j = 0; j < n; ++j) rows[j] = row(heads, j);
+  }
+  void point_strips(const char* heads, int n, const char** strips) const {
+    for (int j = 0; j < n; j += STRIP) strips[j / STRIP] = row(heads, j);
   }
 };
 
@@ -293,8 +297,7 @@ bool runs_here(const Isa& isa) {
 #ifdef X86
   __builtin_cpu_init();
   const std::string_view name = isa.name;
-  const bool has512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool has512 = has_avx512();
   if (name == "amx") return has512 && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
   if (name == "avx512_bf16")
     return has512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");

@@ -111,9 +111,6 @@ struct WholeNumbers : Products {
   static int unit_steps(const Job& job, int n) { return n / 32 + job.D / 32; }
   static bool takes_raw_keys(const Job&, int) { return false; }
 
-  INLINE static const char* strip(const Cells& cells, const char* heads, int key) {
-    return key < cells.count ? heads + cells.at[key] : ZEROS;
-  }
   // Of a strip's values.
   INLINE static void read_scales(const Job& job, const Cells& cells, const char* strip, int key, Digits& at) {
     // Behind the end there may be anything, and 0 · NaN is NaN.
@@ -202,12 +199,12 @@ struct Bytes : WholeNumbers<Tiles> {
   // first those of the strips' first 4 keys.
   static void copy_values(const Job& job, const Cells& cells, const char* heads, int key, uint32_t* tiles,
                           uint32_t* digits) {
-    const char* from = strip(cells, heads, key);
+    const char* from = cells.row(heads, key);
     char* to = (char*)tiles + key / 64 * 64 * job.D + key % 64 / 16 * 64;
     for (int i = 0; i < job.D; i += 16, from += 256, to += 1024)
 #pragma GCC unroll 4
       for (int line = 0; line < 4; ++line) store((float*)(to + line * 256), bits(from + line * 64));
-    read_scales(job, cells, strip(cells, heads, key), key, *(Digits*)digits);
+    read_scales(job, cells, cells.row(heads, key), key, *(Digits*)digits);
   }
   static void scores(const Job& job, const Unit& unit, const Cells& cells, const char* heads, float* out,
                      Ahead& ahead) {
@@ -215,7 +212,7 @@ struct Bytes : WholeNumbers<Tiles> {
     alignas(64) int32_t sums[BLOCK / 16][16][16];
     FENCE();
     for (int key = 0; key < unit.keys; key += 32) {
-      const char *one = strip(cells, heads, key), *other = strip(cells, heads, key + 16);
+      const char *one = cells.row(heads, key), *other = cells.row(heads, key + 16);
       _tile_zero(1);
       _tile_zero(3);
       for (int d = 0; d < job.D; d += 64) {
@@ -231,7 +228,7 @@ struct Bytes : WholeNumbers<Tiles> {
     }
     FENCE();
     for (int key = 0; key < unit.keys; key += 16) {
-      const vf scales = bits(strip(cells, heads, key) + job.D * 16);
+      const vf scales = bits(cells.row(heads, key) + job.D * 16);
       for (int r = 0; r < unit.count; ++r)
         store(out + r * job.block + key,
               _mm512_cvtepi32_ps(_mm512_load_si512(sums[key / 16][r])) * scales);
@@ -304,7 +301,7 @@ struct Bytes : WholeNumbers<Pairs> {
   }
   static void copy_values(const Job& job, const Cells& cells, const char* heads, int key, uint32_t*,
                           uint32_t* digits) {
-    read_scales(job, cells, strip(cells, heads, key), key, *(Digits*)digits);
+    read_scales(job, cells, cells.row(heads, key), key, *(Digits*)digits);
   }
   static constexpr int SCORED = 8, MIXED = 6;  // rows whose sums are in registers, of 32 keys or dims
   template <int R>
@@ -313,7 +310,7 @@ struct Bytes : WholeNumbers<Pairs> {
     const int words = key_words(job.D);
     const uint32_t* queries = unit.queries + row * words;
     for (int key = 0; key < unit.keys; key += 32) {
-      const char* strips[2] = {strip(cells, heads, key), strip(cells, heads, key + 16)};
+      const char* strips[2] = {cells.row(heads, key), cells.row(heads, key + 16)};
       __m512i sums[R][2], too_much[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
@@ -385,7 +382,7 @@ struct Bytes : WholeNumbers<Pairs> {
     constexpr decltype(&some_mix<1>) KINDS[MIXED] = {some_mix<1>, some_mix<2>, some_mix<3>,
                                                      some_mix<4>, some_mix<5>, some_mix<6>};
     const char* strips[BLOCK / 16];
-    for (int key = 0; key < unit.keys; key += 16) strips[key / 16] = strip(at.cells, heads, key);
+    at.cells.point_strips(heads, unit.keys, strips);
     for (int row = 0; row < unit.count; row += MIXED)
       KINDS[std::min(MIXED, unit.count - row) - 1](job, unit, row, strips, *(const Digits*)at.keys, alpha);
     ahead.step(job, job.D / 32);

@@ -397,7 +397,7 @@ struct Strips : Pairs {
   static void scores(const Job& job, const Unit& unit, const Cells& cells, const char* heads, float* out,
                      Ahead& ahead) {
     const char* strips[BLOCK / STRIP];
-    list(cells, heads, unit.keys, strips);
+    cells.point_strips(heads, unit.keys, strips);
     Ahead* often = unit.count > ROWS ? nullptr : &ahead;
     if (unit.keys == 64) unit_scores<4>(job, unit, strips, out, often);
     else unit_scores<2>(job, unit, strips, out, often);
@@ -413,7 +413,7 @@ struct Strips : Pairs {
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sum[r][c] = load(out + r * job.state_words + dim + c * W) * set1(alpha[r]);
-    const auto add = [&](const char* from, const uint32_t* weights, bool half) INLINE_LAMBDA {
+    const auto add = [&](const char* from, const uint32_t* weights, bool half) ALWAYS_INLINE {
       vf values[C];
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) {
@@ -454,18 +454,12 @@ struct Strips : Pairs {
   static void mix(const Job& job, const Unit& unit, const Buffers& at, const char* heads, const float* alpha,
                   Ahead& ahead) {
     const char* strips[BLOCK / STRIP];
-    list(at.cells, heads, unit.keys, strips);
+    at.cells.point_strips(heads, unit.keys, strips);
     Ahead* often = unit.count > ROWS ? nullptr : &ahead;
     unit_mix<1>(job, unit, at, strips, unit_mix<4>(job, unit, at, strips, 0, alpha, often), alpha, often);
     if (!often) ahead.step(job, unit_steps(job, unit.keys) / 2);
   }
   static void natural_order(float*, int) {}
-
- private:
-  INLINE static void list(const Cells& cells, const char* heads, int n, const char** strips) {
-    for (int key = 0; key < n; key += STRIP)
-      strips[key / STRIP] = key < cells.count ? heads + cells.at[key] : ZEROS;
-  }
 };
 #endif
 

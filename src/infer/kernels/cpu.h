@@ -24,8 +24,8 @@
 #endif
 #endif
 
-#define INLINE inline __attribute__((always_inline))
-#define INLINE_LAMBDA __attribute__((always_inline))
+#define ALWAYS_INLINE __attribute__((always_inline))
+#define INLINE inline ALWAYS_INLINE
 #define FENCE() __asm__ volatile("" ::: "memory")
 
 #if defined(__clang__)
@@ -91,6 +91,12 @@ struct TileConfig {  // all zero: the tiles are not in use
 };
 
 #ifdef X86
+[[maybe_unused]] inline bool has_avx512() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
 [[maybe_unused]] bool may_use_tiles() {  // Linux gives the tiles' memory to processes that ask
 #if defined(__linux__)
   unsigned a = 7, b, c = 0, d;

@@ -83,8 +83,7 @@ END_TARGET
 
 decltype(&portable::draw) fastest() {
 #ifdef X86
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq")) return avx512::draw;
+  if (has_avx512()) return avx512::draw;
   if (__builtin_cpu_supports("avx2")) return avx2::draw;
 #endif
   return portable::draw;

@@ -33,7 +33,7 @@ INLINE void pass(const float* from, float* to, long n, double* sums, Weight weig
     }
     double sum = 0;
     for (int i = 0; i < LANES; ++i) sum += lanes[i];
-    *sums++ = sum;
+    *sums++ = (float)sum;  // no finer than the weights: what they sum to, up to their rounding
   }
 }
 

@@ -680,10 +680,8 @@ extern "C" {
 
 // Whether it does with tiles, or with vectors.
 int infer_linear_runs_here(int amx) {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("avx512vnni") && (!amx || may_use_tiles());
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+         (!amx || may_use_tiles());
 }
 
 long infer_linear_packed_bytes(long N, long K, int bits, int gate) {

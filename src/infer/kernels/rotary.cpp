@@ -38,9 +38,7 @@ END_TARGET
 
 decltype(&turn_heads) fastest() {
 #ifdef X86
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
-    return avx512::turn_heads;
+  if (has_avx512()) return avx512::turn_heads;
   if (__builtin_cpu_supports("avx2")) return avx2::turn_heads;
 #endif
   return portable::turn_heads;
