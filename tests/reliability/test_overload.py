@@ -325,9 +325,13 @@ async def exhausted(server: Served) -> dict[str, Any]:
 
 
 def test_a_cache_that_is_too_small_for_ever(tmp_path: Path) -> None:
-    """A pool of four of the longest requests, eight seats; one that fits no pool is refused."""
-    arguments = hash_server(num_pages=400, max_batch_size=8, max_seq_len=4096)
+    """A pool of two of the longest requests, eight seats; one that fits no pool is refused.
+
+    A step lasts as long on every machine, so those seated meet in the pool however slowly the
+    requests arrive: without that a fast engine was through with one before the next had come.
+    """
+    arguments = hash_server(num_pages=200, max_batch_size=8, max_seq_len=4096, step_s=0.0005)
     with served(arguments, tmp_path / "log") as server:
         counted = asyncio.run(exhausted(server))
-    load = "8 seats, a pool for 4 of the longest requests, hash model"
+    load = "8 seats, a pool for 2 of the longest requests, hash model"
     Findings().note(23, "KV cache exhausted for ever", load, **counted)
