@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from infer.attention.layout import AttentionBackend, BatchLayout
@@ -34,9 +33,8 @@ PREFILL = [(LLAMA, 1, 1024), (LLAMA, 8, 128), (QWEN, 1, 1024)]
 
 
 def random_cache(shape: tuple[int, ...]) -> torch.Tensor:
-    """Memory from numpy, like the engine's storage: it asks for huge pages."""
-    memory = torch.from_numpy(np.zeros(math.prod(shape) * 2, dtype=np.uint8))
-    return memory.view(torch.bfloat16).view(shape).normal_()
+    """Like the engine's storage."""
+    return native.page_aligned(math.prod(shape) * 2).view(torch.bfloat16).view(shape).normal_()
 
 
 class Case:

@@ -304,78 +304,79 @@ struct Bytes : WholeNumbers<Pairs> {
     read_scales(job, cells, cells.row(heads, key), key, *(Digits*)digits);
   }
   static constexpr int SCORED = 8, MIXED = 6;  // rows whose sums are in registers, of 32 keys or dims
+  // Of some rows, with 32 keys. Here and in `some_mix`: a call of its own, so what is added up stays in
+  // registers, whatever is asked for in between.
   template <int R>
-  static void some_scores(const Job& job, const Unit& unit, int row, const Cells& cells, const char* heads,
-                          float* out) {
+  NOINLINE static void some_scores(const Job& job, const uint32_t* queries, const char* const* strips, float* out) {
     const int words = key_words(job.D);
-    const uint32_t* queries = unit.queries + row * words;
-    for (int key = 0; key < unit.keys; key += 32) {
-      const char* strips[2] = {cells.row(heads, key), cells.row(heads, key + 16)};
-      __m512i sums[R][2], too_much[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+    __m512i sums[R][2], too_much[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
 #pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
-      for (int line = 0; line < job.D / 4; ++line) {
-        __m512i keys[2];
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; ++i) {
-          keys[i] = (__m512i)bits(strips[i] + 64 * line);
-          add_products(too_much[i], _mm512_set1_epi8((char)128), keys[i]);
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-          const __m512i four = (__m512i)word(queries + r * words + line);
-#pragma GCC unroll 2
-          for (int i = 0; i < 2; ++i) add_products(sums[r][i], four, keys[i]);
-        }
-      }
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_si512();
+    for (int line = 0; line < job.D / 4; ++line) {
+      __m512i keys[2];
 #pragma GCC unroll 2
       for (int i = 0; i < 2; ++i) {
-        const vf scales = bits(strips[i] + job.D * 16);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-          store(out + (row + r) * job.block + key + i * W,
-                _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][i], too_much[i])) * scales);
+        keys[i] = (__m512i)bits(strips[i] + 64 * line);
+        add_products(too_much[i], _mm512_set1_epi8((char)128), keys[i]);
       }
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const __m512i four = (__m512i)word(queries + r * words + line);
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) add_products(sums[r][i], four, keys[i]);
+      }
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const vf scales = bits(strips[i] + job.D * 16);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r)
+        store(out + r * job.block + i * W,
+              _mm512_cvtepi32_ps(_mm512_sub_epi32(sums[r][i], too_much[i])) * scales);
     }
   }
+  // Of some rows, for 32 dims from `dim` on.
   template <int R>
-  static void some_mix(const Job& job, const Unit& unit, int row, const char* const* strips, const Digits& digits,
-                       const float* alpha) {
-    for (int i = 0; i < job.D; i += 32) {
-      __m512i sums[R][2][2];  // columns; high and low digits
+  NOINLINE static void some_mix(const Job& job, const Unit& unit, int row, int dim, const char* const* strips,
+                                const Digits& digits, const float* alpha) {
+    __m512i sums[R][2][2];  // columns; high and low digits
 #pragma GCC unroll 6
-      for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) sums[r][j / 2][j % 2] = _mm512_setzero_si512();
-      for (int at = 0; at < unit.keys / 4; ++at) {  // 4 keys of a strip
-        const char* from = strips[at / 4] + i * 16 + at % 4 * 64;
-        const __m512i values[2] = {(__m512i)bits(from), (__m512i)bits(from + 256)};
-        const int place = at / 16 * 64 + (at % 4 * 4 + at / 4 % 4) * 4;
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-          for (int digit = 0; digit < 2; ++digit) {
-            const __m512i four = (__m512i)word((const uint32_t*)(digits.of[row + r][digit] + place));
-#pragma GCC unroll 2
-            for (int c = 0; c < 2; ++c) add_products(sums[r][c][digit], four, values[c]);
-          }
-      }
+      for (int j = 0; j < 4; ++j) sums[r][j / 2][j % 2] = _mm512_setzero_si512();
+    for (int at = 0; at < unit.keys / 4; ++at) {  // 4 keys of a strip
+      const char* from = strips[at / 4] + dim * 16 + at % 4 * 64;
+      const __m512i values[2] = {(__m512i)bits(from), (__m512i)bits(from + 256)};
+      const int place = at / 16 * 64 + (at % 4 * 4 + at / 4 % 4) * 4;
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-        for (int c = 0; c < 2; ++c)
-          add_digits(unit.state + (row + r) * job.state_words + i + c * W, sums[r][c][0], sums[r][c][1],
-                     set1(digits.units[row + r]), set1(alpha[row + r]));
+        for (int digit = 0; digit < 2; ++digit) {
+          const __m512i four = (__m512i)word((const uint32_t*)(digits.of[row + r][digit] + place));
+#pragma GCC unroll 2
+          for (int c = 0; c < 2; ++c) add_products(sums[r][c][digit], four, values[c]);
+        }
     }
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < 2; ++c)
+        add_digits(unit.state + (row + r) * job.state_words + dim + c * W, sums[r][c][0], sums[r][c][1],
+                   set1(digits.units[row + r]), set1(alpha[row + r]));
   }
   static void scores(const Job& job, const Unit& unit, const Cells& cells, const char* heads, float* out,
                      Ahead& ahead) {
     constexpr decltype(&some_scores<1>) KINDS[SCORED] = {
         some_scores<1>, some_scores<2>, some_scores<3>, some_scores<4>,
         some_scores<5>, some_scores<6>, some_scores<7>, some_scores<8>};
-    for (int row = 0; row < unit.count; row += SCORED)
-      KINDS[std::min(SCORED, unit.count - row) - 1](job, unit, row, cells, heads, out);
-    ahead.step(job, unit.keys / 32);
+    const char* strips[BLOCK / 16];
+    cells.point_strips(heads, unit.keys, strips);
+    for (int key = 0; key < unit.keys; key += 32) {
+      for (int row = 0; row < unit.count; row += SCORED)
+        KINDS[std::min(SCORED, unit.count - row) - 1](job, unit.queries + row * key_words(job.D),
+                                                      strips + key / 16, out + row * job.block + key);
+      ahead.step(job, 1);
+    }
   }
   static void mix(const Job& job, const Unit& unit, const Buffers& at, const char* heads, const float* alpha,
                   Ahead& ahead) {
@@ -383,9 +384,11 @@ struct Bytes : WholeNumbers<Pairs> {
                                                      some_mix<4>, some_mix<5>, some_mix<6>};
     const char* strips[BLOCK / 16];
     at.cells.point_strips(heads, unit.keys, strips);
-    for (int row = 0; row < unit.count; row += MIXED)
-      KINDS[std::min(MIXED, unit.count - row) - 1](job, unit, row, strips, *(const Digits*)at.keys, alpha);
-    ahead.step(job, job.D / 32);
+    for (int dim = 0; dim < job.D; dim += 32) {
+      for (int row = 0; row < unit.count; row += MIXED)
+        KINDS[std::min(MIXED, unit.count - row) - 1](job, unit, row, dim, strips, *(const Digits*)at.keys, alpha);
+      ahead.step(job, 1);
+    }
   }
 };
 #endif

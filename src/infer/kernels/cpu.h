@@ -26,6 +26,7 @@
 
 #define ALWAYS_INLINE __attribute__((always_inline))
 #define INLINE inline ALWAYS_INLINE
+#define NOINLINE __attribute__((noinline))
 #define FENCE() __asm__ volatile("" ::: "memory")
 
 #if defined(__clang__)

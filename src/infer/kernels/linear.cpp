@@ -694,7 +694,6 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate) {
 // 1 for tiles, 0 for vectors.
 void* infer_linear_new(char* packed, long N, long K, int bits, int gate, int float_out, int amx,
                        const float* bias, const float* norm, float eps, void* parallel) {
-  ask_for_huge_pages(packed, infer_linear_packed_bytes(N, K, bits, gate));
   Layer* layer = new Layer(layer_of(packed, N, K, bits, gate));
   layer->float_out = float_out != 0;
   layer->amx = amx != 0;

