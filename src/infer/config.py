@@ -139,7 +139,7 @@ class EngineConfig:
         None, "Share pages between equal prompt beginnings; default: yes if paged."
     )
     num_threads: int | None = option(
-        None, "CPU threads for tensor work; default: the physical cores.", low=1
+        None, "CPU threads; default: the physical cores (less one to serve a small model).", low=1
     )
     attention_backend: str = option(
         "auto",

@@ -39,6 +39,9 @@ from infer.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+SMALL_MODEL_BYTES = 16 << 20
+"""of weights, up to which a server has as much to do for a token as its engine, and so a core"""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
@@ -57,9 +60,8 @@ def assemble(config: EngineConfig) -> EngineParts:
     return EngineParts(core, Intake(tokenizer, limits, config.seed), blueprint.model_name)
 
 
-def prepare(config: EngineConfig) -> Blueprint:
+def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     """All that can be known, and refused, before the weights are loaded."""
-    torch.set_num_threads(config.num_threads or machine.default_threads())
     machine.keep_freed_memory()
     checkpoint = find_checkpoint(
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
@@ -69,6 +71,8 @@ def prepare(config: EngineConfig) -> Blueprint:
     plan = make_plan(config, checkpoint.config, checkpoint.name)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
+    spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
+    torch.set_num_threads(config.num_threads or machine.default_threads(spare))
     return Blueprint(
         model_name=config.served_model_name or checkpoint.name,
         files=checkpoint.text(),
@@ -78,7 +82,7 @@ def prepare(config: EngineConfig) -> Blueprint:
 
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
     """`prepare` for `engine.child`, which gets the settings as plain data."""
-    return prepare(EngineConfig(**settings))
+    return prepare(EngineConfig(**settings), beside_server=True)
 
 
 def _build(

@@ -69,8 +69,8 @@ def choose_cache_dtype(
     return torch.int8 if pays or wanted == "int8" else dtype
 
 
-def default_threads() -> int:
-    """OMP_NUM_THREADS where it is set, else the physical cores this process may use.
+def default_threads(spare: int = 0) -> int:
+    """OMP_NUM_THREADS where it is set, else the physical cores this process may use but `spare`.
 
     Hyper-threads are not counted: two of them share one arithmetic unit.
     """
@@ -84,8 +84,8 @@ def default_threads() -> int:
             package = (topology / "physical_package_id").read_text().strip()
             cores.add((package, (topology / "core_id").read_text().strip()))
         except OSError:
-            return len(allowed or ())
-    return len(cores) or max(1, (os.cpu_count() or 2) // 2)
+            return max(1, len(allowed or ()) - spare)
+    return max(1, (len(cores) or (os.cpu_count() or 2) // 2) - spare)
 
 
 def keep_freed_memory() -> None:
