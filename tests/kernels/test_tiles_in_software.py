@@ -32,7 +32,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 )
 def test_what_tiles_compute(tmp_path: Path) -> None:
     build = ["build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "objects")]
-    defined = {"CXXFLAGS": f"-DINFER_TILES='\"{HEADER}\"'", "CFLAGS": ""}
+    defined = {"CPPFLAGS": f"-DINFER_TILES='\"{HEADER}\"'"}
     built = subprocess.run(
         [sys.executable, "setup.py", *build],
         cwd=ROOT, env={**os.environ, **defined}, capture_output=True, text=True, check=True,

@@ -369,12 +369,12 @@ struct Bytes : WholeNumbers<Pairs> {
     constexpr decltype(&some_scores<1>) KINDS[SCORED] = {
         some_scores<1>, some_scores<2>, some_scores<3>, some_scores<4>,
         some_scores<5>, some_scores<6>, some_scores<7>, some_scores<8>};
-    const char* strips[BLOCK / 16];
+    const char* strips[BLOCK / STRIP];
     cells.point_strips(heads, unit.keys, strips);
     for (int key = 0; key < unit.keys; key += 32) {
       for (int row = 0; row < unit.count; row += SCORED)
         KINDS[std::min(SCORED, unit.count - row) - 1](job, unit.queries + row * key_words(job.D),
-                                                      strips + key / 16, out + row * job.block + key);
+                                                      strips + key / STRIP, out + row * job.block + key);
       ahead.step(job, 1);
     }
   }
@@ -382,7 +382,7 @@ struct Bytes : WholeNumbers<Pairs> {
                   Ahead& ahead) {
     constexpr decltype(&some_mix<1>) KINDS[MIXED] = {some_mix<1>, some_mix<2>, some_mix<3>,
                                                      some_mix<4>, some_mix<5>, some_mix<6>};
-    const char* strips[BLOCK / 16];
+    const char* strips[BLOCK / STRIP];
     at.cells.point_strips(heads, unit.keys, strips);
     for (int dim = 0; dim < job.D; dim += 32) {
       for (int row = 0; row < unit.count; row += MIXED)

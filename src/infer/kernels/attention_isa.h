@@ -1,10 +1,10 @@
 // The attention of one work item. attention.cpp includes this file once per instruction set, inside
 // a namespace and a `target` region: LEVEL 0 portable, 1 AVX2+FMA, 2 AVX-512, 3 AVX-512-BF16, 4 AMX.
 //
-// Blocks of 64 or 128 keys at absolute positions: pack K transposed and V by rows, where the cache does not
-// hold them so, then for a few query rows at a time: scores = Q·K, online softmax, out += P·V. Every sum runs in one fixed order that
-// only the key's position decides, and a key that a row may not see adds exact zeros; so a row's
-// result does not depend on the rows beside it, nor on how many of them there are.
+// Blocks of 64 or 128 keys at absolute positions: pack K transposed and V by rows, where the cache does
+// not hold them so, then for a few query rows at a time: scores = Q·K, online softmax, out += P·V. Every
+// sum runs in one fixed order that only the key's position decides, and a key that a row may not see adds
+// exact zeros; so a row's result does not depend on the rows beside it, nor on how many there are.
 
 #include "attention_products.h"
 

@@ -467,7 +467,6 @@ struct Strips : Pairs {
 // The same layouts through the tile unit, for decode and prefill alike (its order of summation is
 // not that of vdpbf16ps). Tiles 0–3 collect, 4 holds rows of A, 5 a piece of B.
 struct Tiles : Pairs {
-
   // Keys of a cell's head that are the rows of a tile as they lie there need no packing; it is the
   // queries, few, that are turned. Products and sums are the same ones in the same order.
   static bool takes_raw_keys(const Job& job, int rows) {

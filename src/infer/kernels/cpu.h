@@ -55,16 +55,7 @@ using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgo
 
 inline long ceil_div(long n, long by) { return (n + by - 1) / by; }
 
-// Fewer misses of the page table while weights and rows stream by. Partly filled pages would be waste.
-constexpr uintptr_t HUGE_PAGE = 1 << 21;
-
-[[maybe_unused]] inline void ask_for_huge_pages(void* memory, size_t bytes) {
-#if defined(__linux__)
-  const uintptr_t from = ((uintptr_t)memory + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-  const uintptr_t end = ((uintptr_t)memory + bytes) / HUGE_PAGE * HUGE_PAGE;
-  if (end > from) madvise((void*)from, end - from, MADV_HUGEPAGE);
-#endif
-}
+constexpr size_t HUGE_PAGE = 1 << 21;
 
 // Memory of a thread; grows, and is given back when the thread ends.
 class Memory {
@@ -76,7 +67,10 @@ class Memory {
       size_ = ceil_div(bytes, HUGE_PAGE) * HUGE_PAGE;
       at_ = (char*)std::aligned_alloc(HUGE_PAGE, size_);
       if (!at_) std::abort();
-      ask_for_huge_pages(at_, bytes);
+#if defined(__linux__)
+      // Fewer misses of the page table while rows stream by. A partly filled page would be waste.
+      madvise(at_, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+#endif
     }
     return at_;
   }
