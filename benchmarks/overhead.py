@@ -57,7 +57,7 @@ def microseconds(num_sequences: int, num_context: int) -> tuple[float, float, fl
         planned = time.perf_counter_ns()
         sampled = runner.execute(plan)
         executed = time.perf_counter_ns()
-        scheduler.commit(plan, sampled)
+        scheduler.commit(scheduler.advance(plan), sampled)
         committed = time.perf_counter_ns()
         core.step()
         stepped = time.perf_counter_ns()

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from infer.engine.intake import Intake, Limits
 from infer.engine.launch import launch_factory
 from infer.engine.worker import Blueprint, EngineThread
 from infer.schedule.scheduler import Scheduler
-from infer.schedule.sequence import Plan, Sampled, Sequence
+from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence
 from infer.text.checkpoint_files import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
@@ -110,6 +111,22 @@ class HashRunner:
         self.max_rows = max(self.max_rows, len(plan))
         return results
 
+    def launch_now(self, plan: Plan, resolve: Callable[[Sequence, int], int]) -> list[Sampled]:
+        """`execute`, with the tokens that are pending asked for."""
+        known = {}
+        for chunk in plan:
+            sequence = chunk.sequence
+            known[id(sequence)] = sequence.tokens
+            sequence.tokens = [
+                resolve(sequence, position) if token == PENDING else token
+                for position, token in enumerate(sequence.tokens)
+            ]
+        try:
+            return list(self.execute(plan))
+        finally:
+            for chunk in plan:
+                chunk.sequence.tokens = known[id(chunk.sequence)]
+
     def poison(self, pages: list[int]) -> None:
         """Forget what is written in these pages."""
         for page in pages:
@@ -132,6 +149,49 @@ class HashRunner:
         cell = self.cells[page][position % self.page_size]
         assert cell is not None, "a cell is read that was never written"
         return cell
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A step that was computed when it was launched, as on a device whose work is in order."""
+
+    sampled: list[Sampled]
+
+    def results(self) -> list[Sampled]:
+        return self.sampled
+
+    def elapsed_ms(self) -> float | None:
+        return None
+
+
+class AheadHashRunner(HashRunner):
+    """A `HashRunner` that is launched. What it sampled last is on its device, by sequence."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.num_pending = 0
+        self.num_failed = 0
+        """launches that raised"""
+        self._device: dict[int, tuple[int, int]] = {}
+        """id of a sequence → position and number of the token that was sampled last"""
+
+    def launch(self, plan: Plan) -> Landed:
+        ends = [(c.sequence, c.start + c.num_tokens) for c in plan if c.samples]
+        self.num_failed += 1  # the core goes on whatever is raised here
+        sampled = self.launch_now(plan, self._resolve)
+        self.num_failed -= 1
+        self._device = {
+            id(sequence): (end, result.token_id)
+            for (sequence, end), result in zip(ends, sampled, strict=True)
+        }
+        return Landed(sampled)
+
+    def _resolve(self, sequence: Sequence, position: int) -> int:
+        assert not sequence.reads_output, "a pending token is read on the host"
+        self.num_pending += 1
+        place, token = self._device[id(sequence)]
+        assert place == position, "a pending token of an earlier step"
+        return token
 
 
 @lru_cache

@@ -24,7 +24,12 @@ SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
 KV_CACHE_BACKENDS = ("paged", "slotted", "contiguous")
 LOAD_FORMATS = ("auto", "dummy")
 KV_CACHE_DTYPES = ("auto", "model", "int8")
-ATTENTION_BACKENDS = ("auto", "native", "sdpa")
+ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
+TOOL_PARSERS = (
+    "hermes", "mistral", "deepseek", "nemotron", "apriel", "functionary-v3.1", "functionary-v3.2",
+    "functools", "functiongemma", "gemma4", "json", "pythonic",
+)  # fmt: skip
+"""The names of `text.formats`."""
 
 DEFAULT_PAGE_SIZE = 16
 
@@ -75,6 +80,14 @@ class EngineConfig:
     served_model_name: str | None = option(
         None, "Name of the model in the API; default: the folder's name or the hub id."
     )
+    chat_template: str | None = option(
+        None, "File of a chat template, in the place of the model's own."
+    )
+    tool_parser: str | None = option(
+        None,
+        "Format in which the model writes tool calls; default: as its chat template says.",
+        one_of=TOOL_PARSERS,
+    )
     dtype: str = option(
         "auto",
         "Weights and computation; auto = the checkpoint's; int8, int4 = as --quantization.",
@@ -90,7 +103,9 @@ class EngineConfig:
     max_seq_len: int | None = option(
         None, "Longest prompt + output in tokens; default: the model's own limit.", low=1
     )
-    max_batch_size: int = option(32, "Sequences that run at the same time, at most.", low=1)
+    max_batch_size: int | None = option(
+        None, "Sequences that run at the same time, at most; default: 32, on a GPU 256.", low=1
+    )
     max_waiting_requests: int = option(
         256, "Requests that may wait for a seat; further ones are refused (503).", low=0
     )
@@ -132,6 +147,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = option(
         None, "Size of the KV cache; default: chosen from free memory.", low=1
     )
+    kv_cache_pages: int | None = option(
+        None, "Pages of the KV cache, instead of a size in bytes.", low=1
+    )
     load_format: str = option(
         "auto", "dummy = random weights of the config's shape.", one_of=LOAD_FORMATS
     )
@@ -143,8 +161,14 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto",
-        "native = the compiled CPU kernel; sdpa = torch's own; auto = native where it can be used.",
+        "native = the compiled CPU kernel; triton = the kernels for CUDA; sdpa = torch's own;"
+        " auto = the first that can be used.",
         one_of=ATTENTION_BACKENDS,
+    )
+    batch_invariant: bool = option(
+        False,
+        "On a GPU: a request's tokens do not depend on the batch it runs in, at some cost in speed"
+        " (on a CPU they never do).",
     )
 
     def __post_init__(self) -> None:

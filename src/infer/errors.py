@@ -7,7 +7,8 @@
     │   ├── CancelledError      somebody who may has cancelled it                          499
     │   └── DeadlineError       it was not done in the time it had                         504
     ├── EngineError             our fault, while running                                   500
-    │   └── EngineDeadError     the engine is not there (closed, or died)                  503
+    │   ├── EngineDeadError     the engine is not there (closed, or died)                  503
+    │   └── DeviceLostError     the device does not compute any more: the process must end 503
     └── LoadError               start-up: a checkpoint that cannot be used
         └── ConfigError         start-up: a setting that cannot be used; names the field
 
@@ -85,6 +86,12 @@ class EngineError(InferError):
 
 class EngineDeadError(EngineError):
     """The engine was closed or has died; nothing more will come from it."""
+
+    status = 503
+
+
+class DeviceLostError(EngineError):
+    """The device is in a state that only a new process gets it out of (a fault on a GPU)."""
 
     status = 503
 

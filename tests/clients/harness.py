@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from load import Served, served
+from loops import loops
 
 import infer
 from infer.server.keys import Keys, Limits
@@ -94,6 +95,26 @@ CLIENTS = (
         " api_key=KEY))`",
     ),
     Client(
+        "openai-agents",
+        ("openai-agents",),
+        "openai_agents_sdk.py",
+        "`OpenAIChatCompletionsModel(NAME,"
+        ' AsyncOpenAI(base_url="http://HOST:8000/v1", api_key=KEY))`, `set_tracing_disabled(True)`',
+    ),
+    Client(
+        "smolagents",
+        ("smolagents[openai]",),
+        "smolagents_agent.py",
+        '`OpenAIModel(NAME, api_base="http://HOST:8000/v1", api_key=KEY)`; calls are forced unless'
+        ' it gets `tool_choice="auto"`',
+    ),
+    Client(
+        "haystack",
+        ("haystack-ai",),
+        "haystack_agent.py",
+        '`OpenAIChatGenerator(Secret.from_token(KEY), NAME, api_base_url="http://HOST:8000/v1")`',
+    ),
+    Client(
         "instructor",
         ("instructor",),
         "instructor_client.py",
@@ -152,6 +173,8 @@ class Address:
 
     server: Served
     key: str
+    loops: str
+    """The base URL of the server of `loops.py`."""
 
     @property
     def url(self) -> str:
@@ -172,13 +195,14 @@ def serving(folder: Path) -> Iterator[Address]:
     arguments = ["-m", "infer.cli.main", "serve", "--port", "0", "--dtype", "float32"]
     arguments += ["--model", f"{MODEL}={DEMO}", "--model", f"{TOOL_MODEL}={tools}"]
     arguments += ["--api-keys", str(keys), "--sessions", f"sqlite:///{folder}/sessions.db"]
-    with served(arguments, folder / "server.log") as server:
-        yield Address(server, key)
+    with loops(folder) as url, served(arguments, folder / "server.log") as server:
+        yield Address(server, key, url)
 
 
 def drive(client: Client, address: Address) -> dict[str, Any]:
     """Run its driver; what it has told."""
-    command = [*command_of(client), address.url, address.key, MODEL, TOOL_MODEL, str(DEMO)]
+    models = [MODEL, TOOL_MODEL, str(DEMO), address.loops]
+    command = [*command_of(client), address.url, address.key, *models]
     hidden = ("PYTHONPATH", "OPENAI_API_KEY", "OPENAI_BASE_URL")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

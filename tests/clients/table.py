@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "reliability")]
+TESTS = [ROOT / "tests", *(ROOT / "tests" / name for name in ("reliability", "server", "text"))]
+sys.path[:0] = [str(path) for path in (ROOT / "src", *TESTS)]
 
 from harness import CLIENTS  # noqa: E402
 
@@ -47,7 +48,10 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         "Written by `python tests/clients/table.py`; do not edit. Unmodified clients, each in its"
         " own environment as `pip install` or `npm install` makes it, against one"
         " `infer serve --api-keys` with the model that ships (and the same model with a chat"
-        " template that shows it tools). What a script has to say is in `tests/clients/drivers`.\n",
+        " template that shows it tools). Tool loops are three calls, one behind the other, and an"
+        " answer: with each published chat template of the families that are loaded, a model that"
+        " says what it is told, and the server's own templating and parsing"
+        " (`tests/clients/loops.py`). What a script has to say is in `tests/clients/drivers`.\n",
         f"{datetime.date.today().isoformat()}, Python {platform.python_version()},"
         f" {platform.system()}.\n",
         "| client | version | checks | verdict |\n|---|---|---|---|",

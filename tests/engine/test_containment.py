@@ -71,7 +71,7 @@ class Small(HashRunner):
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
         if sum(chunk.num_tokens for chunk in plan) > self.room:
-            raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            raise MemoryError("20.00 MiB are not there")
         return super().execute(plan)
 
 

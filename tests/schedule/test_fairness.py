@@ -89,7 +89,8 @@ def longest_pause(policy: str, budget: int, num_seats: int, **settings: Any) -> 
             name = sequence.request_id
             pauses[name] = 0 if name in moved else pauses.get(name, 0) + 1
             longest = max(longest, pauses[name])
-        core.scheduler.commit(plan, core.runner.execute(plan))
+        sampled = core.runner.execute(plan)
+        core.scheduler.commit(core.scheduler.advance(plan), sampled)
         core.scheduler.check()
     assert core.stats()["num_finished_length"] > 5
     return longest

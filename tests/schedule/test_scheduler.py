@@ -40,7 +40,8 @@ def chunks(core: EngineCore) -> list[tuple[str, int]]:
     """The next step's plan as (request id, tokens), executed."""
     plan = core.scheduler.schedule()
     shape = [(c.sequence.request_id, c.num_tokens) for c in plan]
-    core.scheduler.commit(plan, core.runner.execute(plan))
+    sampled = core.runner.execute(plan)
+    core.scheduler.commit(core.scheduler.advance(plan), sampled)
     return shape
 
 

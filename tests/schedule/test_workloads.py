@@ -14,7 +14,7 @@ from workloads import Seen, Workload
 from infer.cache.allocator import PageAllocator, PageTable
 from infer.config import BATCHING_MODES
 from infer.schedule.scheduler import Scheduler
-from infer.schedule.sequence import Sequence
+from infer.schedule.sequence import Sampled, Sequence
 from infer.types import FinishReason
 
 NUM_WORKLOADS = 2000
@@ -94,9 +94,9 @@ def preempt_keeps_progress(self: Scheduler, sequence: Sequence) -> None:
     sequence.num_computed = computed
 
 
-def finish_too_late(sequence: Sequence, token_id: int) -> FinishReason | None:
-    reason = original_finish_reason(sequence, token_id)
-    return None if reason is FinishReason.LENGTH and sequence.num_output % 5 == 0 else reason
+def finish_too_late(sequence: Sequence, result: Sampled, num_output: int) -> FinishReason | None:
+    reason = original_finish_reason(sequence, result, num_output)
+    return None if reason is FinishReason.LENGTH and num_output % 5 == 0 else reason
 
 
 def finish_keeps_pages(self: Scheduler, sequence: Sequence, reason: FinishReason) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from doubles import HashRunner, solo
+from doubles import AheadHashRunner, HashRunner, solo
 from infer.cache.allocator import PageAllocator
 from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
 from infer.engine.core import EngineCore
@@ -34,6 +34,8 @@ class Seen:
     num_aborted: int = 0
     num_refused: int = 0
     num_evictions: int = 0
+    num_pending: int = 0
+    num_late: int = 0
     modes: set[str] = field(default_factory=set)
     reasons: set[FinishReason] = field(default_factory=set)
 
@@ -48,8 +50,10 @@ class Seen:
 class Workload:
     """One seed's engine and requests."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, ahead: bool = False) -> None:
+        """`ahead`: the runner is launched one step ahead."""
         self.random = r = random.Random(seed)
+        self.ahead = ahead
         mode = r.choice(BATCHING_MODES)
         backend = r.choice(["paged", "paged", "paged", "slotted", "contiguous"])
         if mode == "continuous" and backend == "contiguous":
@@ -75,7 +79,8 @@ class Workload:
         caching = backend == "paged" and r.random() < 0.8
         self.allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=caching)
         self.scheduler = Scheduler(config, self.allocator, self._clock)
-        self.runner = HashRunner(num_pages, page_size, VOCAB_SIZE)
+        kind = AheadHashRunner if ahead else HashRunner
+        self.runner = kind(num_pages, page_size, VOCAB_SIZE)
         self.core = EngineCore(self.scheduler, self.runner)
         self.beginnings = [
             [r.randrange(VOCAB_SIZE) for _ in range(r.randrange(1, 20))] for _ in range(3)
@@ -100,6 +105,8 @@ class Workload:
                 temperature=r.choice([0, 1]),
                 min_tokens=r.choice([0, 0, 2]),
                 stop_token_ids=r.sample(range(VOCAB_SIZE), 2),
+                # `HashRunner` has no penalties; it is enough that such a request reads its output.
+                repetition_penalty=r.choice([1.0, 1.0, 1.0, 1.5]) if self.ahead else 1.0,
             ),
             seed=r.randrange(5),
             max_tokens=r.randrange(2, 20),
@@ -164,6 +171,7 @@ class Workload:
                 assert last.finish_reason is FinishReason.STOP
         assert self.allocator.num_free == self.allocator.num_usable
         assert self.scheduler.num_unfinished == 0
+        assert getattr(self.runner, "num_failed", 0) == 0, "a launch failed"
 
     def _seen(self, steps: int) -> Seen:
         stats = self.scheduler.stats
@@ -175,6 +183,8 @@ class Workload:
             num_aborted=len(self.aborted),
             num_refused=self.num_refused,
             num_evictions=self.allocator.num_evictions,
+            num_pending=getattr(self.runner, "num_pending", 0),
+            num_late=stats.num_late_tokens,
             modes={self.scheduler.config.batching_mode},
             reasons=set(stats.num_finished),
         )

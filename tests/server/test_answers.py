@@ -279,7 +279,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
         hints = {"user", "metadata", *structured.FIELDS, "session_id"}
         hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
-        hints |= {"echo", "return_token_ids", "timeout"}
+        hints |= {"echo", "return_token_ids", "timeout", "reasoning_effort"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
         model = CompletionBody if path == COMPLETIONS else ChatBody

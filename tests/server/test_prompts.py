@@ -129,12 +129,19 @@ def test_prompt_logprobs_and_token_ids(llm: LLM) -> None:
     assert len(choice["token_ids"]) == 3
     messages = [{"role": "user", "content": "Hi"}]
     body = {"messages": messages, "return_token_ids": True, "max_tokens": 5}
-    chat, events = demo(CHAT, body, {**body, "stream": True})
+    chat, looked, events = demo(
+        CHAT, body, {**body, "prompt_logprobs": 1, "n": 2}, {**body, "stream": True}
+    )
     [choice] = chat["choices"]
     told = [event["choices"][0] for event in events]
     assert [i for part in told for i in part.get("token_ids", ())] == choice["token_ids"]
-    prompts = [part["prompt_token_ids"] for part in told if "prompt_token_ids" in part]
-    assert prompts == [choice["prompt_token_ids"]]
+    # Of the prompt, which all choices share, the response and the first chunk tell.
+    assert events[0]["prompt_token_ids"] == chat["prompt_token_ids"]
+    assert not any("prompt_token_ids" in event for event in (*events[1:], *told, choice))
+    assert looked["prompt_token_ids"] == chat["prompt_token_ids"]
+    assert len(looked["prompt_logprobs"]) == len(chat["prompt_token_ids"])
+    assert looked["prompt_logprobs"][0] is None
+    assert not any({"prompt_logprobs", "prompt_token_ids"} & {*each} for each in looked["choices"])
 
 
 @pytest.mark.parametrize("path", BODIES)

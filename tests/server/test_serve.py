@@ -118,6 +118,7 @@ def test_every_setting_is_an_option() -> None:
         "scheduler_policy": "fcfs",
         "load_format": "dummy",
         "attention_backend": "sdpa",
+        "tool_parser": "mistral",
     }
     for spec in dataclasses.fields(EngineConfig):
         flag = "--" + spec.name.replace("_", "-")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sql
-from serving import CHAT, App, Reply, chat_body, until, with_app
+from serving import CHAT, App, Reply, chat_body, scripted, spelled, until, with_app
 
 from doubles import make_hash_llm
 from infer.errors import ConfigError
@@ -109,6 +109,29 @@ FORMS: dict[str, dict[str, Any]] = {
     "stream": {"stream": True, "stream_options": {"include_usage": True}},
     "events": {"stream": True, "stream_format": "events"},
 }
+
+
+def test_a_call_that_was_cut_does_not_spoil_the_session(url: str) -> None:
+    """Its arguments are no JSON, which no later request could have in its history."""
+    head, arguments = '<tool_call>\n{"name": "f", "arguments": ', '{"a": "b'
+    function = {"name": "f", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    body = {"tools": tools, "tool_choice": "required", "max_tokens": len(head + arguments)}
+
+    async def use(app: App) -> None:
+        session = (await call(app, "POST", ""))["id"]
+        for _ in range(2):
+            reply = await app.post(CHAT, question("Hi", session_id=session, **body))
+            assert reply.status == 200, reply.body
+            [choice] = reply.json()["choices"]
+            [made] = choice["message"]["tool_calls"]
+            assert (made["function"]["arguments"], choice["finish_reason"]) == (arguments, "length")
+        found = (await call(app, "GET", f"/{session}"))["messages"]
+        kept = {"role": "assistant", "content": '{"name": "f", "arguments": {"a": "b'}
+        assert found == [{"role": "user", "content": "Hi"}, kept] * 2
+
+    engine = scripted(spelled(head + arguments), max_seq_len=2048, num_pages=2048)
+    with_app(engine, use, sessions=url)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,91 +2,72 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
+import time
 
 import pytest
+from answers import (
+    BROKEN,
+    CASES,
+    F1,
+    GEMMA_ONE,
+    HERMES_ONE,
+    NAMES,
+    ONE,
+    R1_BEGIN,
+    R1_END,
+    R1_ONE,
+    call,
+    calls,
+    content,
+    told_apart,
+)
 
-from infer.text.calls import (
+from infer.text.calls import AnswerParser, Parts, ToolCall, cut_calls, forced_format, parser_for
+from infer.text.formats import (
     BARE,
-    GEMMA,
-    GEMMA4,
+    DEEPSEEK,
+    FORMATS,
+    FUNCTIONARY_32,
     HERMES,
-    AnswerParser,
-    Parts,
-    ToolCall,
+    MISTRAL,
+    THOUGHTS,
     ToolFormat,
-    format_of,
-    parser_for,
+    format_named,
+    format_that_reads,
 )
 
-
-def told_apart(
-    pieces: list[str], tools: ToolFormat | None, *, thinks: bool = True, inside: bool = False
-) -> Parts:
-    parser = AnswerParser(tools, thinks=thinks, inside=inside)
-    all_parts = [*map(parser.push, pieces), parser.push("", end=True)]
-    return Parts(
-        "".join(parts.reasoning for parts in all_parts),
-        "".join(parts.content for parts in all_parts),
-        tuple(call for parts in all_parts for call in parts.calls),
-    )
-
-
-def call(name: str = "f", **arguments: object) -> ToolCall:
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
-
-
-ONE = '{"name": "f", "arguments": {"a": 1}}'
-HERMES_ONE = f"<tool_call>\n{ONE}\n</tool_call>"
-GEMMA_ONE = (
-    "<start_function_call>call:f{a:<escape>x, y: 2<escape>,b:[1,{c:true}]}<end_function_call>"
-)
-BROKEN = '<|tool_call>call:f{a:<|"|>x}<tool_call|>'
-NESTED = call(a="x, y: 2", b=[1, {"c": True}])
-CASES: list[tuple[ToolFormat | None, str, Parts]] = [
-    (None, "", Parts()),
-    (None, "plain {text}", Parts("", "plain {text}")),
-    (None, " <tool_call> ", Parts("", " <tool_call> ")),
-    (None, "<think>\nhm \n</think>\n\nSo: 5 < 6", Parts("hm", "So: 5 < 6")),
-    (None, "\n<think>never ends \n", Parts("never ends \n")),
-    (None, "<thin", Parts("", "<thin")),
-    (None, "a <think>b</think>", Parts("", "a <think>b</think>")),
-    (HERMES, HERMES_ONE, Parts("", "", (call(a=1),))),
-    (HERMES, f"{HERMES_ONE}\n{HERMES_ONE}\n", Parts("", "", (call(a=1),) * 2)),
-    (HERMES, f"<think>t</think>Hm. \n{HERMES_ONE}", Parts("t", "Hm.", (call(a=1),))),
-    (HERMES, f"<tool_call>{ONE}", Parts("", "", (call(a=1),))),
-    (HERMES, '<tool_call>{"name": "f"', Parts("", '<tool_call>{"name": "f"')),
-    (HERMES, "<tool_call>no</tool_call> end", Parts("", "<tool_call>no</tool_call>end")),
-    (HERMES, "a <tool", Parts("", "a <tool")),
-    (HERMES, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', Parts("", "", (call(),))),
-    (HERMES, '<tool_call>{"name": 5}</tool_call>', Parts("", '<tool_call>{"name": 5}</tool_call>')),
-    (BARE, '{"name": "f", "parameters": {"a": "ü"}}', Parts("", "", (call(a="ü"),))),
-    (BARE, f" <|python_tag|>{ONE}; {ONE}", Parts("", "", (call(a=1),) * 2)),
-    (BARE, '{"answer": 42} is it', Parts("", '{"answer": 42} is it')),
-    (BARE, f"Hm {ONE}", Parts("", f"Hm {ONE}")),
-    (BARE, "<|py", Parts("", "<|py")),
-    (BARE, "[" * 5000, Parts("", "[" * 5000)),
-    (BARE, '{"name":' * 30000, Parts("", '{"name":' * 30000)),
-    (GEMMA, GEMMA_ONE, Parts("", "", (NESTED,))),
-    (GEMMA, "call:f{}", Parts("", "call:f{}")),
-    (GEMMA, "<start_function_call>call:f{}<end_function_call>", Parts("", "", (call(),))),
-    (
-        GEMMA4,
-        '<|tool_call>call:f{a:<|"|>x, y: 2<|"|>,b:[1,{c:true}]}<tool_call|><|tool_call>call:g{}',
-        Parts("", "", (NESTED, call("g"))),
-    ),
-    (GEMMA4, BROKEN, Parts("", BROKEN)),
-]  # fmt: skip
+PAIRS_UP_TO = 90
+"""Characters of the texts that are cut at every pair of places."""
 
 
 @pytest.mark.parametrize(("tools", "text", "expected"), CASES, ids=range(len(CASES)))
 def test_every_split_gives_the_same(tools: ToolFormat | None, text: str, expected: Parts) -> None:
-    assert told_apart([text], tools) == expected
+    assert told_apart([text], tools, names=NAMES) == expected
+    assert told_apart([text, ""], tools, names=NAMES) == expected
     for cut in range(0, len(text), max(1, len(text) // 300)):
-        assert told_apart([text[:cut], text[cut:]], tools) == expected
+        assert told_apart([text[:cut], text[cut:]], tools, names=NAMES) == expected
     if len(text) < 5000:
-        assert told_apart(list(text), tools) == expected
+        assert told_apart(list(text), tools, names=NAMES) == expected
+    if len(text) <= PAIRS_UP_TO:
+        for one, other in itertools.combinations(range(len(text) + 1), 2):
+            pieces = [text[:one], text[one:other], text[other:]]
+            assert told_apart(pieces, tools, names=NAMES) == expected, pieces
+
+
+@pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
+def test_every_format_reads_what_it_writes(way: ToolFormat) -> None:
+    made = [call("f", city="Ulm", days=3), call("g", note="x: [1], {2} 'ä'", also=[True, None])]
+    for some in (made[:1], made):
+        text = way.write(some)
+        assert told_apart([text], way, names=NAMES) == calls(*some)
+        assert told_apart(list(text), way, names=NAMES) == calls(*some)
+        for cut in range(len(text)):
+            assert told_apart([text[:cut], text[cut:]], way, names=NAMES) == calls(*some)
+    head = "<|im_start|>assistant\n"
+    assert format_that_reads(f"{head}{way.write(made[:1])}<|im_end|>", made[:1], head) is way
+    assert format_named(way.name) is way
 
 
 def test_many_texts_at_many_splits() -> None:
@@ -94,21 +75,46 @@ def test_many_texts_at_many_splits() -> None:
     draw = random.Random(7)
     atoms = ["<think>", "</think>", "<tool_call>", "</tool_call>", ONE, "{", "}", "<", " ", "\n",
              "text", "é😀", GEMMA_ONE, "<|python_tag|>", ";", "<start_function_call>",
-             "<end_function_call>", '<|"|>', "call:f{}", HERMES_ONE, HERMES_ONE]  # fmt: skip
+             "<end_function_call>", '<|"|>', "call:f{}", HERMES_ONE, HERMES_ONE, "[TOOL_CALLS]",
+             "[ARGS]", "f", "[", "]", R1_BEGIN, R1_END, R1_ONE, ">>>", "f\n{}", "all\n", "```",
+             "f(a=1)", "json\n", '"', "functools[", "<TOOLCALL>", "</TOOLCALL>", "[THINK]",
+             "[/THINK]", "<function=f>{}</function>", BROKEN]  # fmt: skip
     num_cases = num_calls = 0
-    for _ in range(700):
+    for _ in range(2500):
         text = "".join(draw.choices(atoms, k=draw.randint(1, 9)))
-        tools = draw.choice([None, HERMES, BARE, GEMMA, GEMMA4])
-        how = {"thinks": draw.random() < 0.8, "inside": draw.random() < 0.2}
+        tools = draw.choice([None, *FORMATS])
+        how = {
+            "thinks": draw.random() < 0.8,
+            "inside": draw.random() < 0.2,
+            "thoughts": draw.choice(THOUGHTS),
+            "names": draw.choice([None, NAMES]),
+            "opened": tools is FUNCTIONARY_32 and draw.random() < 0.7,
+        }
         whole = told_apart([text], tools, **how)
         num_calls += len(whole.calls)
         for _ in range(8):
             cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randint(1, 12)))
             pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-            assert told_apart(pieces, tools, **how) == whole, pieces
+            assert told_apart(pieces, tools, **how) == whole, (tools and tools.name, pieces)
             num_cases += 1
     assert num_cases >= 5000
-    assert num_calls > 60
+    assert num_calls > 100
+
+
+def test_without_a_mark_only_calls_of_the_tools_are_held_back() -> None:
+    """Other JSON comes as it is written, not at its end."""
+    parser = AnswerParser(BARE, thinks=False, names=["weather"])
+    assert parser.push('{"na').content == ""
+    assert parser.push('me": "we').content == ""
+    assert parser.push('b"').content == '{"name": "web"'
+    assert parser.push(", 1").content == ", 1"
+    parser = AnswerParser(BARE, thinks=False, names=["weather"])
+    assert parser.push('{"answer').content == '{"answer'
+    parser = AnswerParser(BARE, thinks=False, names=["weather"])
+    assert parser.push("[1").content == "[1"
+    parser = AnswerParser(BARE, thinks=False, names=["weather"])
+    assert parser.push("```python").content == ""
+    assert parser.push("\nimport").content == "```python\nimport"
 
 
 def test_what_is_certain_is_given_at_once() -> None:
@@ -118,19 +124,44 @@ def test_what_is_certain_is_given_at_once() -> None:
     assert parser.push("ld \n").content == "ld"  # white space may stand before a call
     assert parser.push("<tool_").content == ""
     assert parser.push("box>").content == " \n<tool_box>"
-    calls = [parser.push(char).calls for char in HERMES_ONE]
-    assert [bool(one) for one in calls] == [False] * (len(HERMES_ONE) - 1) + [True]
+    found = [parser.push(char).calls for char in HERMES_ONE]
+    assert [bool(one) for one in found] == [False] * (len(HERMES_ONE) - 1) + [True]
+    parser = AnswerParser(MISTRAL, thinks=False)
+    text = '[TOOL_CALLS]f[ARGS]{"a": 1}'
+    assert [bool(parser.push(char).calls) for char in text] == [False] * (len(text) - 1) + [True]
 
 
-def test_the_format_is_read_off_the_template() -> None:
-    assert format_of("{{ messages }}") is None
-    assert format_of("{{ messages }}", forced=True) is BARE
-    assert format_of("{% if tools %}<tool_call>{% endif %}") is HERMES
-    assert format_of("{% if tools %}<tool_call>{% endif %}", forced=True) is HERMES
-    assert format_of("{{ tools }}") is BARE
-    assert format_of("{{ tools }}<start_function_call>") is GEMMA
-    assert format_of("{{ tools }}<start_function_call>", forced=True) is BARE
-    assert format_of("{{ tools }}<|tool_call><tool_call|>") is GEMMA4
+@pytest.mark.parametrize(
+    ("way", "begin", "unit"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "', "</tool_call>"),
+        (HERMES, "", "<tool_call>"),
+        (HERMES, "", "<tool_call>{</tool_call>"),
+        (MISTRAL, "[TOOL_CALLS]f[ARGS]", '{"a":'),
+        (MISTRAL, "", "[TOOL_CALLS]"),
+        (DEEPSEEK, R1_BEGIN, R1_ONE[:40]),
+        (DEEPSEEK, R1_BEGIN, " \n"),
+        (BARE, "", '{"name": "f", "arguments": {}};'),
+        (BARE, "[", "f(a="),
+        (BARE, "```tool_code\n", "print("),
+        (FUNCTIONARY_32, "", ">>>f\n"),
+    ],
+)  # fmt: skip
+def test_long_answers_are_not_read_again_with_each_piece(
+    way: ToolFormat, begin: str, unit: str
+) -> None:
+    """256,000 characters in 16,000 pieces: to scan them with each piece would take minutes."""
+    text = begin + unit * (256_000 // len(unit))
+    started_s = time.perf_counter()
+    told_apart([text[at : at + 16] for at in range(0, len(text), 16)], way, names=NAMES)
+    told_apart([text], way, names=NAMES)
+    assert time.perf_counter() - started_s < 20
+
+
+def test_mistral_thinks_in_other_marks() -> None:
+    parser = parser_for("{% x %}[THINK]…[/THINK]", MISTRAL, prompt_end="[/INST]")
+    given = parser.push("[THINK]hm[/THINK]yes[TOOL_CALLS]f[ARGS]{}", end=True)
+    assert given == Parts("hm", "yes", (call(),))
 
 
 def test_a_prompt_may_have_begun_the_reasoning() -> None:
@@ -141,3 +172,47 @@ def test_a_prompt_may_have_begun_the_reasoning() -> None:
     assert parser.push("hm").content == "hm"
     parser = parser_for("no such thing", None, prompt_end="<think>")
     assert parser.push("<think>hm").content == "<think>hm"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('f\n{"a": 1}>>>g\n{}', calls(F1, call("g"))),
+        ("all\nHello", content("Hello")),
+        ("all", content("")),
+        ('all\nHm>>>f\n{"a": 1}', Parts("", "Hm", (F1,))),
+        ("nothing else", content("nothing else")),
+    ],
+)
+def test_a_prompt_may_have_begun_a_section(text: str, expected: Parts) -> None:
+    parser = parser_for("", FUNCTIONARY_32, prompt_end="<|end_header_id|>\n\n>>>", names=NAMES)
+    assert parser.push(text, end=True) == expected
+    for cut in range(len(text)):
+        pieces = [text[:cut], text[cut:]]
+        assert told_apart(pieces, FUNCTIONARY_32, opened=True, names=NAMES) == expected
+
+
+@pytest.mark.parametrize("way", [HERMES, BARE, forced_format(MISTRAL)], ids=lambda way: way.name)
+def test_a_forced_call_is_cut_wherever_the_tokens_end(way: ToolFormat) -> None:
+    """At every place: calls that are whole stay whole, and the last one is cut short."""
+    opening, closing = (f"{mark}\n" if mark else "" for mark in way.forced)
+    head = f'{opening}{{"name": "weather", "{way.arguments}": '
+    one = f'{head}{{"city": "Ulm"}}}}\n{closing}'.strip()
+    between = "\n" if opening else "; "
+    text = one + between + one
+    names = ["weather", "time"]
+    for cut in range(len(text) + 1):
+        parts = told_apart([text[:cut]], way, thinks=False, names=names, forced=True)
+        assert parts == told_apart(list(text[:cut]), way, thinks=False, names=names, forced=True)
+        assert {found.name for found in parts.calls} <= {"weather"}
+        for found, start in zip(parts.calls, (len(head), len(one + between + head)), strict=False):
+            assert '{"city": "Ulm"}'.startswith(found.arguments)
+            assert found.arguments == text[start:cut][: len('{"city": "Ulm"}')]
+        if cut >= len(head):
+            assert not parts.content
+            assert parts.calls
+    [only] = told_apart(
+        [text[: len(opening) + 3]], way, thinks=False, names=["w"], forced=True
+    ).calls
+    assert only == ToolCall("w", "")
+    assert cut_calls("something else", way, names) is None

@@ -225,12 +225,14 @@ def test_chat_templates(metadata: dict[str, Any], tmp_path: Path) -> None:
     )
     pair = load_pair("", save(tmp_path, original, CHATML_TEMPLATE, eos_token="</s>"))
     metadata["tokenizer.chat_template"] = CHATML_TEMPLATE
-    metadata["tokenizer.chat_template.tool_use"] = "tools: {{ messages[0].content }}"
+    metadata["tokenizer.chat_template.tool_use"] = (
+        "tools: {{ tools[0].function.name }} {{ messages[0].content }}"
+    )
     ours = OurTokenizer(text_files(metadata, "m"))
     messages = [{"role": "user", "content": "Hi <|end|> there"}]
     assert ours.apply_chat_template(messages) == pair.ours.apply_chat_template(messages)
     tool = {"type": "function", "function": {"name": "f"}}
-    assert ours.apply_chat_template(messages, tools=[tool])[0] == "tools: Hi <|end|> there"
+    assert ours.apply_chat_template(messages, tools=[tool])[0] == "tools: f Hi <|end|> there"
     del metadata["tokenizer.chat_template"], metadata["tokenizer.chat_template.tool_use"]
     assert OurTokenizer(text_files(metadata, "m")).chat_template is None
 

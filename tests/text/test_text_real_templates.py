@@ -242,7 +242,6 @@ def test_thoughts_are_shown_behind_the_last_question_only(pairs: dict[str, Pair]
         ("gemma3", [user("a"), user("b")], {}),
         ("gemma3", [SYSTEM, assistant("I first")], {}),
         ("gemma3", [user(5)], {}),
-        ("llama32", [user("a"), calls("weather", "time")], {}),
         ("llama32", [SYSTEM], {"tools": TOOLS}),
     ],
 )

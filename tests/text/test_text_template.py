@@ -53,7 +53,7 @@ def test_reasoning_of_earlier_turns_under_both_names() -> None:
 
 def test_text_parts_are_joined_for_templates_that_take_strings() -> None:
     template = ChatTemplate("{{ messages[0]['content'] | trim }}", {})
-    assert not template.accepts_parts
+    assert not template.abilities.takes_parts
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert template.render([{"role": "user", "content": parts}]) == "a\nb"
     with pytest.raises(RequestError, match=r"messages\[0\].content has a part of type 'image_url'"):

@@ -8,9 +8,11 @@ prefill one of many, and a step holds any mixture.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from infer.kernels.rotary import Turn
@@ -43,3 +45,53 @@ class AttentionBackend(Protocol):
 
         `turn`: of q and k, before anything else.
         """
+
+
+@dataclass(slots=True, eq=False)
+class Items:
+    """The work of a step for layers of one window, as numbers: [N, fields] int32 each."""
+
+    short: np.ndarray
+    """tiles of few queries, or splits of them"""
+    long: np.ndarray
+    """tiles of many queries"""
+
+
+class DeviceBackend(AttentionBackend, Protocol):
+    """A backend that works from numbers in memory at fixed addresses, as a captured graph does."""
+
+    @property
+    def windows(self) -> Sequence[int]:
+        """The windows of the layers, each once; 0 = all positions."""
+
+    @property
+    def num_fields(self) -> int:
+        """Numbers of an item."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a step of single tokens takes one launch a layer."""
+
+    def capacity(self, num_tokens: int, num_sequences: int) -> tuple[int, int]:
+        """Short and long items of a window, at most, in a step of so many tokens."""
+
+    def items(
+        self,
+        query_start_loc: Sequence[int] | np.ndarray,
+        seq_lens: Sequence[int] | np.ndarray,
+        table_rows: np.ndarray,
+    ) -> list[Items]:
+        """The items of a step for each of `windows`; sequence i has row `table_rows[i]` of the
+        page tables."""
+
+    def use(
+        self,
+        slots: Tensor,
+        tables: Tensor,
+        lists: list[tuple[Tensor, Tensor, Tensor, Tensor]],
+        *,
+        decode: bool,
+    ) -> None:
+        """Work from tensors that are on the device: slots [T] (below 0: padding), page tables
+        [·, P] int32, and for each window short items, their number, long items, their number. No
+        long items at all: an empty tensor. `decode`: each sequence has one token."""

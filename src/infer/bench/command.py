@@ -209,6 +209,48 @@ def report(
 
 
 @app.command()
+@with_engine_options(leave_out=("model", "device"))
+def gpu(
+    model: Annotated[
+        str, typer.Option(help="Folder or hub id; with --load-format dummy a config.")
+    ],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the whole document there.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="One stream and prompts only.")] = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """How near a model comes to the limits of the GPU at hand."""
+    from infer.bench.gpu import Row, measure_gpu
+
+    notes = Console(stderr=True)
+
+    def tell(row: Row) -> None:
+        share = "" if row.share is None else f"{100 * row.share:.0f} % of the limit"
+        wanted = "" if row.wanted is None else f"wanted {row.wanted:g}: {'ok' if row.ok else 'NO'}"
+        notes.print(
+            f"{row.what:<48}{row.measured:>12,.3f} {row.unit:<12}{share:<20}{wanted}", markup=False
+        )
+
+    try:
+        config = EngineConfig.from_kwargs(model=model, device="cuda", **settings)
+        found = measure_gpu(config, tell, quick=quick)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    peaks = found["peaks"]
+    notes.print(
+        f"{found['gpu']}: copy {peaks['copy_tb_s']:.2f} TB/s, read {peaks['read_tb_s']:.2f} TB/s,"
+        f" products {peaks['product_tflop_s']:.0f} Tflop/s",
+        markup=False,
+    )
+    line = json.dumps(found)
+    if json_file is not None:
+        json_file.write_text(line)
+    print(line)
+
+
+@app.command()
 def machine(
     model: Annotated[
         str | None, typer.Option(help="Folder, GGUF file or hub id; only its config is read.")

@@ -45,6 +45,8 @@ class PageTable:
     scope: str = ""
     num_public: int = 0
     """how many pages, from the front, hold public tokens only"""
+    version: int = 0
+    """another number whenever `pages` have changed"""
 
 
 class PageAllocator:
@@ -117,6 +119,13 @@ class PageAllocator:
             self._enter(table, page)
         return None
 
+    def next_key(self, table: PageTable, tokens: Sequence[int]) -> Key | None:
+        """The key that the next page to be indexed will be found by; None as with `adopt`."""
+        start = table.num_indexed * self.page_size
+        if not self.enable_prefix_caching or start + self.page_size >= len(tokens):
+            return None
+        return (table.node, tuple(tokens[start : start + self.page_size]))
+
     def grow(self, table: PageTable, num_tokens: int) -> bool:
         """Extend the table to hold `num_tokens`; False, and no change, if pages are short."""
         missing = self.pages_for(num_tokens) - len(table.pages)
@@ -124,6 +133,7 @@ class PageAllocator:
             return True
         if missing > len(self._free):
             return False
+        table.version += 1
         for _ in range(missing):
             page, _ = self._free.popitem(last=False)
             self._forget(page)
@@ -157,12 +167,14 @@ class PageAllocator:
             self._release_page(page)
         table.pages.clear()
         table.num_indexed = 0
+        table.version += 1
 
     def _enter(self, table: PageTable, page: int) -> None:
         """Make an indexed page the table's next one; what the table had in that place goes back."""
         i, pages = table.num_indexed, table.pages
         own = pages[i] if i < len(pages) else 0
         if page != own:
+            table.version += 1
             if self._refs[page] == 0:
                 del self._free[page]
             self._refs[page] += 1

@@ -7,11 +7,15 @@ they are asked for. Used by `engine.assemble`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from infer.config import EngineConfig
+from infer.errors import ConfigError
 from infer.models.config import ModelConfig
 from infer.models.gguf_file import GGUFFile
 from infer.models.hub import SHIPPED_FOLDER, locate
@@ -52,3 +56,23 @@ def find_checkpoint(
         text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
         source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
     )
+
+
+def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
+    """The text side of a checkpoint, with what the operator has said about it.
+
+    Raises `ConfigError` for a file of a chat template that cannot be read.
+    """
+    files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
+    if config.chat_template is None:
+        return files
+    path = Path(config.chat_template)
+    try:
+        if not path.is_file():
+            raise ConfigError("chat_template", f"there is no file {config.chat_template!r}")
+        template = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        message = f"{config.chat_template!r} cannot be read: {reason}"
+        raise ConfigError("chat_template", message) from None
+    return dataclasses.replace(files, templates={"default": template})

@@ -98,7 +98,7 @@ def main(fd: int, parent: int) -> int:
     # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
     # be used again, 2,000 of each length, which fill over an hour and look like a leak.
     gc.set_threshold(700, 2, 2)
-    channel.send(messages.Ready(limits, core.stats()))
+    channel.send(messages.Ready(limits, core.stats(), blueprint.pinned(core)))
 
     def report(outputs: list[StepOutput], facts: StepFacts | None) -> None:
         channel.send(messages.Report(outputs, core.stats(), facts))

@@ -4,9 +4,15 @@ Synchronous and single-threaded; it has no torch, no threads, no clock of its ow
 edges point backwards into it and only those: the sampled token (inside `step`) and `abort`.
 Whoever drives it (a thread, a process, a test) calls `add` and `abort` between steps only.
 
-Containment. Until a step is committed nothing has moved: whatever part of its plan is executed
-again writes the same cells. So a step that raises is executed in halves, and halves of halves,
-until the request that is to blame is alone; it fails, and the others never know.
+One step ahead. A runner that `launch`es has a step computed on a device while the host works: the
+core schedules and launches the next step before it waits for the tokens of the last one. A token
+that is not known yet is pending; the runner reads it on the device. What needs the numbers of
+tokens on the host sits out a step.
+
+Containment. A step that raises has moved nothing: whatever part of its plan is executed again
+writes the same cells. So it is executed in halves, and halves of halves, until the request that is
+to blame is alone; it fails, and the others never know. A device that is lost is not a request's
+failure: that error passes, the process ends, and another engine goes on.
 """
 
 from __future__ import annotations
@@ -14,11 +20,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from infer.errors import DeviceLostError
 from infer.facts import StepFacts
 from infer.schedule.scheduler import Scheduler
-from infer.schedule.sequence import Chunk, Plan, Sampled
+from infer.schedule.sequence import Advanced, Chunk, Plan, Sampled, Status
 from infer.types import Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -42,6 +49,24 @@ class Runner(Protocol):
         """Compute every chunk; one result per chunk that samples, in the plan's order."""
 
 
+class Flight(Protocol):
+    """A step that is being computed."""
+
+    def results(self) -> Seq[Sampled]:
+        """Wait for it: one result per chunk that samples, in the plan's order."""
+
+    def elapsed_ms(self) -> float | None:
+        """How long the device took for it, after `results`; None if that is not known."""
+
+
+@runtime_checkable
+class LaunchingRunner(Runner, Protocol):
+    """A runner whose device computes while the host goes on."""
+
+    def launch(self, plan: Plan) -> Flight:
+        """Begin to compute every chunk. Pending tokens are those of the launch before."""
+
+
 class EngineCore:
     """See the module's docstring."""
 
@@ -53,11 +78,13 @@ class EngineCore:
         self.facts: StepFacts | None = None
         """of the last call of `step`; None if nothing happened in it"""
         self._num_lost = 0
+        self._flying: tuple[Seq[Advanced], Flight] | None = None
+        """the step that has been launched and not been committed"""
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended."""
-        return self.scheduler.num_unfinished > 0
+        """Whether any request has not ended, or a step has not."""
+        return self.scheduler.num_unfinished > 0 or self._flying is not None
 
     def add(self, request: Request) -> None:
         """Accept a request; raises `RequestError` (and accepts nothing) if it cannot be served."""
@@ -74,9 +101,44 @@ class EngineCore:
         """
         started_s = self.scheduler.clock()
         plan = self.scheduler.schedule(flush=flush)
-        if not plan:
-            self._note(started_s, plan)
+        if isinstance(self.runner, LaunchingRunner):
+            outputs = self._step_ahead(self.runner, plan)
+        else:
+            outputs = self._step_now(plan) if plan else []
+        self._note(started_s, plan)
+        return outputs
+
+    def _step_ahead(self, runner: LaunchingRunner, plan: Plan) -> list[StepOutput]:
+        """Launch a plan, then commit the step before it."""
+        launched = None
+        if plan and not any(map(_is_suspect, plan)):
+            try:
+                flight = runner.launch(plan)
+            except DeviceLostError:
+                raise
+            except Exception as error:
+                log.warning("a step of %d requests cannot be launched (%s)", len(plan), error)
+            else:
+                launched = (self.scheduler.advance(plan), flight)
+                self._num_lost = 0
+        outputs = self._land()
+        self._flying = launched
+        if plan and launched is None:
+            # By itself, with nothing in flight. Some of it may have ended with the step before.
+            rest = tuple(c for c in plan if c.sequence.status is Status.RUNNING)
+            outputs += self._step_now(rest) if rest else []
+        return outputs
+
+    def _land(self) -> list[StepOutput]:
+        """Wait for the step that is being computed, if one is, and commit it."""
+        if self._flying is None:
             return []
+        (step, flight), self._flying = self._flying, None
+        sampled = flight.results()
+        return self.scheduler.commit(step, sampled, flight.elapsed_ms())
+
+    def _step_now(self, plan: Plan) -> list[StepOutput]:
+        """Execute a plan and commit it."""
         computed: list[Chunk] = []
         sampled: list[Sampled] = []
         failed: dict[str, str] = {}
@@ -84,12 +146,11 @@ class EngineCore:
             if part is not plan or _is_suspect(part[0]):
                 self.announce(part[0].sequence.request_id if _is_suspect(part[0]) else "")
             self._execute(part, computed, sampled, failed)
-        outputs = self.scheduler.commit(tuple(computed), sampled)
+        outputs = self.scheduler.commit(self.scheduler.advance(tuple(computed)), sampled)
         for request_id, message in failed.items():
             output = self.scheduler.fail(request_id, message)
             assert output is not None
             outputs.append(output)
-        self._note(started_s, plan)
         self._num_lost = 0 if computed else self._num_lost + 1
         if self._num_lost == MAX_LOST_STEPS:
             raise RuntimeError(f"nothing could be computed in {MAX_LOST_STEPS} steps in a row")
@@ -117,8 +178,10 @@ class EngineCore:
         """Execute a plan, in halves if it must be; every chunk goes to `computed` or `failed`."""
         try:
             results = iter(self.runner.execute(plan))
+        except DeviceLostError:
+            raise
         except Exception as error:
-            is_memory = isinstance(error, MemoryError) or "memory" in str(error).lower()
+            is_memory = isinstance(error, MemoryError)
             if len(plan) == 1:
                 log.exception("request %s fails", plan[0].sequence.request_id)
             else:
@@ -146,7 +209,7 @@ class EngineCore:
 
     def wait_s(self) -> float | None:
         """How long nothing will happen unless a request comes: 0 = step now, None = for ever."""
-        if self.scheduler.running or self.scheduler.preempted:
+        if self.scheduler.running or self.scheduler.preempted or self._flying is not None:
             return 0.0
         if not self.scheduler.waiting:
             return None

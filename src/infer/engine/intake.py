@@ -7,6 +7,7 @@ that can be refused is refused here; the scheduler's own checks are a second lin
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,16 @@ from infer.text import grammar
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, SamplingParams
 
+log = logging.getLogger(__name__)
+
 _MAX_SHRINKING = 4
+
+
+def log_tool_use(tokenizer: Tokenizer) -> None:
+    """Say how the model is taken to call tools; a warning where that is not known."""
+    use = tokenizer.tool_use
+    if use is not None:
+        log.log(logging.INFO if use.is_known else logging.WARNING, "%s", use.summary)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +63,7 @@ class Intake:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        shown_token_ids: tuple[int, ...] = (),
     ) -> Request:
         """A valid request for a text (tokenised as the checkpoint says) or a list of token ids."""
         sampling = sampling or SamplingParams()
@@ -72,6 +83,7 @@ class Intake:
             # What others have computed has no logits.
             cache_scope="" if sampling.prompt_logprobs is None else request_id,
             bad_token_ids=self._spellings(sampling.bad_words),
+            shown_token_ids=shown_token_ids,
         )
 
     def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
-from infer.engine.intake import Intake
+from infer.engine.intake import Intake, log_tool_use
 from infer.engine.messages import Text
 from infer.engine.process import HANG_S, EngineProcess
 from infer.text.tokenizer import Tokenizer
@@ -38,7 +38,8 @@ def launch_factory(
     texts: list[tuple[str, Tokenizer]] = []
 
     def read(text: Text) -> None:
-        texts.append((text.model_name, Tokenizer(text.files)))
+        texts.append((text.model_name, tokenizer := Tokenizer(text.files)))
+        log_tool_use(tokenizer)
 
     limits = process.launch(read)
     (name, tokenizer), *_ = texts

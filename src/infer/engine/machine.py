@@ -7,6 +7,7 @@ only `keep_freed_memory` changes anything, in this process.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from infer.errors import ConfigError
 from infer.kernels.native import chosen_instruction_set, int8_cache_obstacle
 from infer.models.config import ModelConfig
 
+log = logging.getLogger(__name__)
+
 LARGE_HEAD = 128
 """numbers, from which an int8 cache pays by default on AMX: steps of many sequences read little
 else, and prefill's attention is a tenth slower; with heads of 64 it is half as slow again. On
@@ -24,12 +27,35 @@ vectors prefill is no slower, with heads of any size."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether a device multiplies in bfloat16 itself (CUDA before Ampere emulates it)."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def default_seats(device: torch.device) -> int:
+    """Sequences that run at the same time by default: a GPU needs more to be busy."""
+    return 256 if device.type == "cuda" else 32
+
+
 def choose_device(config: EngineConfig) -> torch.device:
     """The device that `config.device` means here."""
     has_cuda = torch.cuda.is_available()
+    if config.batch_invariant and has_cuda and config.device != "cpu":
+        make_products_invariant()
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("device", "'cuda' was asked for, but torch finds no CUDA device here")
     return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+
+
+def make_products_invariant() -> None:
+    """Ask cuBLAS never to cut a sum between programs; before the first product on a GPU.
+
+    With next to no workspace it has nowhere to put parts of sums (vLLM's way, too)."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
@@ -43,6 +69,9 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
             )
         return torch.bfloat16
     name = model.dtype if config.dtype == "auto" else config.dtype
+    if config.dtype == "auto" and name == "bfloat16" and not has_bfloat16(device):
+        log.warning("this device has no bfloat16 arithmetic: computing in float16")
+        name = "float16"
     if config.dtype == "auto" and name == "float16" and device.type == "cpu":
         name = "bfloat16"  # CPUs have no float16 arithmetic worth the name
     return next(dtype for dtype in DTYPES if str(dtype) == f"torch.{name}")
@@ -117,6 +146,13 @@ def free_bytes(device: torch.device) -> int:
     except (OSError, ValueError):
         pass
     return free
+
+
+def used_bytes(device: torch.device) -> int | None:
+    """Memory that this process has taken: of a GPU, else main memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return resident_bytes()
 
 
 def resident_bytes() -> int | None:

@@ -46,6 +46,8 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
 
     limits: Limits
     stats: dict[str, int | float]
+    settings: dict[str, Any] = {}
+    """what another engine must be given to take over from this one, beside its own settings"""
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):

@@ -27,7 +27,8 @@ class OutputProcessor:
         self.needs_abort = False
         """the request ended here while the core still works on it"""
         self._detokenizer = tokenizer.new_detokenizer(
-            skip_special_tokens=sampling.skip_special_tokens
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown_token_ids=request.shown_token_ids,
         )
         self._stop = StopMatcher(sampling.stop_strings, sampling.include_stop_str_in_output)
         self._keep_end = sampling.include_stop_str_in_output

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
-from infer.engine.machine import choose_cache_dtype, choose_device, choose_dtype, free_bytes
+from infer.engine.machine import (
+    choose_cache_dtype,
+    choose_device,
+    choose_dtype,
+    default_seats,
+    free_bytes,
+)
 from infer.errors import ConfigError
 from infer.kernels.invariance import linears
 from infer.kernels.linear import can_pack, held_bytes, native_obstacle
@@ -28,6 +34,7 @@ SHARE_OF_FREE_MEMORY = 0.8
 MAX_PREFIX_SHARE = 2
 """how many times what full seats need the KV cache is by default: the rest remembers prefixes"""
 CPU_TOKENS_BESIDE_STREAMS = 512
+CUDA_TOKENS_BESIDE_STREAMS = 2048
 """of a step, by default: running streams wait for its end"""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
 
@@ -116,19 +123,23 @@ def make_plan(
         )
     free = free_bytes(device) if free is None else free
     batched = config.max_num_batched_tokens or default_batched_tokens(device, dtype)
-    seats = 1 if config.batching_mode == "sequential" else config.max_batch_size
+    seats = config.max_batch_size or default_seats(device)
+    seats = 1 if config.batching_mode == "sequential" else seats
     parameters, weights = count_weights(model, dtype, device, config.weight_format)
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     page_size = page_size_for(config, model)
     cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
     heads = 2 * model.num_layers * model.num_kv_heads
+    token_bytes = heads * cell_bytes(model.head_dim, cache_dtype)
+    given = config.kv_cache_memory_bytes
+    if config.kv_cache_pages is not None:
+        given = (config.kv_cache_pages + 1) * page_size * token_bytes
     cache = _Cache(
         config,
-        page=(page_size, heads * cell_bytes(model.head_dim, cache_dtype)),
+        page=(page_size, token_bytes),
         model_max=model.max_seq_len,
         seats=seats,
-        budget=config.kv_cache_memory_bytes
-        or max(0, int((free - weights - activations) * SHARE_OF_FREE_MEMORY)),
+        budget=given or max(0, int((free - weights - activations) * SHARE_OF_FREE_MEMORY)),
     )
     need = weights + activations + cache.kv_bytes
     return MemoryPlan(
@@ -198,7 +209,7 @@ class _Cache:
         # More than every seat at full length is of use only to remember prefixes.
         useful = -(-self.max_seq_len // self.page_size) * seats
         self.num_pages = max(0, budget // (self.page_size * self.token_bytes) - 1)
-        if config.kv_cache_memory_bytes is None:
+        if not (config.kv_cache_memory_bytes or config.kv_cache_pages):
             self.num_pages = min(self.num_pages, MAX_PREFIX_SHARE * useful)
         if config.max_seq_len is None and self.num_pages:
             self.max_seq_len = min(self.max_seq_len, self.num_pages * self.page_size)

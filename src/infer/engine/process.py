@@ -176,6 +176,8 @@ class EngineProcess:
             life.reap()
             raise
         self._ready, self._stats = life, ready.stats
+        settings = {**self._begin.settings, **ready.settings}
+        self._begin = messages.Begin(self._begin.factory, settings, self._begin.log_level)
         return ready.limits
 
     def start(self, deliver: Deliver, died: Callable[[], None]) -> None:

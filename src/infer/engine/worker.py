@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from infer.engine.core import EngineCore
 from infer.engine.intake import Limits
@@ -43,6 +43,9 @@ class Blueprint:
     model_name: str
     files: TextFiles
     build: Callable[[], tuple[EngineCore, Limits]]
+    pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
+    """settings that another engine needs to take over from this one: what was chosen by the state
+    of the machine when this one was built"""
 
 
 Deliver = Callable[[list[StepOutput], StepFacts | None], None]

@@ -6,12 +6,19 @@ it does not hold on this machine or in this build of torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
-from infer.kernels.linear import Int8Linear, Linear, NativeLinear, PackedLinear, PlainLinear
+from infer.kernels.linear import (
+    CudaLinear,
+    Int8Linear,
+    Linear,
+    NativeLinear,
+    PackedLinear,
+    PlainLinear,
+)
 
 _ROWS = (2, 3, 17, 40, 130)
 """Numbers of rows that are compared with one; a library's choices change around powers of two."""
@@ -46,9 +53,29 @@ def batch_invariance_problem(model: object) -> str | None:
     return None
 
 
+@torch.inference_mode()
+def invariant_sizes(model: object, sizes: Iterable[int], device: torch.device) -> list[int]:
+    """Those of the numbers of rows, in order, at which a row's products are the same in every
+    layer of `model`; all are compared with the smallest one, in one layer of each shape."""
+    kept = sorted(set(sizes))
+    generator = torch.Generator(device).manual_seed(0)
+    kinds = {(f.in_features, f.out_features, f.dtype): f for f in linears(model)}
+    for (width, _, dtype), layer in kinds.items():
+        x = torch.randn((kept[-1], width), generator=generator, device=device).to(dtype)
+        first = layer(x[: kept[0]])
+        for size in kept[1:]:
+            # The same rows in front and, moved on, at the end of a batch of that size.
+            batch = x[:size]
+            front = layer(batch)[: kept[0]]
+            back = layer(batch.roll(-kept[0], 0))[-kept[0] :]
+            if not (torch.equal(front, first) and torch.equal(back, first)):
+                kept = [other for other in kept if other != size]
+    return kept
+
+
 def linears(part: object) -> Iterator[Linear]:
     """The linear layers in an object's attributes and lists, at any depth."""
-    if isinstance(part, (PlainLinear, PackedLinear, Int8Linear, NativeLinear)):
+    if isinstance(part, (PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear)):
         yield part
     elif isinstance(part, (list, tuple)):
         for member in part:

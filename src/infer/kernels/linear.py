@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer.kernels import native
+from infer.kernels import cuda, native
 
 BITS = {"int8": 8, "int4": 4}
 """of a weight, by the name of a quantization"""
@@ -44,11 +44,17 @@ class Norm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Over the last dimension."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Over the last dimension; `residual`, of the shape of x, is added to the result."""
+        if x.is_cuda and x.ndim == 2 and cuda.obstacle(x.device) is None:
+            from infer.kernels.cuda.norm import rms_norm
+
+            return rms_norm(x, self.weight, self.eps, residual)
         if self.weight.dtype == x.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+            y = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        else:
+            y = F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return y if residual is None else residual + y
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +122,65 @@ class PlainLinear(_Composed):
     ) -> None:
         super().__init__(weight, bias, fusion)
         self.weight = weight
+
+    def product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class CudaLinear(_Composed):
+    """A layer on a CUDA device: one kernel for a few rows; norm, cuBLAS and gate for more.
+
+    The residual is the product's starting value, so the sum costs no pass of its own; its memory
+    becomes the result's.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        fusion: Fusion = PRODUCT_ONLY,
+        *,
+        invariant: bool = False,
+    ) -> None:
+        """`invariant`: no kernel of its own for a few rows."""
+        super().__init__(weight, bias, fusion)
+        self.weight = weight.contiguous()
+        self.invariant = invariant
+        self._transposed = self.weight.T
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in] → [T, out]."""
+        from infer.kernels.cuda.linear import few_rows, is_few
+
+        fusion, norm = self.fusion, self.fusion.norm
+        is_one = x.shape[0] == 1
+        if norm is not None and (self.invariant or not is_one):
+            x = norm(x)
+        if not self.invariant and is_few(x.shape[0], self.weight):
+            return few_rows(
+                x,
+                self.weight,
+                bias=self.bias,
+                norm=(norm.weight, norm.eps) if norm is not None and is_one else None,
+                gate=fusion.gate,
+                residual=residual,
+                dtype=torch.float32 if fusion.float_out else x.dtype,
+            )
+        if fusion.gate:
+            from infer.kernels.cuda.norm import gate
+
+            y = gate(self.product(x), fusion.gate)
+            return y if residual is None else residual + y
+        if fusion.float_out and x.dtype != torch.float32 and self.bias is None:
+            # Logits that are rounded to 16 bits have ties.
+            y = torch.mm(x, self._transposed, out_dtype=torch.float32)
+            return y if residual is None else residual + y
+        if residual is not None and self.bias is None and not fusion.float_out:
+            return residual.addmm_(x, self._transposed)
+        y = self.product(x)
+        y = y.float() if fusion.float_out else y
+        return y if residual is None else residual + y
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
@@ -324,9 +389,11 @@ def make_linear(
     fusion: Fusion = PRODUCT_ONLY,
     *,
     quantization: str | None = None,
+    batch_invariant: bool = False,
 ) -> Linear:
     """The fastest `Linear` for a weight [out, in], or for several, one below the other; the weight
-    is held in `quantization`, or as it is."""
+    is held in `quantization`, or as it is. `batch_invariant`: on a GPU, only by what computes a
+    row alike in any number of rows."""
     bits = 16 if quantization is None else BITS[quantization]
     parts = [weight] if isinstance(weight, Tensor) else list(weight)
     if parts[0].is_cpu and parts[0].dtype == torch.bfloat16 and native_obstacle() is None:
@@ -334,5 +401,7 @@ def make_linear(
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if quantization and whole.device.type == "cpu":
         return Int8Linear(whole, bias, fusion, bits=bits)
+    if whole.is_cuda and cuda.obstacle(whole.device) is None:
+        return CudaLinear(whole, bias, fusion, invariant=batch_invariant)
     kind = PackedLinear if can_pack(whole) else PlainLinear
     return kind(whole, bias, fusion)

@@ -144,7 +144,12 @@ def output_head(
     else:
         embedding = source.take(name, (config.vocab_size, config.hidden_size))
     fusion = Fusion(norm=norm, float_out=True)
-    return make_linear(embedding, fusion=fusion, quantization=of_head(source.quantization))
+    return make_linear(
+        embedding,
+        fusion=fusion,
+        quantization=of_head(source.quantization),
+        batch_invariant=source.batch_invariant,
+    )
 
 
 def fused(
@@ -159,5 +164,9 @@ def fused(
     weights = [source.take(f"{name}.weight", (rows, width)) for name, rows in parts.items()]
     biases = [source.take(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
     return make_linear(
-        weights, torch.cat(biases) if biases else None, fusion, quantization=source.quantization
+        weights,
+        torch.cat(biases) if biases else None,
+        fusion,
+        quantization=source.quantization,
+        batch_invariant=source.batch_invariant,
     )

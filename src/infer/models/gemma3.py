@@ -41,8 +41,8 @@ class _Layer:
         self.mlp = GatedMLP(config, source, f"{prefix}mlp.", before_mlp, "gelu_tanh")
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.after_attention(self.attention(x, cos, sin, attend))
-        return x + self.after_mlp(self.mlp(x))
+        x = self.after_attention(self.attention(x, cos, sin, attend), residual=x)
+        return self.after_mlp(self.mlp(x), residual=x)
 
 
 class Gemma3:

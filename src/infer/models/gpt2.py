@@ -81,4 +81,9 @@ def _turned(source: WeightSource, name: str, width: int, rows: int) -> Linear:
     """A linear layer whose weight is stored [in, out]."""
     weight = source.take(f"{name}.weight", (width, rows))
     bias = source.take(f"{name}.bias", (rows,))
-    return make_linear(weight.T.contiguous(), bias, quantization=source.quantization)
+    return make_linear(
+        weight.T.contiguous(),
+        bias,
+        quantization=source.quantization,
+        batch_invariant=source.batch_invariant,
+    )

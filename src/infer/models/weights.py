@@ -46,6 +46,8 @@ class WeightSource:
         self.device = device
         self.quantization: str | None = None
         """what linear layers are to hold these weights in"""
+        self.batch_invariant = False
+        """whether linear layers on a GPU are to compute a row alike in any company"""
         self._left = set(names)
         self._complete = complete
         self._read = read
@@ -69,7 +71,8 @@ class WeightSource:
     def keep(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Like `take`, for a tensor that stays as it is: in memory of its own, not the file's."""
         tensor = self.take(name, shape)
-        return tensor if tensor.device.type == "meta" else tensor.clone()
+        # What came from a file lies on the CPU; elsewhere it is a copy already.
+        return tensor.clone() if tensor.device.type == "cpu" else tensor
 
     def has_prefix(self, prefix: str) -> bool:
         """Whether any tensor that has not been taken begins so."""
@@ -175,11 +178,12 @@ def dummy_source(dtype: torch.dtype, device: torch.device) -> WeightSource:
     """A source of random weights: scaled so that activations stay near one, the same every time."""
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         if len(shape) == 1:
             bias = name.endswith(".bias")
             return torch.zeros(shape) if bias else torch.ones(shape)
-        weight = torch.empty(shape, dtype=dtype)
+        # On the device itself: billions of numbers take the host's generator a minute.
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        weight = torch.empty(shape, dtype=dtype, device=device)
         return weight.normal_(0.0, shape[-1] ** -0.5, generator=generator)
 
     return WeightSource((), read, dtype=dtype, device=device, complete=False)

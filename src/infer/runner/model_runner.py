@@ -14,12 +14,12 @@ from torch import Tensor
 
 from infer.attention.layout import AttentionBackend
 from infer.models.model import Model
+from infer.runner.failures import translated
 from infer.runner.pack import Packer
+from infer.runner.prompt_scores import score_prompts
 from infer.runner.restrict import Restrictions
-from infer.runner.sampler import sample, score
+from infer.runner.sampler import sample
 from infer.schedule.sequence import Plan, Sampled
-
-_SCORED_ROWS = 64
 
 
 class ModelRunner:
@@ -41,14 +41,22 @@ class ModelRunner:
         self.caches = caches
         self._packer = Packer(caches[0].shape[1], device)
 
-    @torch.inference_mode()
     def execute(self, plan: Plan) -> list[Sampled]:
-        """Compute every chunk; one result per chunk that samples, in the plan's order."""
+        """Compute every chunk; one result per chunk that samples, in the plan's order.
+
+        Raises `MemoryError` if there was not enough memory for it."""
+        try:
+            return self._execute(plan)
+        except RuntimeError as error:
+            raise translated(error) from error
+
+    @torch.inference_mode()
+    def _execute(self, plan: Plan) -> list[Sampled]:
         restricting = self._restrictions.begin(plan)
         step = self._packer.pack(plan)
         self.backend.plan(step.layout)
         hidden = self.model.forward(step.tokens, step.positions, self.backend)
-        self._score_prompts(plan, hidden)
+        score_prompts(plan, hidden, self.model)
         if not step.sampled:
             return []
         if len(step.sampled) < len(hidden):
@@ -60,18 +68,3 @@ class ModelRunner:
         forbidden = restricting.result()
         sampled = sample(logits, step.sampled, forbidden)
         return self._restrictions.settle(step.sampled, sampled, forbidden)
-
-    def _score_prompts(self, plan: Plan, hidden: Tensor) -> None:
-        """Log-probabilities of prompts whose requests want them; a few rows of logits at a time."""
-        begin = 0
-        for chunk in plan:
-            sequence, start = chunk.sequence, chunk.start
-            count = sequence.request.sampling.prompt_logprobs
-            if count is not None:
-                end = min(start + chunk.num_tokens, sequence.num_prompt - 1)
-                for at in range(start, end, _SCORED_ROWS):
-                    following = sequence.tokens[at + 1 : min(end, at + _SCORED_ROWS) + 1]
-                    rows = hidden[begin + at - start :][: len(following)]
-                    scores = score(self.model.logits(rows), following, count)
-                    sequence.prompt_scores.update(enumerate(scores, at + 1))
-            begin += chunk.num_tokens

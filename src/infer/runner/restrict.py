@@ -28,15 +28,14 @@ FAILED = "the grammar of this request could not be followed any further"
 class Restrictions:
     """See the module's docstring."""
 
-    def __init__(self, compiler: Callable[[], Compiler], device: torch.device) -> None:
+    def __init__(self, compiler: Callable[[], Compiler]) -> None:
         """`compiler` is called at once, in the thread; large vocabularies take it a second."""
         self._thread = ThreadPoolExecutor(1, "infer-grammar")
         self._compiler = self._thread.submit(compiler)
-        self._device = device
 
     def begin(self, plan: Plan) -> Future[dict[str, Tensor | None]] | None:
         """Start on a step; None if nobody in it has a grammar. The result: by request id the
-        tokens that are forbidden, [V] bool, or None where the grammar has failed."""
+        tokens that are forbidden, [V] bool on the CPU, or None where the grammar has failed."""
         chunks = [chunk for chunk in plan if chunk.sequence.request.sampling.grammar is not None]
         if not chunks:
             return None
@@ -50,8 +49,7 @@ class Restrictions:
                 constraint = self._constraint(sequence)
                 if samples:
                     constraint.follow(sequence.tokens[sequence.num_prompt :])
-                    mask = torch.from_numpy(constraint.forbidden())
-                    result[sequence.request_id] = mask.to(self._device, non_blocking=True)
+                    result[sequence.request_id] = torch.from_numpy(constraint.forbidden())
             except Exception:
                 log.warning("request %s: its grammar fails", sequence.request_id, exc_info=True)
                 result[sequence.request_id] = None

@@ -143,6 +143,13 @@ def score(logits: Tensor, tokens: Seq[int], count: int) -> list[TokenLogprobs]:
     ]
 
 
+def is_plain(sequence: Sequence) -> bool:
+    """Whether a row needs nothing but temperature, top-k, top-p and min-p."""
+    return not sequence.is_special and not (
+        sequence.num_output < sequence.request.sampling.min_tokens
+    )
+
+
 # Bias and penalties.
 
 
@@ -200,7 +207,7 @@ def adjust(rows: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHIN
             rows[row, ids] = logits
         mask = forbidden.get(sequence.request_id)
         if mask is not None:
-            rows[row, : len(mask)].masked_fill_(mask, -torch.inf)
+            rows[row, : len(mask)].masked_fill_(mask.to(rows.device), -torch.inf)
 
 
 class _Cells:

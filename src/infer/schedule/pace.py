@@ -11,7 +11,9 @@ Used by the scheduler if `max_step_ms` is set. Knows no clock: it is told how lo
 
 from __future__ import annotations
 
-from infer.schedule.sequence import Plan
+from collections.abc import Sequence as Seq
+
+from infer.schedule.sequence import Advanced
 
 MIN_CHUNK = 16
 """prompt tokens that may always ride along, or prompts would starve; also the cautious start"""
@@ -43,10 +45,10 @@ class Pace:
             return max(limits[lower] / 2.0 ** (band - lower), MIN_CHUNK)
         return limits[min(limits)] if limits else MIN_CHUNK
 
-    def record(self, plan: Plan, step_ms: float) -> None:
-        """Learn from a step, before it is committed; one without streams or prompts is ignored."""
-        prompts = [c for c in plan if c.start + 1 < len(c.sequence.tokens)]
-        if not prompts or len(prompts) == len(plan):
+    def record(self, step: Seq[Advanced], step_ms: float) -> None:
+        """Learn from a step; one without streams or without prompts is ignored."""
+        prompts = [advanced.chunk for advanced in step if advanced.is_prompt]
+        if not prompts or len(prompts) == len(step):
             return
         num_tokens = sum(chunk.num_tokens for chunk in prompts)
         band = _band(max(chunk.start for chunk in prompts))

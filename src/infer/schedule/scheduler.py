@@ -3,8 +3,9 @@
 Three resources with three owners, handled in three passes over the seated sequences: pages (the
 allocator; a sequence that needs one more may preempt those behind it), seats (the door; newcomers
 sit down if the pages for their whole prompt are there), tokens (the step budget, offered in the
-policy's order). `commit` is the only place where `num_computed` grows, tokens are appended, pages
-become shareable, finish reasons are decided and pages go back.
+policy's order). A step that has been launched moves the numbers (`advance`); its sampled tokens are
+then pending. `commit` puts the tokens in, makes pages shareable, decides finish reasons and gives
+pages back. A runner that works ahead has the next step scheduled and launched in between.
 
 Liveness. Sequences are totally ordered by rank, and only finitely many ever go before a given one
 (`Sequence.rank`). `add` refuses a request whose longest possible form does not fit the whole pool.
@@ -32,7 +33,16 @@ from infer.schedule.arrival import check_fits, queued
 from infer.schedule.door import make_door
 from infer.schedule.pace import Pace
 from infer.schedule.policy import MAX_IDLE_STEPS, POLICIES
-from infer.schedule.sequence import Account, Chunk, Plan, Sampled, Sequence, Status
+from infer.schedule.sequence import (
+    PENDING,
+    Account,
+    Advanced,
+    Chunk,
+    Plan,
+    Sampled,
+    Sequence,
+    Status,
+)
 from infer.schedule.stats import SchedulerStats
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
@@ -69,6 +79,8 @@ class Scheduler:
         self._pace = Pace(config.max_step_ms) if config.max_step_ms else None
         self._planned_s = 0.0
         self._held: list[PageTable] = []
+        self._launched: tuple[Advanced, ...] = ()
+        """the step that was launched last, until it is committed"""
         self._batch_lengths: list[int] = []
 
     @property
@@ -140,8 +152,13 @@ class Scheduler:
     # Pages: in order of rank, so that whoever must give way is behind whoever needs the page.
 
     def _grow_running(self) -> None:
-        running, grow = self.running, self.allocator.grow
+        running, grow, page_size = self.running, self.allocator.grow, self.allocator.page_size
         for sequence in list(running):
+            num_tokens = len(sequence.tokens)
+            if num_tokens <= len(sequence.table.pages) * page_size:
+                continue
+            if num_tokens >= sequence.max_length:
+                continue  # its last token is never computed
             while sequence.status is Status.RUNNING and not grow(
                 sequence.table, len(sequence.tokens)
             ):
@@ -201,6 +218,8 @@ class Scheduler:
 
     def _seat(self, sequence: Sequence) -> bool:
         """Give a sequence the pages for all its tokens and a place in the batch, if they fit."""
+        if sequence.is_pending:
+            return False  # it was preempted; it can be computed anew when its token is known
         allocator = self.allocator
         request = sequence.request
         table = allocator.match(sequence.tokens, request.cache_scope, request.num_public)
@@ -249,8 +268,21 @@ class Scheduler:
     # comes within MAX_IDLE_STEPS + S steps, whatever the policy and the budget.
 
     def _hand_out_tokens(self) -> Plan:
-        running, allocator = self.running, self.allocator
+        allocator = self.allocator
         self._num_turns = turn = self._num_turns + 1
+        running = []
+        for sequence in self.running:
+            tokens = sequence.tokens
+            if tokens[-1] == PENDING and (
+                len(tokens) >= sequence.max_length or sequence.reads_output
+            ):
+                sequence.last_turn = turn  # it is being computed
+            else:
+                running.append(sequence)
+        if self._all_may_decode(running):
+            for sequence in running:
+                sequence.last_turn = turn
+            return tuple([Chunk(sequence, sequence.num_computed, 1) for sequence in running])
         streams = any(s.num_remaining == 1 for s in running)
         budget = self.config.max_num_batched_tokens
         if streams:
@@ -260,7 +292,7 @@ class Scheduler:
         budget -= len(owed)
         pace = self._pace if streams else None  # else nobody waits for the end of the step
         prompt_limit, num_prompt = budget, 0
-        computing: set[Key] = set()
+        computing = self._keys_being_computed()
         chunks = []
         offered, several = self._policy(running), self._accounts.several
         if several:
@@ -272,7 +304,7 @@ class Scheduler:
             if is_prompt := sequence.num_remaining > 1:
                 key = allocator.adopt(sequence.table, sequence.tokens)
                 self._skip_cached(sequence)
-                if key in computing:
+                if key is not None and computing.get(key, sequence) is not sequence:
                     sequence.last_turn = turn
                     continue
                 if pace:
@@ -287,36 +319,89 @@ class Scheduler:
                 if several and num_tokens == sequence.num_remaining:
                     first = first or sequence.account
                 num_prompt += num_tokens
-                if key:
-                    computing.add(key)
+                if key is not None:
+                    computing[key] = sequence
             budget -= num_tokens - own
             sequence.last_turn = turn
             chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
         return tuple(chunks)
 
-    def commit(self, plan: Plan, sampled: Seq[Sampled]) -> list[StepOutput]:
-        """Record a step that has been executed; `sampled` has one entry per chunk that samples."""
+    def _all_may_decode(self, running: Seq[Sequence]) -> bool:
+        """Whether every sequence wants one token and the budget has one for each: then there is
+        nothing to decide."""
+        budget = self.config.max_num_batched_tokens
+        budget = min(budget, self.config.max_tokens_beside_streams or budget)
+        return len(running) <= budget and all(s.num_remaining == 1 for s in running)
+
+    def _keys_being_computed(self) -> dict[Key, Sequence]:
+        """The next page of each prompt that the launched step computes, and whose it is."""
+        computing: dict[Key, Sequence] = {}
+        for advanced in self._launched:
+            sequence = advanced.chunk.sequence
+            alive = sequence.num_preemptions == advanced.num_preemptions
+            if advanced.is_prompt and alive and sequence.status is Status.RUNNING:
+                key = self.allocator.next_key(sequence.table, sequence.tokens)
+                if key is not None:
+                    computing[key] = sequence
+        return computing
+
+    def advance(self, plan: Plan) -> tuple[Advanced, ...]:
+        """Move the numbers of a step that has been launched; what it samples is pending."""
+        step, total = [], 0
+        for chunk in plan:
+            sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
+            tokens = sequence.tokens
+            length = len(tokens)
+            samples = start + num_tokens == length
+            step.append(Advanced(chunk, samples, start + 1 < length, sequence.num_preemptions))
+            if samples:
+                tokens.append(PENDING)
+            sequence.num_computed += num_tokens
+            sequence.account.num_tokens += num_tokens
+            total += num_tokens
+            if start < sequence.num_prompt or num_tokens > 1:
+                self.happened.append(Happening("chunk", sequence.request_id, start, num_tokens))
+        self.stats.num_computed_tokens += total
+        self._launched = tuple(step)
+        return self._launched
+
+    def commit(
+        self, step: Seq[Advanced], sampled: Seq[Sampled], step_ms: float | None = None
+    ) -> list[StepOutput]:
+        """Record a step that has been computed; `sampled` has one entry per chunk that samples.
+
+        `step_ms`: how long it took; None: the time since it was planned."""
         outputs: list[StepOutput] = []
         results: Iterator[Sampled] = iter(sampled)
         stats, allocator = self.stats, self.allocator
+        page_size = allocator.page_size
         if self._pace:
-            self._pace.record(plan, 1000 * (self.clock() - self._planned_s))
-        for chunk in plan:
-            sequence = chunk.sequence
-            samples = chunk.samples
-            sequence.num_computed += chunk.num_tokens
-            stats.num_computed_tokens += chunk.num_tokens
-            sequence.account.num_tokens += chunk.num_tokens
-            if chunk.num_tokens > 1 or chunk.start < sequence.num_prompt:
-                self.happened.append(
-                    Happening("chunk", sequence.request_id, chunk.start, chunk.num_tokens)
-                )
-            allocator.commit(sequence.table, sequence.tokens, sequence.num_computed)
-            if not samples:
+            took_ms = 1000 * (self.clock() - self._planned_s) if step_ms is None else step_ms
+            self._pace.record(step, took_ms)
+        if self._launched is step:
+            self._launched = ()
+        for advanced in step:
+            chunk = advanced.chunk
+            sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+            result = next(results) if advanced.samples else None
+            if sequence.status is Status.FINISHED:
+                # It ended while this was being computed; its pages are somebody else's already.
+                stats.num_late_tokens += result is not None
                 continue
-            result = next(results)
-            sequence.tokens.append(result.token_id)
-            reason = self._finish_reason(sequence, result)
+            if sequence.num_preemptions == advanced.num_preemptions:
+                table = sequence.table
+                if (table.num_indexed + 1) * page_size <= end:
+                    allocator.commit(table, sequence.tokens, end)
+            if result is None:
+                continue
+            if result.error:
+                failed = self.fail(sequence.request_id, result.error)
+                assert failed is not None
+                outputs.append(failed)
+                continue
+            sequence.tokens[end] = result.token_id
+            num_output = end + 1 - sequence.num_prompt
+            reason = self._finish_reason(sequence, result, num_output)
             outputs.append(
                 StepOutput(
                     sequence.request.request_id,
@@ -324,32 +409,35 @@ class Scheduler:
                     reason,
                     result.logprobs,
                     sequence.num_cached,
-                    prompt_logprobs=sequence.prompt_logprobs,
+                    prompt_logprobs=sequence.prompt_logprobs(num_output),
                 )
             )
             if reason is not None:
+                del sequence.tokens[end + 1 :]
                 self._finish(sequence, reason)
         stats.num_steps += 1
-        stats.num_sampled_tokens += len(outputs)
+        stats.num_sampled_tokens += sum(output.token_id is not None for output in outputs)
         self._settle_batch()
         return outputs
 
     @staticmethod
-    def _finish_reason(sequence: Sequence, result: Sampled) -> FinishReason | None:
+    def _finish_reason(sequence: Sequence, result: Sampled, num_output: int) -> FinishReason | None:
         token_id = result.token_id
         if token_id in sequence.end_token_ids:
             request = sequence.request
-            if sequence.num_output > request.sampling.min_tokens:
+            if num_output > request.sampling.min_tokens:
                 ended = token_id in request.eos_token_ids
                 return FinishReason.EOS if ended else FinishReason.STOP
         if result.completes:
             return FinishReason.COMPLETE
-        if sequence.num_output >= sequence.request.max_tokens:
+        if num_output >= sequence.request.max_tokens:
             return FinishReason.LENGTH
         return None
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._queues[sequence.status].remove(sequence)
+        if sequence.is_pending:
+            sequence.tokens.pop()
         if sequence.admitted_s is not None and self.config.batching_mode == "static":
             self._batch_lengths.append(len(sequence.tokens))
         if self.config.hold_pages_until_batch_ends:
@@ -385,6 +473,7 @@ class Scheduler:
         for sequence in self.running:
             table, page_size = sequence.table, self.allocator.page_size
             assert table.num_indexed * page_size <= sequence.num_computed < len(sequence.tokens)
+            assert PENDING not in sequence.tokens[:-1]
             assert len(sequence.tokens) - 1 <= len(table.pages) * page_size
             assert self._num_turns - sequence.last_turn <= MAX_IDLE_STEPS + self.num_seats
         for sequence in (*self.waiting, *self.preempted):

@@ -13,6 +13,8 @@ from enum import Enum
 from infer.cache.allocator import PageTable
 from infer.types import Request, TokenLogprobs
 
+PENDING = -1
+"""in `Sequence.tokens`: a token that a step which is still being computed samples"""
 ARRIVALS_PER_PRIORITY = 256
 """how many later requests may overtake one, for each level of priority that they are above it"""
 
@@ -61,13 +63,33 @@ class Sequence:
     """end-of-sequence and stop tokens of the request, for one quick look-up per token"""
     prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
     """log-probabilities of prompt tokens by position, as far as the runner has computed them"""
+    max_length: int = 0
+    """of `tokens`, when it has all that were asked for"""
+    is_special: bool = False
+    """whether sampling it takes more than temperature, top-k, top-p and min-p (and `min_tokens`)"""
+    reads_output: bool = False
+    """whether its next token can be sampled only when the numbers of all before are known"""
     constraint: object = None
     """the runner's, of a request with a grammar; it follows from the tokens and is never asked"""
 
     @classmethod
     def from_request(cls, request: Request, arrival: int) -> Sequence:
         """A fresh sequence that waits."""
+        sampling = request.sampling
+        reads_output = bool(
+            sampling.grammar is not None
+            or sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty
+            or sampling.frequency_penalty
+            or request.bad_token_ids
+        )
         return cls(
+            max_length=len(request.prompt_token_ids) + request.max_tokens,
+            reads_output=reads_output,
+            is_special=reads_output
+            or sampling.logprobs is not None
+            or bool(sampling.logit_bias)
+            or sampling.allowed_token_ids is not None,
             request=request,
             arrival=arrival,
             tokens=[*request.prompt_token_ids, *request.output_token_ids],
@@ -93,13 +115,22 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far."""
+        """Tokens generated so far, a pending one included."""
         return len(self.tokens) - self.num_prompt
 
     @property
-    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """If they are wanted and the first token has just been sampled."""
-        if self.request.sampling.prompt_logprobs is None or self.num_output != 1:
+    def is_pending(self) -> bool:
+        """Whether its last token is still being computed."""
+        return self.tokens[-1] == PENDING
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has all its tokens, the last of them perhaps pending."""
+        return len(self.tokens) >= self.max_length
+
+    def prompt_logprobs(self, num_output: int) -> tuple[TokenLogprobs, ...] | None:
+        """With the first token (`num_output` 1), if they are wanted."""
+        if self.request.sampling.prompt_logprobs is None or num_output != 1:
             return None
         return tuple(self.prompt_scores[position] for position in range(1, self.num_prompt))
 
@@ -127,6 +158,23 @@ Plan = tuple[Chunk, ...]
 """The scheduler's decision for one step: at most one chunk a sequence; plain data."""
 
 
+@dataclass(slots=True, eq=False)
+class Advanced:
+    """A chunk of a step that is being computed, as it was when the step was launched."""
+
+    chunk: Chunk
+    samples: bool
+    is_prompt: bool
+    """whether it is (a part of) a prompt, not the one token of a stream"""
+    num_preemptions: int
+    """of its sequence until then: if there are more by now, its pages have gone"""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are computed after it."""
+        return self.chunk.start + self.chunk.num_tokens
+
+
 NOT_FINITE = "the model gave this request no finite numbers to choose a token from"
 NONE_LEFT = (
     "no token is left to choose: what the grammar, allowed_token_ids, bad_words and min_tokens of"
@@ -134,7 +182,7 @@ NONE_LEFT = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
     """What the runner returns for a chunk that samples."""
 

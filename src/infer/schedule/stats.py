@@ -24,6 +24,8 @@ class SchedulerStats:
     num_steps: int = 0
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
+    num_late_tokens: int = 0
+    """sampled for sequences that had ended while the step was being computed; dropped"""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0

@@ -18,6 +18,8 @@ from infer.server.intake import tool_format
 from infer.server.logprobs import ChoiceLogprobs
 from infer.server.wire import ChatBody, CompletionBody, Generation, StreamOptions
 from infer.text.calls import parser_for
+from infer.text.formats import thoughts_in
+from infer.text.thought_tokens import ThoughtTokens
 from infer.types import (
     ErrorRecord,
     FinishReason,
@@ -69,6 +71,8 @@ class CompletionAnswer:
     kind = chunk_kind = "text_completion"
     merges = True
     """whether pieces that have gathered may come as one"""
+    prompt_is_shared = False
+    """whether what is said about the prompt stands beside the choices and not in each of them"""
     on_new: Callable[[dict[str, Any]], None] | None = None
     """of a chat: is given what is new in the message, whole or in pieces"""
 
@@ -118,15 +122,18 @@ class CompletionAnswer:
             "completion_tokens": self._num_completion,
             "total_tokens": self.num_prompt + self._num_completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": self._num_reasoning()},
         }
+
+    def _num_reasoning(self) -> int:
+        return 0
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer in one piece."""
         choices = []
         for index, output in enumerate(outputs):
             self.count(index, output)
-            ids = self._ids(index, output, first=True)
+            ids = self._ids(index, output, first=not self.prompt_is_shared)
             shown = self._shown(index, output)
             choice = {
                 "index": index,
@@ -135,10 +142,16 @@ class CompletionAnswer:
                 "finish_reason": self._reason(index, output.finish_reason),
                 **ids,
             }
-            if self._wire.prompt_logprobs is not None:
+            if self._wire.prompt_logprobs is not None and not self.prompt_is_shared:
                 choice["prompt_logprobs"] = self._prompt_logprobs(index, output)
             choices.append(choice)
         return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        """Of a prompt that all choices share, if `return_token_ids` asks for them."""
+        if not (self._wire.return_token_ids and self.prompt_is_shared):
+            return {}
+        return {"prompt_token_ids": self._requests[0].prompt_token_ids}
 
     def opening(self) -> Iterator[bytes]:
         """Before the first token."""
@@ -149,7 +162,8 @@ class CompletionAnswer:
         self.count(index, delta)
         logprobs, extra = "null", ""
         if self._wire.return_token_ids:
-            extra = "," + dump(self._ids(index, delta, first=index not in self._begun))[1:-1]
+            first = index not in self._begun and not self.prompt_is_shared
+            extra = "," + dump(self._ids(index, delta, first=first))[1:-1]
             self._begun.add(index)
         shown = self._shown(index, delta)
         if self._writers and shown.token_ids:
@@ -217,11 +231,15 @@ class CompletionAnswer:
         logprobs: str = "null",
         reason: str = "null",
         extra: str = "",
+        beside: dict[str, Any] | None = None,
     ) -> bytes:
-        """All but the first are JSON, `extra` further members with a comma before."""
+        """All but the first are JSON, `extra` further members with a comma before; `beside` are
+        members beside the choices."""
         after = self._after
-        if self._options.continuous_usage_stats:
+        if self._options.continuous_usage_stats and self._options.include_usage:
             after = f'],"usage":{dump(self.usage())}}}'
+        if beside:
+            after = f"{after[:-1]},{dump(beside)[1:]}"
         return event(
             f'{self._before}{{"index":{index},{text},"logprobs":{logprobs}'
             f',"finish_reason":{reason}{extra}}}{after}'
@@ -235,6 +253,7 @@ class ChatAnswer(CompletionAnswer):
     """
 
     prefix = "chatcmpl"
+    prompt_is_shared = True
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def __init__(
@@ -245,16 +264,41 @@ class ChatAnswer(CompletionAnswer):
         first = requests[0]
         end = ""  # of the prompt; a grammar is about the answer, so it leaves no room for thoughts
         if first.sampling.grammar is None:
-            end = engine.tokenizer.decode(first.prompt_token_ids[-8:], skip_special_tokens=False)
+            end = engine.tokenizer.decode(first.prompt_token_ids[-16:], skip_special_tokens=False)
         source = template.source if template else ""
-        self._parsers = [parser_for(source, tools, prompt_end=end) for _ in requests]
+        names = [tool["function"]["name"] for tool in wire.forced_tools or wire.shown_tools]
+        forced = bool(wire.forced_tools)
+        self._parsers = [
+            parser_for(source, tools, prompt_end=end, names=names, forced=forced) for _ in requests
+        ]
+        self._thoughts: list[ThoughtTokens] = []
+        if marks := thoughts_in(source):
+            inside = end.rstrip().endswith(marks.opening)
+            self._thoughts = [
+                ThoughtTokens(engine.tokenizer, marks, inside=inside) for _ in requests
+            ]
         self._num_calls = [0] * len(requests)
         self._answer_id = answer_id.rpartition("-")[2]
         self._shows_reasoning = wire.include_reasoning
 
+    def count(self, index: int, part: Part) -> None:
+        super().count(index, part)
+        if self._thoughts and not self._looks:
+            self._thoughts[index].push(part.token_ids)
+
+    def _num_reasoning(self) -> int:
+        return sum(each.count for each in self._thoughts)
+
+    def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        body = super().body(outputs) | self._prompt_ids()
+        if self._wire.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._prompt_logprobs(0, outputs[0])
+        return body
+
     def opening(self) -> Iterator[bytes]:
         for index in range(len(self._requests)):
-            yield self._chunk(index, '"delta":{"role":"assistant","content":""}')
+            beside = {} if index else self._prompt_ids()
+            yield self._chunk(index, '"delta":{"role":"assistant","content":""}', beside=beside)
 
     def _parsed(self, index: int, text: str, *, end: bool) -> dict[str, Any]:
         """What is new in a choice, as members of its message."""

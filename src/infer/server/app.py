@@ -117,6 +117,8 @@ class Endpoints:
         computed, heavy = self._pool.computed, wire.is_heavy
         with engine.reserved(wire.num_choices):
             requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
+        if isinstance(wire, ChatBody) and (warning := intake.tool_warning(engine, wire)):
+            visit.headers.append(("x-warning", warning))
         requests = [self._prefixes.owned(request, tenant.key) for request in requests]
         key = tenant.key
         answer = kind(engine, wire, requests, answer_id)

@@ -8,6 +8,7 @@ leaves the session as it was, so the same message can be sent again.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from functools import cached_property
 from pathlib import Path
@@ -62,11 +63,26 @@ class Turn:
     async def keep(self) -> None:
         """Write it, with the answer as it is now."""
         text = "".join(self._texts)
+        whole = [call for call in self._calls if _is_whole(call)]
+        # A call that was cut short is no call that a later request could have in its history.
+        text += "".join(_as_text(call) for call in self._calls if call not in whole)
         answer: Message = {"role": "assistant", "content": text}
-        if self._calls:
-            answer = {**answer, "content": text or None, "tool_calls": self._calls}
+        if whole:
+            answer = {**answer, "content": text or None, "tool_calls": whole}
         turn = [*self._asked, answer]
         await asyncio.to_thread(self._sessions.add_turn, *self._where, turn)
+
+
+def _is_whole(call: dict[str, Any]) -> bool:
+    try:
+        return isinstance(json.loads(call["function"]["arguments"]), dict)
+    except ValueError:
+        return False
+
+
+def _as_text(call: dict[str, Any]) -> str:
+    function = call["function"]
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}'
 
 
 class Conversations:

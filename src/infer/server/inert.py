@@ -26,7 +26,7 @@ REQUEST_FIELDS: Inert = {
     **dict.fromkeys(("include_reasoning", "parallel_tool_calls"), (bool,)),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": ("in_memory", "in-memory"),
-    "reasoning_effort": ("none",),
+    "reasoning_effort": (str,),  # of a chat it goes to the template
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "verbosity": ("medium",),
@@ -41,7 +41,7 @@ REQUEST_FIELDS: Inert = {
     "length_penalty": (1.0,),
 }
 MESSAGE_FIELDS: Inert = {
-    **dict.fromkeys(("audio", "function_call", "reasoning", "refusal"), ()),
+    **dict.fromkeys(("audio", "function_call", "refusal"), ()),
     "annotations": ([],),
     "provider_specific_fields": (dict,),  # LiteLLM puts it into answers that it hands out
 }

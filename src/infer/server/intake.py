@@ -24,7 +24,7 @@ from infer.server.wire import (
     Prompt,
 )
 from infer.text import calls
-from infer.text.calls import ToolFormat
+from infer.text.formats import ToolFormat, thoughts_in
 from infer.types import Request, SamplingParams
 
 
@@ -44,7 +44,8 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire) as sampling:
         ids = engine.render_chat(messages, **wire.template_arguments)
-        return list(_choices(engine, wire, [tuple(ids)], sampling, answer_id))
+        shown = _read_tokens(engine, wire)
+        return list(_choices(engine, wire, [tuple(ids)], sampling, answer_id, shown))
 
 
 def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
@@ -64,17 +65,24 @@ def plain_messages(wire: Conversation) -> list[dict[str, Any]]:
 
 def tool_format(engine: AsyncLLM, wire: ChatBody) -> ToolFormat | None:
     """How the answer writes its calls; None where it is not to make any."""
-    template = engine.tokenizer.tool_template
-    if not wire.tools or wire.tool_choice == "none" or template is None:
+    use = engine.tokenizer.tool_use
+    if use is None or not wire.shown_tools:
         return None
-    found = calls.format_of(template.source, forced=bool(wire.forced_tools))
-    if found is None:
-        raise RequestError(
-            "this model's chat template shows it no tools; only a tool_choice of 'required' or of"
-            " a function works with it",
-            param="tools",
-        )
-    return found
+    return calls.forced_format(use.format) if wire.forced_tools else use.format
+
+
+def tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
+    """What the client should know about its tools; None: nothing."""
+    use = engine.tokenizer.tool_use
+    return use.warning if use and wire.shown_tools and not wire.forced_tools else None
+
+
+def _read_tokens(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
+    """The special tokens that the parser of the answer must see."""
+    template, way = engine.tokenizer.tool_template, tool_format(engine, wire)
+    thoughts = thoughts_in(template.source) if template else None
+    marks = (*(thoughts or ()), *(way.all_marks if way else ()))
+    return engine.tokenizer.special_ids_of(marks) if wire.skip_special_tokens else ()
 
 
 @contextmanager
@@ -144,6 +152,7 @@ def _choices(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     answer_id: str,
+    shown_token_ids: tuple[int, ...] = (),
 ) -> Iterator[Request]:
     ids = (f"{answer_id}-{index}" for index in itertools.count())
     for prompt in prompts:
@@ -152,7 +161,11 @@ def _choices(
             if i and sampling.seed is not None:  # seed + i, within 64 signed bits
                 params = sampling.replace(seed=(sampling.seed + i + 2**63) % 2**64 - 2**63)
             request = engine.make_request(
-                prompt, params, request_id=next(ids), priority=wire.priority
+                prompt,
+                params,
+                request_id=next(ids),
+                priority=wire.priority,
+                shown_token_ids=shown_token_ids,
             )
             prompt = request.prompt_token_ids  # tokenized once
             yield request

@@ -13,14 +13,17 @@ from infer.grammar import Grammar
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex",
           "guided_choice", "guided_grammar")  # fmt: skip
+_MEMBER_OF = {"json_schema": "json_schema", "json_object": "schema"}
+"""what a response_format of this type may have beside it"""
 
 
 def response_format(value: Any) -> Grammar | None:
-    """`{"type": "text" | "json_object"}`, or `json_schema` with `{"json_schema": {"schema"}}`."""
+    """`{"type": "text"}`, `json_object` (some clients add a `schema`), or `json_schema` with
+    `{"json_schema": {"schema"}}`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         raise RequestError("response_format must be an object with a type")
-    allowed = {"type", "json_schema"} if kind == "json_schema" else {"type"}
+    allowed = {"type", _MEMBER_OF.get(kind, "type")}
     if unknown := sorted(value.keys() - allowed):
         raise UnprocessableError(f"response_format of this type has no field {unknown[0][:64]!r}")
     if kind == "json_schema":
@@ -28,7 +31,10 @@ def response_format(value: Any) -> Grammar | None:
     if kind not in ("text", "json_object"):
         kinds = "'text', 'json_object' or 'json_schema'"
         raise UnprocessableError(f"response_format: type must be {kinds}")
-    return Grammar.json() if kind == "json_object" else None
+    schema = value.get("schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise RequestError("response_format: schema must be an object")
+    return Grammar.json(schema) if kind == "json_object" else None
 
 
 def _named_schema(value: Any) -> Grammar:

@@ -182,6 +182,7 @@ Role = Annotated[
     Literal["system", "developer", "user", "assistant", "tool"],
     AfterValidator(lambda role: "system" if role == "developer" else role),
 ]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
 TokenIds = Annotated[list[int], FailFast()]  # not a finding for each of a million wrong ones
 ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str, Any])]
@@ -192,6 +193,7 @@ class StreamOptions(Wire):
     inert_fields = inert.STREAM_FIELDS
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    """with every piece, if `include_usage` asks for usage at all"""
 
 
 class Body(Wire):
@@ -304,6 +306,8 @@ class Message(Wire):
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """the same by its other name"""
     tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
 
     @model_validator(mode="after")
@@ -323,6 +327,8 @@ class Conversation(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], plain(_variables, dict[str, Any])] = Field({})
+    reasoning_effort: Effort | None = None
+    """for templates that read it; `none` also says `enable_thinking=False`"""
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -330,12 +336,22 @@ class Conversation(Body):
         begin = self.add_generation_prompt
         if begin is None:
             begin = not self.continue_final_message
-        arguments = {**self.chat_template_kwargs, "add_generation_prompt": begin}
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            effort["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        arguments = {**effort, **self.chat_template_kwargs, "add_generation_prompt": begin}
         if self.continue_final_message:
             arguments["continue_final_message"] = True
-        if self.tools and self.tool_choice != "none":
-            arguments["tools"] = self.tools
+        if self.shown_tools:
+            arguments["tools"] = self.shown_tools
         return arguments
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Those that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
 
 
 class ChatBody(Conversation, Generation):

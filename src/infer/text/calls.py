@@ -1,32 +1,33 @@
 """`AnswerParser`: an answer's text told apart into reasoning, content and tool calls.
 
 It is fed with pieces and gives what is certain; all it gives together depends on the text alone,
-never on how it was cut, so a stream and a plain answer go through the same code. Which format a
-model's calls have is read off its chat template. What does not parse as a call stays content:
-nothing is lost. A call is given when it is complete.
+never on how it was cut, so a stream and a plain answer go through the same code. `formats` is the
+table of the formats that it reads. What does not parse as a call stays content: nothing is lost. A
+call is given when it is complete.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infer.grammar import Grammar
+from infer.text.bare_calls import BareCalls
+from infer.text.formats import BARE as BARE
+from infer.text.formats import GEMMA as GEMMA
+from infer.text.formats import GEMMA4 as GEMMA4
+from infer.text.formats import HERMES as HERMES
+from infer.text.formats import THOUGHTS, Names, Thoughts, thoughts_in
+from infer.text.formats import ToolFormat as ToolFormat
 from infer.text.grammar import JSON_OPTIONS
+from infer.text.json_calls import BracketEnd, write_json
+from infer.text.tool_call import Reading
+from infer.text.tool_call import ToolCall as ToolCall
 
 MAX_FORCED_CALLS = 8
-_THINK, _THOUGHT = "<think>", "</think>"
-_PYTHON_TAG = "<|python_tag|>"
-
-
-class ToolCall(NamedTuple):
-    """A function and its arguments, the text of a JSON object."""
-
-    name: str
-    arguments: str
+_CALL_HEAD = '{"name": '
 
 
 class Parts(NamedTuple):
@@ -37,89 +38,21 @@ class Parts(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
-Reader = Callable[[str], list[ToolCall] | None]
-"""The calls that a text spells; None if it is something else."""
+def forced_format(way: ToolFormat | None) -> ToolFormat:
+    """The format of calls that a grammar makes, for a model with this one.
 
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How a family of models writes calls."""
-
-    read: Reader
-    opening: str = ""
-    """before each call; "" = a text that begins like one is nothing but calls"""
-    closing: str = ""
-    arguments: str = "arguments"
-    """what a forced call names them"""
-
-
-def _read_json(text: str) -> list[ToolCall] | None:
-    """JSON objects with a name and arguments, one after the other or with semicolons between."""
-    decoder, calls, at = json.JSONDecoder(), [], 0
-    text = text.strip().removeprefix(_PYTHON_TAG).strip()
-    while at < len(text):
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if isinstance(arguments, str):  # some write the text of the object
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return None
-        if not isinstance(arguments, dict):
-            return None
-        calls.append(ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)))
-        while at < len(text) and text[at] in "; \n\t":
-            at += 1
-    return calls or None
-
-
-_GEMMA_CALL = re.compile(r"\s*call:([^\s{}]+)(\{.*\})\s*", re.DOTALL)
-_GEMMA_KEY = re.compile(r'([{,]\s*)([A-Za-z_][^\s:{}\[\],"]*)\s*:')
-
-
-def _gemma_reader(quote: str) -> Reader:
-    def read(text: str) -> list[ToolCall] | None:
-        """`call:name{key:value}`; text stands between `quote`s, keys are bare."""
-        match = _GEMMA_CALL.fullmatch(text)
-        if match is None:
-            return None
-        plain, *rest = match[2].split(quote)
-        if len(rest) % 2:
-            return None
-        pieces = [_GEMMA_KEY.sub(r'\1"\2":', plain)]
-        for string, between in zip(rest[::2], rest[1::2], strict=True):
-            pieces += [json.dumps(string), _GEMMA_KEY.sub(r'\1"\2":', between)]
-        return _read_json(f'{{"name": {json.dumps(match[1])}, "arguments": {"".join(pieces)}}}')
-
-    return read
-
-
-BARE = ToolFormat(_read_json, arguments="parameters")
-HERMES = ToolFormat(_read_json, "<tool_call>", "</tool_call>")
-GEMMA = ToolFormat(_gemma_reader("<escape>"), "<start_function_call>", "<end_function_call>")
-GEMMA4 = ToolFormat(_gemma_reader('<|"|>'), "<|tool_call>", "<tool_call|>")
-
-
-def format_of(template: str, *, forced: bool = False) -> ToolFormat | None:
-    """How calls are written by a model with this chat template; None: it shows no tools.
-
-    `forced`: the calls are made by a grammar, which can be done with any model.
+    Grammars make JSON; a model whose own calls are none writes plain objects.
     """
-    marked = (one for one in (GEMMA4, GEMMA, HERMES) if one.opening in template)
-    shown = next(marked, BARE) if re.search(r"\btools\b", template) else None
-    if forced:  # Gemma's own is no JSON, which is what schemas are about
-        return HERMES if shown is HERMES else BARE
-    return shown
+    return way if way in (HERMES, BARE) else _OBJECTS
+
+
+_OBJECTS = ToolFormat("objects", {}, lambda calls: "; ".join(write_json(calls)), is_bare=True)
 
 
 def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Grammar:
     """What an answer that must call some of the tools looks like."""
-    begin, end = (way.opening and f"{way.opening}\n"), (way.closing and f"\n{way.closing}")
+    opening, closing = way.forced
+    begin, end = (opening and f"{opening}\n"), (closing and f"\n{closing}")
     rules, names = [], []
     for i, tool in enumerate(tools):
         function = tool["function"]
@@ -135,19 +68,71 @@ def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, paralle
     return Grammar.grammar("\n".join(lines))
 
 
+def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCall] | None:
+    """The calls of a text that a grammar of `forced_calls` has begun and that was cut short.
+
+    The last one has its arguments as far as they go, which is no JSON. A name that is not complete
+    is taken for the only one that it can become; where there are several, there is no last call.
+    None for a text that is not the beginning of such calls.
+    """
+    calls = list[ToolCall]()
+    while True:
+        text = text.lstrip("; \n")
+        match = re.match(r'\{"name": ("(?:[^"\\]|\\.)*")', text)
+        if match is None:
+            begun = text.removeprefix(_CALL_HEAD) if text.startswith(_CALL_HEAD) else ""
+            if not (text.startswith(_CALL_HEAD) or _CALL_HEAD.startswith(text)):
+                return calls or None
+            possible = [name for name in names if json.dumps(name).startswith(begun)]
+            return [*calls, ToolCall(possible[0], "")] if len(possible) == 1 else calls
+        name_text, rest = json.loads(match[1]), text[match.end() :]
+        head = f', "{way.arguments}": '
+        arguments = rest.removeprefix(head) if rest.startswith(head) else ""
+        at = BracketEnd().find(arguments) if arguments.startswith("{") else -1
+        if at < 0:
+            return [*calls, ToolCall(name_text, arguments)]
+        calls.append(ToolCall(name_text, arguments[:at]))
+        text = arguments[at:].removeprefix("}")
+        if not text.strip("; \n"):
+            return calls
+
+
 class AnswerParser:
     """For one answer."""
 
-    def __init__(self, tools: ToolFormat | None, *, thinks: bool, inside: bool = False) -> None:
-        """`thinks`: a text may begin with `<think>`; `inside`: the prompt has begun it."""
+    def __init__(
+        self,
+        tools: ToolFormat | None,
+        *,
+        thinks: bool,
+        inside: bool = False,
+        thoughts: Thoughts = THOUGHTS[0],
+        names: Names = None,
+        opened: bool = False,
+        forced: bool = False,
+    ) -> None:
+        """`thinks`: a text may begin with thoughts; `inside`: the prompt has begun them.
+
+        `thoughts` are the marks around them. `names` are those of the request's tools: without a
+        mark nothing else is a call; None: any name is one. `opened`: the prompt has ended with the
+        mark of `tools.prompt_opens`. `forced`: the text was made by a grammar of `forced_calls`;
+        where it is cut short, so is the last call.
+        """
         self._tools = tools
+        self._thoughts = thoughts
+        self._names = names
+        self._opened = opened
+        self._forced = forced
         self._held = ""
-        self._num_searched = 0
+        self._before = ""
+        """white space and the mark before a block that is being read"""
+        self._reading: Reading | None = None
         self._trim = inside
         self._state = "reasoning" if inside else "begin" if thinks else "first"
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
+        self._has_called = False
 
     def push(self, text: str, *, end: bool = False) -> Parts:
         """What is certain with this further piece; `end`: it is the last one."""
@@ -161,67 +146,96 @@ class AnswerParser:
 
     def _advance(self, end: bool) -> bool:
         """Do what the state can do; whether another one goes on with what is held."""
-        seen, tools = self._held.lstrip(), self._tools
+        tools = self._tools
         if self._state == "begin":
-            if seen.startswith(_THINK):
-                self._go("reasoning", seen.removeprefix(_THINK))
+            seen, opening = self._held.lstrip(), self._thoughts.opening
+            if seen.startswith(opening):
+                self._go("reasoning", seen.removeprefix(opening))
                 return True
-            if _THINK.startswith(seen) and not end:
+            if opening.startswith(seen) and not end:
                 return False
             self._state = "first"
         if self._state == "reasoning":
-            return self._until(_THOUGHT, self._reasoning, "first", end)
+            return self._until([self._thoughts.closing], self._reasoning, end)
         if self._state == "first":
-            if tools is not None and not tools.opening:
-                if not end and _PYTHON_TAG.startswith(seen):
-                    return False
-                if seen.startswith(("{", _PYTHON_TAG)):
-                    self._state = "call"
-            if self._state == "first":
-                self._state = "content"
+            self._state = "content"
+            if tools is not None and tools.is_bare:
+                self._state, self._reading = "block", BareCalls(self._names)
+            elif tools is not None and self._opened:
+                reading = tools.openings[tools.prompt_opens]
+                self._state, self._reading = "block", reading(self._names)
         if self._state == "content":
-            if tools is not None and tools.opening:
-                return self._until(tools.opening, self._content, "call", end)
+            if tools is not None and tools.openings:
+                return self._until(list(tools.openings), self._content, end)
             self._give(self._content, self._held)
             self._held = ""
             return False
-        return self._call(end)
+        return self._block(end)
 
-    def _call(self, end: bool) -> bool:
-        assert self._tools is not None
-        closing = self._tools.closing
-        at = self._held.find(closing, self._num_searched) if closing else -1
-        if at < 0:
-            self._num_searched = max(0, len(self._held) - len(closing) + 1)
-            if not end:
-                return False
-            at = len(self._held)  # some models end here and leave the mark out
-        after = at + len(closing)
-        calls = self._tools.read(self._held[:at])
+    def _block(self, end: bool) -> bool:
+        assert self._reading is not None
+        block = self._reading.read(self._held, end=end)
+        if block is None:
+            return False
+        calls, rest = block.calls, self._held[block.size :]
+        if calls is None and self._forced and end:
+            assert self._tools is not None
+            cut = cut_calls(self._held, self._tools, self._names or ())
+            if cut or (cut is not None and self._has_called):
+                calls, rest = cut, ""
         if calls is None:
-            self._give(self._content, self._tools.opening + self._held[:after])
+            self._give(self._content, self._before + self._held[: block.size])
+            self._state, self._held = "content", rest
         else:
             self._calls += calls
-        self._go("content", self._held[after:])
-        return bool(self._held)
+            self._has_called = True
+            self._go("content", rest)
+        return bool(rest)
 
-    def _until(self, mark: str, given: list[str], following: str, end: bool) -> bool:
-        """Give what stands before the mark, without the white space around it."""
+    def _until(self, marks: list[str], given: list[str], end: bool) -> bool:
+        """Give what stands before the first of the marks, without the white space around it."""
         held = self._held
-        at = held.find(mark)
-        if at >= 0:
-            self._give(given, held[:at].rstrip())
-            self._go(following, held[at + len(mark) :])
+        found = min(((at, mark) for mark in marks if (at := held.find(mark)) >= 0), default=None)
+        if found is not None:
+            at, mark = found
+            before = held[:at].rstrip()
+            self._give(given, before)
+            if self._state == "reasoning":
+                self._go("first", held[at + len(mark) :])
+            else:
+                assert self._tools is not None
+                self._before = held[len(before) : at] + mark
+                self._reading = self._tools.openings[mark](self._names)
+                self._state, self._held = "block", held[at + len(mark) :]
             return True
-        if not end:  # hold back what may be its beginning
-            begun = (size for size in range(len(mark) - 1, 0, -1) if held.endswith(mark[:size]))
-            held = held[: len(held) - next(begun, 0)].rstrip()
+        if not end:  # hold back what may be the beginning of one
+            begun = max(map(self._num_begun, marks))
+            held = held[: len(held) - begun].rstrip()
+        elif self._forced and self._state == "content" and self._is_cut(held.strip(), marks[0]):
+            held, self._held = "", ""
         self._give(given, held)
         self._held = self._held[len(held) :]
         return False
 
+    def _is_cut(self, held: str, mark: str) -> bool:
+        """Whether a forced call was cut within its mark, and what it is a call of is known."""
+        if not mark.startswith(held):
+            return False
+        names = list(self._names or ())
+        if not self._has_called and len(names) == 1:
+            self._calls.append(ToolCall(names[0], ""))
+        return self._has_called or len(names) == 1
+
+    def _num_begun(self, mark: str) -> int:
+        """How many characters at the end of what is held may be the beginning of a mark."""
+        tail = self._held[1 - len(mark) :]
+        at = tail.find(mark[0])
+        while at >= 0 and not mark.startswith(tail[at:]):
+            at = tail.find(mark[0], at + 1)
+        return len(tail) - at if at >= 0 else 0
+
     def _go(self, state: str, rest: str) -> None:
-        self._state, self._held, self._num_searched, self._trim = state, rest, 0, True
+        self._state, self._held, self._trim, self._before = state, rest, True, ""
 
     def _give(self, given: list[str], text: str) -> None:
         if self._trim:
@@ -230,8 +244,25 @@ class AnswerParser:
         given.append(text)
 
 
-def parser_for(template: str, tools: ToolFormat | None, *, prompt_end: str) -> AnswerParser:
-    """The parser of an answer to a prompt that this chat template has made."""
-    thinks = _THOUGHT in template
-    inside = thinks and prompt_end.rstrip().endswith(_THINK)
-    return AnswerParser(tools, thinks=thinks, inside=inside)
+def parser_for(
+    template: str,
+    tools: ToolFormat | None,
+    *,
+    prompt_end: str,
+    names: Names = None,
+    forced: bool = False,
+) -> AnswerParser:
+    """The parser of an answer to a prompt that this chat template has made.
+
+    `prompt_end`: the last characters of the prompt. The others as for `AnswerParser`.
+    """
+    thoughts, prompt_end = thoughts_in(template), prompt_end.rstrip()
+    return AnswerParser(
+        tools,
+        thinks=thoughts is not None,
+        inside=thoughts is not None and prompt_end.endswith(thoughts.opening),
+        thoughts=thoughts or THOUGHTS[0],
+        names=names,
+        opened=bool(tools and tools.prompt_opens and prompt_end.endswith(tools.prompt_opens)),
+        forced=forced,
+    )

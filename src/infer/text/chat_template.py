@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,11 +25,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from infer.errors import LoadError, RequestError
+from infer.text.abilities import find_abilities
 from infer.text.control_text import free_noncharacters
+from infer.text.formats import ToolFormat
+from infer.text.tool_messages import adapted
 
 MAX_RENDERED_CHARS = 16_000_000
 """of a whole prompt; longer than any context, short enough not to hurt"""
 MAX_RANGE = 10_000
+_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 class _TemplateRefusal(TemplateError):
@@ -117,30 +122,33 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._words = frozenset(_WORD.findall(source))
+        """among them the names of the variables that it reads"""
         try:
             self._template = _environment().from_string(source)
         except (TemplateError, RecursionError) as error:
             line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             problem = getattr(error, "message", None) or error
             raise LoadError(f"the chat template does not compile: {line}{problem}") from None
-        self.accepts_parts = True
-        """whether a message's content may be a list of parts; if not, text parts are joined"""
-        self.accepts_parts = self._reads_parts()
+        self.abilities = find_abilities(self._run_as_given, self._words)
+        """what it takes, as it was found out"""
 
-    def _reads_parts(self) -> bool:
-        """Renders one message with a list as content, and looks whether the list was read."""
-        part = {"type": "text", "text": "probe-of-parts"}
-        try:
-            text = self.render([{"role": "user", "content": [part]}])
-        except RequestError:
-            return False
-        written_out = "'text'" in text or '"text"' in text  # the list itself, as Python or JSON
-        return part["text"] in text and not written_out
+    def _run_as_given(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+        beside = {"messages": list(messages), "add_generation_prompt": False}
+        return self._run({**self._standing(), "tools": None, **variables, **beside})
+
+    def _standing(self) -> dict[str, Any]:
+        """The variables that every prompt has."""
+        standing: dict[str, Any] = {"documents": None, **self._special_tokens}
+        if "datetime" in self._words:  # Firefunction's wants it, and no client knows of it
+            standing["datetime"] = datetime.datetime.now().strftime("%B %d %Y %H:%M:%S")
+        return standing
 
     def render(
         self,
-        /,
         messages: Sequence[Mapping[str, Any]],
+        tool_format: ToolFormat | None = None,
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -149,9 +157,11 @@ class ChatTemplate:
     ) -> str:
         """The prompt as text. `extra` are further variables of the template.
 
-        Entries of a message that are None count as absent. With `continue_final_message` the text
-        ends where the last message's content ends. Raises `RequestError` for anything the template
-        refuses or cannot render, with `param="messages"`.
+        Entries of a message that are None count as absent. Calls, their results and tools are given
+        to the template as it takes them; `tool_format` is the format of those calls that it does
+        not write itself (default: its own if it has one, else a generic one). With
+        `continue_final_message` the text ends where the last message's content ends. Raises
+        `RequestError` for anything the template refuses or cannot render, with `param="messages"`.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -166,15 +176,14 @@ class ChatTemplate:
         turns = [self._prepared(f"messages[{i}]", message) for i, message in enumerate(messages)]
         if not turns:
             raise _refusal("messages is empty: send at least one message")
+        way = tool_format or self.abilities.format
+        turns, shown = adapted(turns, _plain(tools, "tools"), self.abilities, way)
         mark = ""
         if continue_final_message:
             (mark,) = free_noncharacters([turns, tools, extra, self.source], 1)
             _tag_final(turns[-1], mark)
-        variables: dict[str, Any] = {"documents": None, **self._special_tokens}
-        variables |= {name: _plain(value, name) for name, value in extra.items()}
-        variables |= {"messages": turns, "add_generation_prompt": add_generation_prompt}
-        # An empty list means no tools in the API; templates test for `none`.
-        variables["tools"] = _plain(tools, "tools") if tools else None
+        variables = self._standing() | {name: _plain(value, name) for name, value in extra.items()}
+        variables |= {"messages": turns, "add_generation_prompt": add_generation_prompt, **shown}
         text = self._run(variables)
         return _cut_at(text, mark) if mark else text
 
@@ -193,7 +202,7 @@ class ChatTemplate:
                 turn = {"thinking": turn[name], **turn, "reasoning_content": turn[name]}
                 break
         content = turn.get("content")
-        if isinstance(content, list) and not self.accepts_parts:
+        if isinstance(content, list) and not self.abilities.takes_parts:
             only_text = all(_kind_of(part) == "text" for part in content)
             # What a tool gives back may be a list of anything; templates write it out as JSON.
             if only_text or turn["role"] not in ("tool", "ipython"):

@@ -38,6 +38,8 @@ class TextFiles:
     """`added_tokens_decoder` of tokenizer_config.json, by id"""
     tokenizer_class: str | None = None
     """transformers' name for the kind of tokenizer; told to clients, nothing here depends on it"""
+    tool_parser: str | None = None
+    """the name of the format of tool calls, where the operator has named one"""
 
 
 def read_text_files(path: Path) -> TextFiles:

@@ -10,7 +10,7 @@ safe to share between threads. Used by the façades, the server and the command 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from infer.text.chat_template import ChatTemplate
 from infer.text.checkpoint_files import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
 from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pieces_for
+from infer.text.tool_use import ToolUse, find_tool_use
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 LONG_CHARS = 8192
@@ -50,6 +51,10 @@ class Tokenizer:
         templates = {name: ChatTemplate(text, named) for name, text in files.templates.items()}
         self.chat_template: ChatTemplate | None = templates.get("default")
         self.tool_template = templates.get("tool_use", self.chat_template)
+        self.tool_use: ToolUse | None = None
+        """how tools are shown and called; None: there is no chat template"""
+        if self.tool_template is not None:
+            self.tool_use = find_tool_use(self.tool_template, files.tool_parser)
 
         # An end-of-sequence token is a control token even where the files forgot to say so.
         control_ids = self.special_token_ids | added.keys() & set(self.eos_token_ids)
@@ -132,15 +137,28 @@ class Tokenizer:
             )
         marked = self._control.mark(list(messages), list(tools or ()), options)
         messages, tools, options = marked.values
-        prompt = text = template.render(messages, tools=tools, **options)
+        way = self.tool_use.format if self.tool_use and template is self.tool_template else None
+        prompt = text = template.render(messages, way, tools=tools, **options)
         if marked.found:
             text, prompt = self._control.seal(text, marked)
         tokenizer = self._sealed if marked.found else self._parser
         return text, _encode(tokenizer, prompt, add_special_tokens=False, param="messages")
 
-    def new_detokenizer(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """For one generation; what it gives adds up to `decode` of all its ids."""
+    def special_ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
+        """The ids of those of the marks that are special tokens."""
+        ids = {self._parser.token_to_id(mark) for mark in marks} - {None}
+        return tuple(sorted(self.special_token_ids & ids))
+
+    def new_detokenizer(
+        self, *, skip_special_tokens: bool = True, shown_token_ids: Iterable[int] = ()
+    ) -> IncrementalDetokenizer:
+        """For one generation; what it gives adds up to `decode` of all its ids.
+
+        `shown_token_ids` are shown although they are special tokens.
+        """
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
+        if shown := frozenset(shown_token_ids):
+            skipped -= shown
         return make_detokenizer(self._pieces, self._parser, skipped)
 
 

@@ -62,6 +62,8 @@ class Request:
     """whose share of the engine it is computed from"""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """`bad_words`: of each the last token is not sampled where the others have just been"""
+    shown_token_ids: tuple[int, ...] = ()
+    """special tokens that are text all the same: marks of thoughts and calls, which are read"""
     output_token_ids: tuple[int, ...] = ()
     """generated before, by an engine that has died; the output goes on behind them"""
     num_crashes: int = 0
@@ -113,8 +115,7 @@ class ErrorRecord:
         return kind(self.message)
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+class StepOutput(NamedTuple):
     """What one step did for one request. The last one of a request has a `finish_reason`."""
 
     request_id: str

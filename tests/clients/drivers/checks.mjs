@@ -1,12 +1,14 @@
 // What the Node drivers share; the same as checks.py: named checks, and one JSON document.
-// A driver is called `node DRIVER.mjs BASE_URL API_KEY MODEL TOOL_MODEL FOLDER`.
+// A driver is called `node DRIVER.mjs BASE_URL API_KEY MODEL TOOL_MODEL FOLDER LOOPS`.
 
 import assert from "node:assert/strict";
 import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 import path from "node:path";
 
-export const [URL_, KEY, MODEL, TOOL_MODEL] = process.argv.slice(2);
+export const [URL_, KEY, MODEL, TOOL_MODEL, , LOOPS] = process.argv.slice(2);
+export const CITIES = ["Ulm", "Bonn", "Jena"];
+export const LOOP_ANSWER = "All three are sunny.";
 export const STORY = "Once upon a time";
 export const QUESTION = [{ role: "user", content: "Tell me a story about a fox." }];
 export const WEATHER = {
@@ -28,6 +30,12 @@ export async function check(name, body) {
   } catch (error) {
     checks.push({ name, ok: false, what: String(error?.stack ?? error).slice(0, 2000) });
   }
+}
+
+// Their names: one for each published chat template.
+export async function loopModels() {
+  const answer = await fetch(`${LOOPS}/models`);
+  return (await answer.json()).data.map((model) => model.id);
 }
 
 export function weatherIsValid({ city, days }) {

@@ -1,8 +1,9 @@
 """What the Python drivers share: named checks that go on after a failure, and one JSON document.
 
-A driver is called `python DRIVER.py BASE_URL API_KEY MODEL TOOL_MODEL FOLDER`: two models behind
-one address, and the folder of the first, for clients that need a tokenizer. It runs in the client's
-own environment, so nothing but the standard library is here.
+A driver is called `python DRIVER.py BASE_URL API_KEY MODEL TOOL_MODEL FOLDER LOOPS`: two models
+behind one address, the folder of the first, for clients that need a tokenizer, and the address of
+`loops.py`, whose models call a tool three times and then answer. It runs in the client's own
+environment, so nothing but the standard library is here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-URL, KEY, MODEL, TOOL_MODEL, FOLDER = sys.argv[1:]
+URL, KEY, MODEL, TOOL_MODEL, FOLDER, LOOPS = sys.argv[1:]
+CITIES, LOOP_ANSWER = ["Ulm", "Bonn", "Jena"], "All three are sunny."
+"""of which a loop's model asks for the weather, and what it answers then"""
 STORY = "Once upon a time"
 QUESTION = [{"role": "user", "content": "Tell me a story about a fox."}]
 TOO_LONG = [{"role": "user", "content": "A fox. " * 3000}]
@@ -83,6 +86,33 @@ def _requests() -> list[dict[str, object]]:
     with urllib.request.urlopen(request, timeout=10) as answer:
         found: list[dict[str, object]] = json.load(answer)["data"]
     return found
+
+
+def loops_name(streams: bool = False) -> str:
+    """What a check of all loops is called."""
+    return f"tool loops, {len(loop_models())} published templates{', streams' if streams else ''}"
+
+
+LOOP_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "How the weather is.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+
+
+def loop_models() -> list[str]:
+    """Their names: one for each published chat template."""
+    with urllib.request.urlopen(f"{LOOPS}/models", timeout=10) as answer:
+        return [model["id"] for model in json.load(answer)["data"]]
 
 
 def report(package: str, **more: object) -> None:

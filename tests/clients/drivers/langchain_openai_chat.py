@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 from typing import Literal
 
 import openai
-from checks import KEY, MODEL, STORY, TOOL_MODEL, URL, check, raises, report, wait_until_cancelled
+from checks import (
+    CITIES,
+    KEY,
+    LOOP_ANSWER,
+    LOOP_TOOLS,
+    LOOPS,
+    MODEL,
+    STORY,
+    TOOL_MODEL,
+    URL,
+    check,
+    loop_models,
+    loops_name,
+    raises,
+    report,
+    wait_until_cancelled,
+)
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -116,6 +134,31 @@ with check("typed errors"):
         chat(temperature=9).invoke(MESSAGES)
     with raises(openai.AuthenticationError):
         chat(api_key="wrong").invoke(MESSAGES)
+
+
+def loop(name: str, streams: bool) -> None:
+    """Three calls and an answer."""
+    where = {"base_url": LOOPS, "api_key": "none", "model": name, "max_tokens": 400}
+    model = ChatOpenAI(**where).bind_tools(LOOP_TOOLS)
+    messages: list[object] = [("user", "Weather?")]
+    asked = []
+    for _ in range(4):
+        if streams:
+            first, *rest = model.stream(messages)
+            message = functools.reduce(operator.add, rest, first)
+        else:
+            message = model.invoke(messages)
+        messages.append(message)
+        for call in message.tool_calls:
+            asked.append(call["args"]["city"])
+            messages.append(ToolMessage(f"{asked[-1]} is sunny", tool_call_id=call["id"]))
+    assert (asked, message.content) == (CITIES, LOOP_ANSWER), (name, asked, message.content)
+
+
+for streams in (False, True):
+    with check(loops_name(streams)):
+        for name in loop_models():
+            loop(name, streams)
 
 
 async def alongside() -> None:

@@ -3,8 +3,8 @@
 import assert from "node:assert/strict";
 import OpenAI from "openai";
 import {
-  KEY, MODEL, QUESTION, STORY, TOOL_MODEL, URL_, WEATHER,
-  check, report, untilCancelled, weatherIsValid,
+  CITIES, KEY, LOOP_ANSWER, LOOPS, MODEL, QUESTION, STORY, TOOL_MODEL, URL_, WEATHER,
+  check, loopModels, report, untilCancelled, weatherIsValid,
 } from "./checks.mjs";
 
 const client = new OpenAI({ baseURL: URL_, apiKey: KEY });
@@ -114,6 +114,33 @@ await check("tool call stream", async () => {
   const [call] = (await stream.finalMessage()).tool_calls;
   assert.ok(weatherIsValid(JSON.parse(call.function.arguments)));
 });
+
+const loopNames = await loopModels();
+for (const streams of [false, true]) {
+  const name = `tool loops, ${loopNames.length} published templates${streams ? ", streams" : ""}`;
+  await check(name, async () => {
+    const looping = new OpenAI({ baseURL: LOOPS, apiKey: "none" }).chat.completions;
+    const parameters = { type: "object", properties: { city: { type: "string" } } };
+    const tool = { type: "function", function: { name: "weather", parameters } };
+    for (const model of loopNames) {
+      const messages = [{ role: "user", content: "Weather?" }];
+      const asked = [];
+      for (let turn = 0; turn < 4; turn++) {
+        const how = { model, messages, tools: [tool], max_tokens: 400 };
+        const message = streams
+          ? await looping.stream(how).finalMessage()
+          : (await looping.create(how)).choices[0].message;
+        messages.push(message);
+        for (const call of message.tool_calls ?? []) {
+          asked.push(JSON.parse(call.function.arguments).city);
+          const content = `${asked.at(-1)} is sunny`;
+          messages.push({ role: "tool", tool_call_id: call.id, content });
+        }
+      }
+      assert.deepEqual([asked, messages.at(-1).content], [CITIES, LOOP_ANSWER], model);
+    }
+  });
+}
 
 await check("structured output", async () => {
   const asked = { ...drawn, max_tokens: 400, response_format: json };

@@ -9,7 +9,11 @@ from typing import Literal
 
 import openai
 from checks import (
+    CITIES,
     KEY,
+    LOOP_ANSWER,
+    LOOP_TOOLS,
+    LOOPS,
     MODEL,
     QUESTION,
     STORY,
@@ -18,6 +22,8 @@ from checks import (
     URL,
     WEATHER,
     check,
+    loop_models,
+    loops_name,
     raises,
     report,
     wait_until_cancelled,
@@ -266,9 +272,37 @@ async def alongside(client: openai.AsyncOpenAI) -> None:
         wait_until_cancelled()
 
 
+def loops(client: openai.OpenAI) -> None:
+    """Answers go back as they came: as the objects of the client."""
+    for streams in (False, True):
+        with check(loops_name(streams)):
+            for name in loop_models():
+                loop(client, name, streams)
+
+
+def loop(client: openai.OpenAI, name: str, streams: bool) -> None:
+    messages: list[object] = [{"role": "user", "content": "Weather?"}]
+    asked = []
+    for _ in range(4):
+        how = {"model": name, "messages": messages, "tools": LOOP_TOOLS, "max_tokens": 400}
+        if streams:
+            with client.chat.completions.stream(**how) as stream:
+                message = stream.get_final_completion().choices[0].message
+        else:
+            message = client.chat.completions.create(**how).choices[0].message
+        messages.append(message)
+        for call in message.tool_calls or ():
+            asked.append(json.loads(call.function.arguments)["city"])
+            content = f"{asked[-1]} is sunny"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+    assert (asked, message.content) == (CITIES, LOOP_ANSWER), (name, asked, message.content)
+
+
 async def main() -> None:
     with openai.OpenAI(base_url=URL, api_key=KEY) as client:
         sync(client)
+    with openai.OpenAI(base_url=LOOPS, api_key="none") as client:
+        loops(client)
     async with openai.AsyncOpenAI(base_url=URL, api_key=KEY) as client:
         await alongside(client)
     report("openai")

@@ -5,7 +5,21 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from checks import KEY, MODEL, TOOL_MODEL, URL, check, raises, report, wait_until_cancelled
+from checks import (
+    CITIES,
+    KEY,
+    LOOP_ANSWER,
+    LOOPS,
+    MODEL,
+    TOOL_MODEL,
+    URL,
+    check,
+    loop_models,
+    loops_name,
+    raises,
+    report,
+    wait_until_cancelled,
+)
 from pydantic import BaseModel, Field
 from pydantic_ai import Agent, ModelHTTPError, NativeOutput, ToolOutput
 from pydantic_ai.capabilities import AbstractCapability
@@ -46,6 +60,26 @@ def agent(name: str = MODEL, output: object = str, **settings: object) -> Agent:
 with check("chat"):
     first = agent().run_sync(ASKED)
     assert first.output
+
+
+async def loop(name: str, streams: bool) -> None:
+    """Three calls and an answer."""
+    asked: list[str] = []
+    provider = OpenAIProvider(base_url=LOOPS, api_key="none")
+    teller = Agent(OpenAIChatModel(name, provider=provider), model_settings={"max_tokens": 400})
+
+    @teller.tool_plain
+    def weather(city: str) -> str:
+        """How the weather is."""
+        asked.append(city)
+        return f"{city} is sunny"
+
+    if streams:
+        async with teller.run_stream("Weather?") as stream:
+            answer = await stream.get_output()
+    else:
+        answer = (await teller.run("Weather?")).output
+    assert (asked, answer) == (CITIES, LOOP_ANSWER), (name, asked, answer)
 
 
 async def main() -> None:
@@ -105,6 +139,11 @@ async def main() -> None:
         assert isinstance(found.output, Animal)
         assert told
         assert found.usage.requests == 2
+
+    for streams in (False, True):
+        with check(loops_name(streams)):
+            for name in loop_models():
+                await loop(name, streams)
 
     with check("typed errors"):
         with raises(ModelContextWindowExceededError):

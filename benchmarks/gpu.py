@@ -1,0 +1,68 @@
+"""Writes docs/gpu.md from `gpu-*.json` in benchmarks/results/: `python benchmarks/gpu.py`.
+
+Nothing is measured here: `infer bench gpu --model PATH --json FILE` does that. The text around the
+tables is in gpu.template.md.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from infer.bench.gpu import WANTED
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "gpu.md"
+
+
+def number(value: float | None) -> str:
+    """For a table; three digits that matter."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def limit(row: dict[str, Any]) -> str:
+    """The floor or ceiling, and how much of it is reached; a cache can make more of it than all."""
+    if row["floor"] is None:
+        return ""
+    return f"{number(row['floor'])} ({100 * row['share']:.0f} %)"
+
+
+def table(document: dict[str, Any]) -> str:
+    """The rows of one model."""
+    peaks = document["peaks"]
+    lines = [
+        f"### {document['model']} on {document['gpu']}",
+        "",
+        f"Measured peaks: copy {peaks['copy_tb_s']:.2f} TB/s (read and written bytes), read"
+        f" {peaks['read_tb_s']:.2f} TB/s, products {peaks['product_tflop_s']:.0f} Tflop/s;"
+        f" torch {document['torch']}.",
+        "",
+        "| what | unit | limit (share) | measured | wanted | ok |",
+        "|---|---|---|---|---|---|",
+    ]
+    marks = {None: "", True: "yes", False: "**no**"}
+    lines += [
+        f"| {row['what']} | {row['unit']} | {limit(row)} | {number(row['measured'])}"
+        f" | {number(row['wanted'])} | {marks[row['ok']]} |"
+        for row in document["rows"]
+        if row["key"] != "ready"
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write the page."""
+    documents = [json.loads(p.read_text()) for p in sorted((HERE / "results").glob("gpu-*.json"))]
+    kinds = ("H100", "H200")
+    measured = {(kind, d["model"]) for d in documents for kind in kinds if kind in d["gpu"]}
+    missing = [f"{model} on {kind}" for kind, model in WANTED if (kind, model) not in measured]
+    text = (HERE / "gpu.template.md").read_text()
+    text = text.replace("{{tables}}", "\n\n".join(map(table, documents)))
+    PAGE.write_text(text.replace("{{unmeasured}}", "; ".join(missing)))
+
+
+if __name__ == "__main__":
+    main()

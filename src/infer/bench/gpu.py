@@ -1,0 +1,411 @@
+"""`infer bench gpu`: how near a model comes to the limits of the GPU at hand.
+
+First the GPU's own peaks: a large copy, counting bytes read and written, a large read and a large
+product. Then a row for each thing that matters, with the floor that those peaks set under it: the
+step of 1 to 256 streams at a context of 512 tokens, 256 requests of mixed lengths, prompts, single
+kernels, the device's idle time between steps, the host's time for a sequence and step. The peaks of
+the data sheet are not used. `WANTED` has what this project asks of itself, by GPU and model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.bench.results import environment
+from infer.config import EngineConfig
+from infer.engine.assemble import prepare
+from infer.engine.core import EngineCore
+from infer.engine.worker import settle as freeze_heap
+from infer.errors import ConfigError
+from infer.kernels import cuda
+from infer.kernels.invariance import linears
+from infer.models.config import ModelConfig
+from infer.types import Request, SamplingParams
+
+CONTEXT = 512
+STREAMS = (1, 8, 32, 128, 256)
+STEPS = 60
+COPIED_BYTES = 4 << 30
+RENTED = {
+    (28, 1024): "Qwen3 0.6B",
+    (16, 2048): "Llama 3.2 1B",
+    (28, 3072): "Llama 3.2 3B",
+    (36, 2560): "Qwen3 4B",
+}
+"""names of shapes, by layers and width"""
+WANTED: dict[tuple[str, str], dict[str, float]] = {
+    ("H100", "Qwen3 0.6B"): {
+        "step 1": 0.80, "step 32": 1.45, "step 128": 3.9, "step 256": 7.3,
+        "256 requests": 18_000, "prompts": 315,
+    },
+    ("H100", "Llama 3.2 1B"): {
+        "step 1": 1.05, "step 32": 1.35, "step 128": 2.1, "step 256": 3.1,
+        "256 requests": 33_000, "prompts": 395,
+    },
+    ("H100", "Llama 3.2 3B"): {"step 1": 2.55, "prompts": 435},
+    ("H100", "Qwen3 4B"): {"step 1": 3.2, "prompts": 435},
+    ("H200", "Qwen3 0.6B"): {
+        "step 1": 0.65, "step 32": 1.0, "step 128": 2.75, "step 256": 5.1,
+        "256 requests": 25_000, "prompts": 315,
+    },
+    ("H200", "Llama 3.2 1B"): {
+        "step 1": 0.80, "step 32": 0.95, "step 128": 1.45, "step 256": 2.2,
+        "256 requests": 45_000, "prompts": 395,
+    },
+    ("H200", "Llama 3.2 3B"): {"step 1": 1.85, "prompts": 435},
+    ("H200", "Qwen3 4B"): {"step 1": 2.3, "prompts": 435},
+}  # fmt: skip
+ANY_MODEL = {
+    "H100": {"rope": 2.4, "idle 256": 3.0, "idle 1": 30.0, "host": 5.0},
+    "H200": {"rope": 3.4, "idle 256": 3.0, "idle 1": 30.0, "host": 5.0},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One thing that was measured."""
+
+    key: str
+    what: str
+    unit: str
+    measured: float
+    floor: float | None = None
+    """the best that the GPU's peaks allow; None: there is no such limit"""
+    wanted: float | None = None
+    higher_is_better: bool = False
+
+    @property
+    def share(self) -> float | None:
+        """How much of the limit is reached, 1 = all of it."""
+        if self.floor is None:
+            return None
+        return self.measured / self.floor if self.higher_is_better else self.floor / self.measured
+
+    @property
+    def ok(self) -> bool | None:
+        """Whether it is as wanted; None where nothing is."""
+        if self.wanted is None:
+            return None
+        above = self.measured >= self.wanted
+        return above if self.higher_is_better else self.measured <= self.wanted
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "share": self.share, "ok": self.ok}
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """What the GPU does at most, as measured."""
+
+    copy_tb_s: float
+    read_tb_s: float
+    product_tflop_s: float
+
+
+def measure_gpu(
+    config: EngineConfig, tell: Callable[[Row], None], *, quick: bool = False
+) -> dict[str, Any]:
+    """Everything as plain data; `tell` is called with each row when it is there. `quick`: one
+    stream and prompts only."""
+    if not torch.cuda.is_available():
+        raise ConfigError("device", "this measures a GPU, and torch finds no CUDA device here")
+    device = torch.device("cuda")
+    if reason := cuda.obstacle(device):
+        raise ConfigError("device", f"the kernels for CUDA cannot run here: {reason}")
+    gpu = torch.cuda.get_device_name(device)
+    peaks = measure_peaks(device)
+    rows: list[Row] = []
+
+    def note(row: Row) -> None:
+        rows.append(row)
+        tell(row)
+
+    started_s = time.perf_counter()
+    core = build_core(config)
+    ready_s = time.perf_counter() - started_s
+    shape: ModelConfig = core.runner.model.config  # type: ignore[attr-defined]
+    name = RENTED.get((shape.num_layers, shape.hidden_size), "")
+    kind = next((kind for kind in ANY_MODEL if kind in gpu), "")
+    wanted = {**ANY_MODEL.get(kind, {}), **WANTED.get((kind, name), {})}
+    note(Row("ready", "ready after", "s", ready_s, wanted=30.0))
+    for row in () if quick else kernel_rows(shape, peaks, device, wanted):
+        note(row)
+    for row in engine_rows(core, shape, peaks, wanted, quick):
+        note(row)
+    return {
+        **environment(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+        "model": name or config.model or "",
+        "settings": {"batch_invariant": config.batch_invariant, "dtype": config.dtype},
+        "peaks": asdict(peaks),
+        "rows": [row.as_dict() for row in rows],
+    }
+
+
+def build_core(config: EngineConfig) -> EngineCore:
+    """An engine on the GPU whose steps are made by hand."""
+    core, _ = prepare(config).build()
+    freeze_heap()  # as the engine's own process does
+    if not hasattr(core.runner, "launch"):
+        raise ConfigError("attention_backend", "the kernels for CUDA are not in use; use 'auto'")
+    return core
+
+
+def timed_us(work: Callable[[], object], calls: int = 1, repeats: int = 15) -> float:
+    """Median time on the device of a call, of `calls` that are in one CUDA graph, in µs."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            work()
+    times = []
+    for _ in range(repeats + 2):
+        begin, end = _event(), _event()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) * 1000 / calls)
+    return statistics.median(times[2:])
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def measure_peaks(device: torch.device) -> Peaks:
+    """A copy and a read of several GiB, and a product of 8192³ in bfloat16 on random data."""
+    copy_us, read_us = _memory_us(device)
+    a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
+    product_us = timed_us(lambda: torch.mm(a, b), 4)
+    return Peaks(
+        copy_tb_s=2 * COPIED_BYTES / copy_us / 1e6,
+        read_tb_s=COPIED_BYTES / read_us / 1e6,
+        product_tflop_s=2 * 8192**3 / product_us / 1e6,
+    )
+
+
+def _memory_us(device: torch.device) -> tuple[float, float]:
+    """Times of a copy and of a read of `COPIED_BYTES`."""
+    source = torch.empty(COPIED_BYTES // 4, dtype=torch.float32, device=device).normal_()
+    target = torch.empty_like(source)
+    return timed_us(lambda: target.copy_(source), 2), timed_us(lambda: source.sum(), 2)
+
+
+# Single kernels.
+
+
+def kernel_rows(
+    shape: ModelConfig, peaks: Peaks, device: torch.device, wanted: dict[str, float]
+) -> Iterator[Row]:
+    """The rotation and the draw by themselves."""
+    from infer.kernels.cuda.rotary import apply_rope
+
+    size, kind = shape.head_dim, torch.bfloat16
+    batch = 16
+    q, k = (
+        torch.randn(batch, 1024, heads, size, device=device, dtype=kind).transpose(1, 2)
+        for heads in (shape.num_heads, shape.num_kv_heads)
+    )
+    angles = torch.rand(1024, size // 2, device=device)
+    cos, sin = angles.cos(), angles.sin()
+    took_us = timed_us(lambda: apply_rope(q, k, cos, sin), 3)
+    num_bytes = 4 * (q.numel() + k.numel())
+    yield Row(
+        "rope", f"rotation of {batch} x 1,024 tokens", "TB/s", num_bytes / took_us / 1e6,
+        floor=peaks.copy_tb_s, wanted=wanted.get("rope"), higher_is_better=True,
+    )  # fmt: skip
+    for rows in (1, 256):
+        floor_us = 4 * rows * shape.vocab_size / peaks.read_tb_s / 1e6
+        for name, narrowed in (("temperature", False), ("top-k 20, top-p 0.95", True)):
+            took_us = _draw_us(rows, shape.vocab_size, narrowed, device)
+            what = f"draw of {rows} rows with {name}"
+            yield Row(f"draw {rows} {narrowed:d}", what, "µs", took_us, floor=floor_us)
+
+
+def _draw_us(rows: int, vocab: int, narrowed: bool, device: torch.device) -> float:
+    """Time to draw from rows whose logits are spread as a model's are: few are probable."""
+    from infer.kernels.cuda.draw import DrawBuffers, draw
+
+    logits = torch.randn(rows, vocab, device=device) * 3
+    buffers = DrawBuffers(rows, vocab, device)
+
+    def whole(value: int) -> Tensor:
+        return torch.full((rows,), value, dtype=torch.int32, device=device)
+
+    columns = {
+        "temperatures": torch.full((rows,), 0.8, device=device),
+        "top_ps": torch.full((rows,), 0.95, device=device),
+        "min_ps": torch.zeros(rows, device=device),
+        "top_ks": whole(20),
+        "narrowed": whole(narrowed),
+        "positions": whole(7),
+        "seeds": torch.arange(rows, device=device),
+        "tokens": whole(0),
+        "flags": whole(0),
+    }
+    return timed_us(lambda: draw(logits, buffers, **columns), 3)
+
+
+# The engine.
+
+
+def _request(name: str, num_prompt: int, num_output: int, vocab: int, **sampling: Any) -> Request:
+    numbers = random.Random(name)
+    prompt = tuple(numbers.randrange(min(vocab, 30_000)) for _ in range(num_prompt))
+    params = SamplingParams(**sampling)
+    return Request(name, prompt, params, seed=len(name), max_tokens=num_output)
+
+
+def engine_rows(
+    core: EngineCore, shape: ModelConfig, peaks: Peaks, wanted: dict[str, float], quick: bool
+) -> Iterator[Row]:
+    """Steps, mixed requests and prompts, against the bytes and operations that they need."""
+    model = core.runner.model  # type: ignore[attr-defined]
+    layers = {id(layer): layer.num_weights for layer in linears(model)}
+    head = shape.vocab_size * shape.hidden_size
+    weights = sum(layers.values())
+    token_bytes = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+    for count in STREAMS[:1] if quick else STREAMS:
+        if count > core.scheduler.num_seats:
+            continue
+        found = decode_steps(core, count, shape.vocab_size)
+        num_bytes = 2 * weights + count * (CONTEXT * token_bytes + 8 * shape.vocab_size)
+        floor_ms = num_bytes / peaks.read_tb_s / 1e9
+        yield Row(
+            f"step {count}", f"step of {count} at a context of {CONTEXT}", "ms",
+            found["step_ms"], floor=floor_ms, wanted=wanted.get(f"step {count}"),
+        )  # fmt: skip
+        if count == 1:
+            yield Row(
+                "idle 1", "idle between steps of one stream", "µs", found["idle_ms"] * 1000,
+                wanted=wanted.get("idle 1"),
+            )  # fmt: skip
+        if count == 256:
+            share = 100 * found["idle_ms"] / found["step_ms"]
+            yield Row(
+                "idle 256", "idle between steps of 256", "% of a step", share,
+                wanted=wanted.get("idle 256"),
+            )  # fmt: skip
+            yield Row(
+                "host", "host time for a sequence and step, of 256", "µs", found["host_us"] / 256,
+                wanted=wanted.get("host"),
+            )  # fmt: skip
+    per_token = (
+        2 * (weights - head) + 2 * shape.num_layers * shape.num_heads * shape.head_dim * 1024
+    )
+    took_s = min(run_prompts(core, shape.vocab_size, turn) for turn in range(4))
+    yield Row(
+        "prompts", "4 prompts of 1,024", "Tflop/s", per_token * 4096 / took_s / 1e12,
+        floor=peaks.product_tflop_s, wanted=wanted.get("prompts"), higher_is_better=True,
+    )  # fmt: skip
+    if quick:
+        return
+    rates = [run_mixed(core, shape.vocab_size, turn) for turn in range(2)]
+    yield Row(
+        "256 requests", "256 requests, 100 to 1,024 tokens in and out", "tok/s", max(rates),
+        wanted=wanted.get("256 requests"), higher_is_better=True,
+    )  # fmt: skip
+
+
+def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
+    """Medians of a step, of the device's idle time before it and of the host's own time in it."""
+    num_prompt = CONTEXT - STEPS // 2 - 30
+    requests = [
+        _request(f"d{count}-{i}", num_prompt, STEPS + 200, vocab, temperature=0)
+        for i in range(count)
+    ]
+    for request in requests:
+        core.add(request)
+    seated = core.scheduler.running
+    while len(seated) < count or any(s.num_remaining > 1 for s in seated):
+        core.step()
+    for _ in range(30):
+        core.step()
+    torch.cuda.synchronize()
+    runner = core.runner
+    flights: list[Any] = []
+    waited_s = [0.0]
+    launch = runner.launch  # type: ignore[attr-defined]
+
+    def noted(plan: Any) -> Any:
+        flight = launch(plan)
+        results = flight.results
+
+        def wait() -> Any:
+            begun_s = time.perf_counter()
+            found = results()
+            waited_s[-1] += time.perf_counter() - begun_s
+            return found
+
+        flight.results = wait
+        flights.append(flight)
+        return flight
+
+    runner.launch = noted  # type: ignore[attr-defined]
+    steps, hosts = [], []
+    try:
+        for _ in range(STEPS):
+            waited_s[-1] = 0.0
+            begun_s = time.perf_counter()
+            core.step()
+            took_s = time.perf_counter() - begun_s
+            steps.append(took_s)
+            hosts.append(took_s - waited_s[-1])
+    finally:
+        runner.launch = launch  # type: ignore[attr-defined]
+    for request in requests:
+        core.abort(request.request_id)
+    while core.has_work:
+        core.step()
+    torch.cuda.synchronize()
+    idle = [a.events[1].elapsed_time(b.events[0]) for a, b in itertools.pairwise(flights)]
+    return {
+        "step_ms": 1000 * statistics.median(steps),
+        "idle_ms": max(0.0, statistics.median(idle)),
+        "host_us": 1e6 * statistics.median(hosts),
+    }
+
+
+def _run(core: EngineCore, requests: list[Request]) -> tuple[int, float]:
+    """Tokens and seconds."""
+    begun_s, count = time.perf_counter(), 0
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        count += sum(output.token_id is not None for output in core.step())
+    return count, time.perf_counter() - begun_s
+
+
+def run_prompts(core: EngineCore, vocab: int, turn: int) -> float:
+    """Seconds for four prompts of 1,024 tokens."""
+    names = [f"p{turn}-{i}" for i in range(4)]
+    return _run(core, [_request(name, 1024, 1, vocab, temperature=0) for name in names])[1]
+
+
+def run_mixed(core: EngineCore, vocab: int, turn: int) -> float:
+    """Tokens a second of 256 requests at once, each of 100 to 1,024 tokens in and out."""
+    numbers = random.Random(0)
+    requests = [
+        _request(
+            f"m{turn}-{i}", numbers.randint(100, 1024), numbers.randint(100, 1024), vocab,
+            temperature=0.6,
+        )
+        for i in range(256)
+    ]  # fmt: skip
+    count, took_s = _run(core, requests)
+    return count / took_s

@@ -1,0 +1,364 @@
+"""Paged attention: one kernel over a list of items.
+
+An item is a tile of query tokens of one sequence and a range of its keys. The host makes the list
+(`attention.triton`); the number of programs is fixed, each takes every n-th item, and the number
+of items is read on the device. So one launch, and one CUDA graph, serves every mixture of lengths.
+
+The query heads that share a key/value head lie beside each other as rows of a tile. The keys of a
+tile may be cut into splits; the partial results then lie by item, and the program that finishes a
+tile last merges them in the order of the splits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ITEM_FIELDS = 10
+"""int32 numbers of an item: first row of the tile in the step, its tokens, position of the first,
+row of the page tables, first key, end of the keys, split, splits of the tile, first partial row of
+the tile, number of the tile"""
+
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _cells(table, key, there, offset, PAGE: tl.constexpr, CELL: tl.constexpr):
+    """Where the heads of keys lie, as offsets in the cache; keys that are not there: in page 0."""
+    page = tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
+    return (page * PAGE + key % PAGE) * CELL + offset
+
+
+@triton.jit
+def _add_tile(
+    x, top, total, acc, k, v, sees, scale, cap,
+    MASKED: tl.constexpr, CAP: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys k [BLOCK_D, TILE] and values v [TILE, BLOCK_D] join the running softmax of rows x."""
+    scores = tl.dot(x, k.to(PRODUCT), input_precision=PRECISION) * scale
+    if CAP:
+        scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+    scores = scores * _LOG2E
+    if MASKED:
+        scores = tl.where(sees, scores, float("-inf"))
+    highest = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen no key yet has no highest score: 0 keeps the differences finite.
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    p = tl.exp2(scores - safe[:, None])
+    fade = tl.exp2(top - safe)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(PRODUCT), v.to(PRODUCT), acc * fade[:, None], input_precision=PRECISION)
+    return highest, total, acc
+
+
+@triton.jit
+def _add_keys(
+    x, top, total, acc, keys, values, table, position, begin, end, last, scale, cap, window,
+    head_offset,
+    CELL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys begin … end (whole tiles) join the running softmax of the rows x [ROWS, BLOCK_D]."""
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    for first in range(begin, end, TILE):
+        key = first + tl.arange(0, TILE)
+        there = key < last
+        if MASKED:
+            cell = _cells(table, key, there, head_offset, PAGE, CELL)
+        else:
+            page = tl.load(table + key // PAGE).to(tl.int64)
+            cell = (page * PAGE + key % PAGE) * CELL + head_offset
+        k_at = keys + cell[None, :] + d[:, None]
+        v_at = values + cell[:, None] + d[None, :]
+        sees = there[None, :]
+        if MASKED:
+            k = tl.load(k_at, mask=there[None, :] & inside[:, None], other=0.0)
+            v = tl.load(v_at, mask=there[:, None] & inside[None, :], other=0.0)
+            sees = (key[None, :] <= position[:, None]) & there[None, :]
+            if WINDOW:
+                sees &= key[None, :] > position[:, None] - window
+        elif D == BLOCK_D:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        else:
+            k = tl.load(k_at, mask=inside[:, None], other=0.0)
+            v = tl.load(v_at, mask=inside[None, :], other=0.0)
+        top, total, acc = _add_tile(
+            x, top, total, acc, k, v, sees, scale, cap, MASKED, CAP, PRODUCT, PRECISION
+        )
+    return top, total, acc
+
+
+@triton.jit
+def _merge(top, total, acc, other_top, other_total, other_acc):
+    """Two partial results of the same rows become one."""
+    highest = tl.maximum(top, other_top)
+    safe = tl.where(highest == float("-inf"), 0.0, highest)
+    a = tl.exp2(top - safe)
+    b = tl.exp2(other_top - safe)
+    return highest, total * a + other_total * b, acc * a[:, None] + other_acc * b[:, None]
+
+
+@triton.jit
+def _hand_over(
+    top, total, acc, partial, stats, counter, base, split, num_splits, num_tokens, token,
+    query_head, real, mask, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Store the partial result of a split. The program that stores the last one of a tile gets all
+    of them, merged in the order of the splits, and True."""
+    d = tl.arange(0, BLOCK_D)
+    at = (base + split * num_tokens + token).to(tl.int64) * H + query_head
+    tl.store(partial + at[:, None] * D + d[None, :], acc, mask=mask)
+    tl.store(stats + at * 2, top, mask=real)
+    tl.store(stats + at * 2 + 1, total, mask=real)
+    tl.debug_barrier()  # all threads have stored before one of them says so
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1
+    if is_last:
+        tl.store(counter, 0)  # for the next launch
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        for first in range(0, num_splits, AHEAD):
+            # Several at a time, so that their loads are under way together.
+            for ahead in tl.static_range(AHEAD):
+                # A vector: the interpreter cannot combine a mask and a single truth value.
+                there = tl.zeros((ROWS,), tl.int32) + (first + ahead) < num_splits
+                at = (base + (first + ahead) * num_tokens + token).to(tl.int64) * H + query_head
+                of_row = real & there
+                part_top = tl.load(
+                    stats + at * 2, mask=of_row, other=float("-inf"), cache_modifier=".cg"
+                )
+                part_total = tl.load(
+                    stats + at * 2 + 1, mask=of_row, other=0.0, cache_modifier=".cg"
+                )
+                part_acc = tl.load(
+                    partial + at[:, None] * D + d[None, :],
+                    mask=mask & there[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
+    return top, total, acc, is_last
+
+
+@triton.jit
+def _turned(at, cos, sin, norm, mask, i, eps, D: tl.constexpr, NORMS: tl.constexpr):
+    """The heads at pointers `at` [R, 1], normed and rotated, in float32: [R, BLOCK_D]."""
+    half: tl.constexpr = D // 2
+    is_first = i < half
+    partner = tl.where(is_first, i + half, i - half)
+    x = tl.load(at + i[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(at + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    ok = i < D
+    if NORMS:
+        scale = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
+        x = x * scale * tl.load(norm + i, mask=ok, other=0.0).to(tl.float32)[None, :]
+        y = y * scale * tl.load(norm + partner, mask=ok, other=0.0).to(tl.float32)[None, :]
+    angle = tl.where(is_first, i, i - half)
+    c = tl.load(cos + angle, mask=ok, other=0.0)[None, :]
+    s = tl.load(sin + angle, mask=ok, other=0.0)[None, :]
+    return x * c + tl.where(is_first, -1.0, 1.0)[None, :] * y * s
+
+
+@triton.jit(do_not_specialize=["window"])
+def decode(
+    q, k, v, keys, values, tables, items, num_items, partial, stats, arrived, out,
+    cos, sin, q_norm, k_norm,
+    scale, cap, window, eps, q_stride, k_stride, v_stride, out_stride, table_stride, cos_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, NORMS: tl.constexpr, AHEAD: tl.constexpr,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A step in which each sequence has one token: rotation, cells and attention in one launch.
+
+    q [T, H, D], k and v [T, G, D] as the projection made them. Every program norms and rotates the
+    queries that it needs; the one that has the split with the new key writes key and value. What
+    does not depend on the launch before (items, pages and, with AHEAD, the first tile of keys and
+    values) is read before its end is waited for.
+    """
+    REP: tl.constexpr = H // G
+    m = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    real = m < REP
+    mask = real[:, None] & inside[None, :]
+    if PDL:
+        gdc_launch_dependents()
+    for index in range(tl.program_id(0), tl.load(num_items) * G, tl.num_programs(0)):
+        head = index % G
+        item = items + (index // G) * 10
+        row = tl.load(item).to(tl.int64)
+        own = tl.load(item + 2)
+        table = tables + tl.load(item + 3).to(tl.int64) * table_stride
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+        num_splits = tl.load(item + 7)
+        own_page = tl.load(table + own // PAGE).to(tl.int64)
+        # The cell of the new key is not read: what lies there is of an earlier owner.
+        last = tl.minimum(end, own)
+        rest = begin
+        if AHEAD:
+            rest = begin + TILE
+            key = begin + tl.arange(0, TILE)
+            there = key < last
+            cell = _cells(table, key, there, head * D, PAGE, G * D)
+            k_mask = there[None, :] & inside[:, None]
+            v_mask = there[:, None] & inside[None, :]
+            first_k = tl.load(keys + cell[None, :] + d[:, None], mask=k_mask, other=0.0)
+            first_v = tl.load(values + cell[:, None] + d[None, :], mask=v_mask, other=0.0)
+        if PDL:
+            gdc_wait()
+        query_head = head * REP + m
+        x = _turned(
+            (q + row * q_stride + query_head * D)[:, None],
+            cos + row * cos_stride, sin + row * cos_stride, q_norm, mask, d, eps, D, NORMS,
+        ).to(PRODUCT)  # fmt: skip
+        # Few need the new key, but all read it here, beside the queries: its time is theirs.
+        new_key = _turned(
+            (k + row * k_stride + head * D + tl.arange(0, 1))[:, None],
+            cos + row * cos_stride, sin + row * cos_stride, k_norm, inside[None, :], d, eps,
+            D, NORMS,
+        )  # fmt: skip
+        new_value = tl.load(v + row * v_stride + head * D + d, mask=inside, other=0.0)[None, :]
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        position = tl.zeros((ROWS,), tl.int32) + own
+        top, total, acc = _add_keys(
+            x, top, total, acc, keys, values, table, position, rest, last, last,
+            scale, cap, window, head * D,
+            G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, PRODUCT, PRECISION,
+        )  # fmt: skip
+        if AHEAD:
+            sees = there[None, :] & (key[None, :] <= position[:, None])
+            if WINDOW:
+                sees &= key[None, :] > position[:, None] - window
+            top, total, acc = _add_tile(
+                x, top, total, acc, first_k, first_v, sees, scale, cap,
+                True, CAP, PRODUCT, PRECISION,
+            )  # fmt: skip
+        if end > own:
+            own_cell = (own_page * PAGE + own % PAGE) * (G * D) + head * D
+            kind = keys.dtype.element_ty
+            tl.store(keys + own_cell + d[None, :], new_key.to(kind), mask=inside[None, :])
+            tl.store(values + own_cell + d[None, :], new_value.to(kind), mask=inside[None, :])
+            # As it is read back from its cell by later steps, not more exactly.
+            score = tl.sum(x.to(tl.float32) * new_key.to(kind).to(tl.float32), 1) * scale
+            if CAP:
+                score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
+            top, total, acc = _merge(
+                top, total, acc, score * _LOG2E, tl.full((ROWS,), 1.0, tl.float32),
+                tl.zeros((ROWS, BLOCK_D), tl.float32) + new_value.to(tl.float32),
+            )  # fmt: skip
+        writes = num_splits == 1
+        if num_splits > 1:
+            top, total, acc, writes = _hand_over(
+                top, total, acc, partial, stats, arrived + tl.load(item + 9) * G + head,
+                tl.load(item + 8), tl.load(item + 6), num_splits, 1,
+                tl.zeros((ROWS,), tl.int32), query_head, real, mask, H, D, ROWS, BLOCK_D,
+                8 if AHEAD else 2,
+            )  # fmt: skip
+        if writes:
+            result = acc / tl.where(real, total, 1.0)[:, None]
+            tl.store(
+                out + row * out_stride + query_head[:, None] * D + d[None, :],
+                result.to(out.dtype.element_ty),
+                mask=mask,
+            )
+
+
+@triton.jit(do_not_specialize=["window"])
+def attend(
+    q, keys, values, tables, items, num_items, partial, stats, arrived, out,
+    scale, cap, window, q_stride, out_stride, table_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr,
+    PRODUCT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """q [T, H, D] (rows `q_stride` apart) over the cells of the page tables into out [T, H, D].
+
+    PARTS: items may be splits of a tile. ORDERED: a tile's keys are taken in splits of SPLIT keys
+    and merged in order, whether one program does so or several: the same bits either way.
+    """
+    REP: tl.constexpr = H // G
+    m = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    inside = d < D
+    if PDL:
+        gdc_launch_dependents()
+    for index in range(tl.program_id(0), tl.load(num_items) * G, tl.num_programs(0)):
+        head = index % G
+        item = items + (index // G) * 10
+        row = tl.load(item)
+        num_tokens = tl.load(item + 1)
+        first_position = tl.load(item + 2)
+        table = tables + tl.load(item + 3).to(tl.int64) * table_stride
+        begin = tl.load(item + 4)
+        end = tl.load(item + 5)
+        if PDL:
+            gdc_wait()
+        token = m // REP
+        real = token < num_tokens
+        query_head = head * REP + m % REP
+        where = (row + token).to(tl.int64)
+        mask = real[:, None] & inside[None, :]
+        x = tl.load(
+            q + where[:, None] * q_stride + query_head[:, None] * D + d[None, :],
+            mask=mask,
+            other=0.0,
+        ).to(PRODUCT)
+        position = first_position + token
+        last = end
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        if ORDERED:
+            for start in range(begin // SPLIT * SPLIT, end, SPLIT):
+                part_top = tl.full((ROWS,), float("-inf"), tl.float32)
+                part_total = tl.zeros((ROWS,), tl.float32)
+                part_acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+                part_top, part_total, part_acc = _add_keys(
+                    x, part_top, part_total, part_acc, keys, values, table, position,
+                    tl.maximum(start, begin // TILE * TILE), tl.minimum(start + SPLIT, end), last,
+                    scale, cap, window, head * D,
+                    G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, PRODUCT, PRECISION,
+                )  # fmt: skip
+                top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
+        else:
+            # Up to here every row of the tile sees every key.
+            whole = tl.minimum(end, first_position + 1) // TILE * TILE
+            if WINDOW:
+                whole = begin
+            whole = tl.maximum(whole, begin)
+            top, total, acc = _add_keys(
+                x, top, total, acc, keys, values, table, position, begin, whole, last,
+                scale, cap, window, head * D,
+                G * D, D, BLOCK_D, PAGE, TILE, False, WINDOW, CAP, PRODUCT, PRECISION,
+            )  # fmt: skip
+            top, total, acc = _add_keys(
+                x, top, total, acc, keys, values, table, position, whole, end, last,
+                scale, cap, window, head * D,
+                G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, PRODUCT, PRECISION,
+            )  # fmt: skip
+        writes = num_tokens > 0
+        if PARTS:
+            num_splits = tl.load(item + 7)
+            if num_splits > 1:
+                top, total, acc, writes = _hand_over(
+                    top, total, acc, partial, stats, arrived + tl.load(item + 9) * G + head,
+                    tl.load(item + 8), tl.load(item + 6), num_splits, num_tokens, token,
+                    query_head, real, mask, H, D, ROWS, BLOCK_D, 2,
+                )  # fmt: skip
+        if writes:
+            result = acc / tl.where(real, total, 1.0)[:, None]
+            tl.store(
+                out + where[:, None] * out_stride + query_head[:, None] * D + d[None, :],
+                result.to(out.dtype.element_ty),
+                mask=mask,
+            )

@@ -1,0 +1,203 @@
+"""The memory of a step on a device: fixed addresses, filled by one copy.
+
+`StepLayout` says where in a buffer of 32-bit words each column of a step lies; the same offsets
+hold on the host (pinned, two halves in turn, so that one is written while the other is still being
+copied) and on the device, whose addresses a CUDA graph can therefore hold. What has no fixed
+length, the attention's items, lies last: a step copies no more words than it uses.
+
+`TableRows` keeps page tables on the device: a sequence has a row of them for its life, and only
+pages that have changed are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.schedule.sequence import Sequence, Status
+
+_ALIGNMENT = 32
+"""words that a column begins at a multiple of: the cache line of a GPU"""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Numbers of one kind in a step's buffer."""
+
+    name: str
+    begin: int
+    """first 32-bit word"""
+    shape: tuple[int, ...]
+    kind: str
+    """int32, int64 or float32"""
+
+    @property
+    def num_words(self) -> int:
+        """32-bit words that it takes."""
+        return int(np.prod(self.shape)) * (2 if self.kind == "int64" else 1)
+
+    def of_host(self, words: np.ndarray) -> np.ndarray:
+        """Its part of a buffer on the host."""
+        part = words[self.begin : self.begin + self.num_words]
+        return part.view(self.kind).reshape(self.shape)
+
+    def of_device(self, words: Tensor) -> Tensor:
+        """Its part of a buffer on the device."""
+        part = words[self.begin : self.begin + self.num_words]
+        return part.view(getattr(torch, self.kind)).view(self.shape)
+
+
+class StepLayout:
+    """The columns of steps of at most so many tokens, sampled rows, page updates and items."""
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_rows: int,
+        num_updates: int,
+        items: Seq[tuple[int, int]],
+        num_fields: int,
+    ) -> None:
+        """`items`: for each window of the attention, short and long items at most."""
+        self.num_tokens, self.num_rows, self.num_updates = num_tokens, num_rows, num_updates
+        self.columns: dict[str, Column] = {}
+        self.num_words = 0
+        rows = (num_rows,)
+        self._add("seeds", rows, "int64")
+        for name in ("temperatures", "top_ps", "min_ps"):
+            self._add(name, rows, "float32")
+        for name in ("top_ks", "narrowed", "draw_positions", "sampled_rows"):
+            self._add(name, rows, "int32")
+        for name in ("tokens", "positions", "slots"):
+            self._add(name, (num_tokens,), "int32")
+        self._add("num_updates", (1,), "int32")
+        for name in ("places", "pages"):
+            self._add(name, (num_updates,), "int32")
+        for window, _ in enumerate(items):
+            self._add(f"num_short_{window}", (1,), "int32")
+            self._add(f"num_long_{window}", (1,), "int32")
+        for window, (short, long) in enumerate(items):
+            self._add(f"short_{window}", (short, num_fields), "int32")
+            self._add(f"long_{window}", (long, num_fields), "int32")
+        self.num_windows = len(items)
+
+    def _add(self, name: str, shape: tuple[int, ...], kind: str) -> None:
+        column = Column(name, self.num_words, shape, kind)
+        self.columns[name] = column
+        self.num_words += -(-column.num_words // _ALIGNMENT) * _ALIGNMENT
+
+    def host(self, words: np.ndarray) -> dict[str, np.ndarray]:
+        """The columns in a buffer on the host."""
+        return {name: column.of_host(words) for name, column in self.columns.items()}
+
+    def device(self, words: Tensor) -> dict[str, Tensor]:
+        """The columns in a buffer on the device."""
+        return {name: column.of_device(words) for name, column in self.columns.items()}
+
+    def used_words(self, items: Seq[tuple[int, int]]) -> int:
+        """Words from the beginning of the buffer that matter in a step with so many items."""
+        end = self.columns["short_0"].begin
+        for window, counts in enumerate(items):
+            for name, count in zip((f"short_{window}", f"long_{window}"), counts, strict=True):
+                if count:
+                    column = self.columns[name]
+                    end = column.begin + count * column.shape[1]
+        return end
+
+
+class StepBuffers:
+    """Two halves on the host, one buffer on the device, and the results' way back."""
+
+    def __init__(self, num_words: int, num_rows: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._halves = [
+            torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
+        ]
+        self._views = [half.numpy() for half in self._halves]
+        # Tokens of a step's rows, then their flags.
+        self.results = torch.zeros(2 * num_rows, dtype=torch.int32, device=device)
+        self._landings = [
+            torch.zeros(2 * num_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
+        ]
+        self._turn = 0
+        self._hosts: dict[tuple[int, int], dict[str, np.ndarray]] = {}
+        self._devices: dict[int, dict[str, Tensor]] = {}
+
+    def next_half(self, layout: StepLayout) -> dict[str, np.ndarray]:
+        """The columns of the half to write the next step in. It was copied two steps ago, and that
+        step's results have been waited for since."""
+        self._turn ^= 1
+        key = (self._turn, id(layout))
+        if key not in self._hosts:
+            self._hosts[key] = layout.host(self._views[self._turn])
+        return self._hosts[key]
+
+    def on_device(self, layout: StepLayout) -> dict[str, Tensor]:
+        """The columns on the device."""
+        if id(layout) not in self._devices:
+            self._devices[id(layout)] = layout.device(self.words)
+        return self._devices[id(layout)]
+
+    def send(self, num_words: int) -> None:
+        """Copy the beginning of the half to the device; does not wait."""
+        half = self._halves[self._turn]
+        self.words[:num_words].copy_(half[:num_words], non_blocking=True)
+
+    def fetch(self, num_rows: int) -> np.ndarray:
+        """Copy the results of so many rows back; [2, rows] that are there after the copy."""
+        landing = self._landings[self._turn][: 2 * num_rows]
+        landing.copy_(self.results[: 2 * num_rows], non_blocking=True)
+        return landing.numpy().reshape(2, num_rows)
+
+
+class TableRows:
+    """Page tables on the device, [rows, P] int32; who has which row, and what is written there."""
+
+    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
+        """`num_pages`: of the longest sequence. There must be more rows than sequences in two
+        steps together."""
+        self.width = -(-num_pages // 4) * 4
+        self.tables = torch.zeros((num_rows, self.width), dtype=torch.int32, device=device)
+        self.mirror = np.zeros((num_rows, self.width), np.int32)
+        """the same on the host"""
+        self._owners: list[Sequence | None] = [None] * num_rows
+        self._row_of: dict[int, int] = {}
+        self._free = list(range(num_rows))
+        self._written: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def row(self, sequence: Sequence) -> int:
+        """The row of a sequence, which it keeps."""
+        row = self._row_of.get(id(sequence))
+        if row is None:
+            if not self._free:
+                self._sweep()
+            row = self._free.pop()
+            self._row_of[id(sequence)] = row
+            self._owners[row] = sequence
+        return row
+
+    def _sweep(self) -> None:
+        """Take back the rows of those who are not running any more."""
+        for row, owner in enumerate(self._owners):
+            if owner is not None and owner.status is not Status.RUNNING:
+                del self._row_of[id(owner)]
+                self._owners[row] = None
+                self._free.append(row)
+
+    def changes(self, row: int, pages: list[int]) -> tuple[list[int], list[int]]:
+        """Places in the flattened tables to write, and the pages for them; noted as written."""
+        written = self._written[row]
+        if written == pages:
+            return [], []
+        begin, count = row * self.width, len(written)
+        self._written[row] = pages.copy()
+        self.mirror[row, : len(pages)] = pages
+        if written == pages[:count]:
+            return list(range(begin + count, begin + len(pages))), pages[count:]
+        differing = [i for i, page in enumerate(pages) if i >= count or written[i] != page]
+        return [begin + i for i in differing], [pages[i] for i in differing]

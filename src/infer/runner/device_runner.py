@@ -1,0 +1,300 @@
+"""`DeviceRunner`: executes plans on a GPU, one step ahead of the host.
+
+`launch` writes a step into buffers at fixed addresses, sends them with one copy, and has the work
+done: by a CUDA graph if the step has one of the captured sizes, else launch by launch. The host
+waits once a step, for the copy of the sampled tokens, and only when somebody asks for them.
+
+Tokens that the host does not know yet are read on the device, from what the launch before has
+sampled. Rows that need more than temperature, top-k, top-p and min-p (log-probabilities, biases,
+penalties, grammars) are sampled by `runner.sampler` from the same logits; such a step is waited
+for when it is launched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future
+from itertools import compress
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from infer.attention.layout import DeviceBackend
+from infer.kernels.cuda.draw import DrawBuffers, draw
+from infer.kernels.cuda.step import begin
+from infer.models.model import Model
+from infer.runner.buffers import StepBuffers, StepLayout, TableRows
+from infer.runner.failures import translated
+from infer.runner.graphs import (
+    MIXED_ROWS,
+    Capture,
+    Graphs,
+    padded,
+    row_sizes,
+    step_sizes,
+    token_sizes,
+)
+from infer.runner.prompt_scores import score_prompts
+from infer.runner.restrict import Restrictions
+from infer.runner.sampler import is_plain, sample
+from infer.runner.step_writer import StepWriter
+from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled, Sequence
+from infer.types import Request, SamplingParams
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class DeviceFlight:
+    """A launched step."""
+
+    def __init__(
+        self,
+        landing: np.ndarray,
+        num_rows: int,
+        special: dict[int, Sampled],
+        events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
+    ) -> None:
+        """`landing` [2, ≥ num_rows]: tokens and flags, once the second event has come; `special`:
+        results of rows that are known already."""
+        self._landing = landing
+        self._num_rows = num_rows
+        self._special = special
+        self.events = events
+        """on the device: before the step, and after the copy of its results"""
+
+    def results(self) -> list[Sampled]:
+        """Wait for the step: one result per chunk that samples."""
+        if self.events is not None:
+            try:
+                self.events[1].synchronize()
+            except RuntimeError as error:
+                raise translated(error) from error
+        tokens, flags = self._landing[:, : self._num_rows].tolist()
+        results = [Sampled(token) for token in tokens]
+        for row in compress(range(self._num_rows), flags):
+            results[row] = Sampled(0, error=NOT_FINITE)
+        for row, result in self._special.items():
+            results[row] = result
+        return results
+
+    def elapsed_ms(self) -> float | None:
+        """Milliseconds of the device, after `results`."""
+        return None if self.events is None else self.events[0].elapsed_time(self.events[1])
+
+
+class DeviceRunner:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        model: Model,
+        backend: DeviceBackend,
+        restrictions: Restrictions,
+        caches: Seq[Tensor],
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_sequences: int,
+        max_seq_len: int,
+        capture: Capture[Tensor | None],
+        sizes: Iterable[int] | None = None,
+    ) -> None:
+        """`caches`: the backend's keys and values, each [pages, page_size, G, D]. A step has at
+        most `max_tokens` tokens of `max_sequences` sequences. `capture`: how work is recorded.
+        `sizes`: numbers of rows that steps are padded to; None = all of `step_sizes`."""
+        self.model, self.backend, self.device, self.caches = model, backend, device, caches
+        self._restrictions = restrictions
+        self._page_size = caches[0].shape[1]
+        self._max_sequences = max_sequences
+        allowed = set(step_sizes(max_tokens, max_sequences) if sizes is None else sizes)
+        rows, tokens = row_sizes(max_sequences), token_sizes(max_tokens)
+        self._row_sizes = tuple(sorted(allowed.intersection(rows)))
+        self._token_sizes = tuple(sorted(allowed.intersection(tokens)))
+        if not self._row_sizes or self._row_sizes[-1] < max_sequences:
+            raise ValueError(f"no size has room for {max_sequences} rows")
+        if not self._token_sizes or self._token_sizes[-1] < max_tokens:
+            raise ValueError(f"no size has room for {max_tokens} tokens")
+        self._mixed_rows = tuple(
+            sorted({padded(rows, self._row_sizes) or 0 for rows in (*MIXED_ROWS, max_sequences)})
+        )
+        max_sequences, max_tokens = self._row_sizes[-1], self._token_sizes[-1]
+        pages = -(-max_seq_len // self._page_size) + 1
+        self._rows = TableRows(3 * max_sequences, pages, device)
+        self._layouts: dict[tuple[int, int], StepLayout] = {}
+        largest = self._layout(max_tokens, max_sequences)
+        self.buffers = StepBuffers(largest.num_words, max_sequences, device)
+        self._ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
+        vocab = model.config.vocab_size
+        self._draws = DrawBuffers(max_sequences, vocab, device)
+        self._graphs: Graphs[Tensor | None] = Graphs(capture)
+        self._writer = StepWriter(backend, self._rows, self._page_size, vocab)
+
+    @property
+    def num_graphs(self) -> int:
+        """Sizes that have been captured."""
+        return len(self._graphs)
+
+    def rehearse(self, num_sequences: int, num_tokens: int) -> None:
+        """Compute a step of so many sequences with so many tokens each, of no request: what is
+        compiled, captured and allocated at the first step of a size is then there. It writes into
+        the first pages of the cache."""
+        table = list(range(1, 1 + -(-num_tokens // self._page_size)))
+        assert len(table) < self.caches[0].shape[0], "the cache is too small to rehearse"
+        plan = []
+        for i in range(num_sequences):
+            request = Request(f"rehearsal-{i}", (0,) * num_tokens, SamplingParams(), i, 1)
+            sequence = Sequence.from_request(request, i)
+            sequence.table.pages = table
+            plan.append(Chunk(sequence, 0, num_tokens))
+        self.execute(tuple(plan))
+
+    def execute(self, plan: Plan) -> list[Sampled]:
+        """Compute every chunk and wait for it; one result per chunk that samples."""
+        return self.launch(plan).results()
+
+    def launch(self, plan: Plan) -> DeviceFlight:
+        """Begin to compute every chunk.
+
+        Raises `MemoryError` if there is not enough memory for it, `DeviceLostError` if the device
+        has failed."""
+        try:
+            with torch.inference_mode():
+                return self._launch(plan)
+        except RuntimeError as error:
+            raise translated(error) from error
+
+    def _launch(self, plan: Plan) -> DeviceFlight:
+        sampling = [chunk.sequence for chunk in plan if chunk.samples]
+        num_tokens = sum([chunk.num_tokens for chunk in plan])
+        decode = num_tokens == len(plan) == len(sampling) and self.backend.decodes
+        layout = self._choose(num_tokens, len(sampling), decode)
+        host = self.buffers.next_half(layout)
+        if decode:
+            items = self._writer.write_decode(plan, layout, host)
+        else:
+            items = self._writer.write(plan, sampling, layout, host)
+        is_special = not all(map(is_plain, sampling))
+        restricting = self._restrictions.begin(plan) if is_special or not decode else None
+        wants_scores = not decode and any(
+            chunk.sequence.request.sampling.prompt_logprobs is not None for chunk in plan
+        )
+        events = None
+        if self.device.type == "cuda":
+            events = (_event(), _event())
+            events[0].record()
+        self.buffers.send(layout.used_words([(len(i.short), len(i.long)) for i in items]))
+        tensors = self.buffers.on_device(layout)
+        has_long = any(len(i.long) for i in items)
+
+        def compute() -> Tensor | None:
+            hidden = self._forward(tensors, decode=decode, has_long=has_long)
+            logits = self._sample(hidden, tensors, decode=decode)
+            # Nobody else looks at them: their memory is the next graph's, too.
+            return logits if is_special else None
+
+        if wants_scores:
+            hidden = self._forward(tensors, decode=decode, has_long=has_long)
+            score_prompts(plan, hidden, self.model)
+            logits: Tensor | None = self._sample(hidden, tensors, decode=decode)
+        else:
+            key = (layout.num_tokens, layout.num_rows, decode, has_long, is_special)
+            logits = self._graphs.run(key, compute)
+        special: dict[int, Sampled] = {}
+        if is_special:
+            assert logits is not None
+            special = self._sample_special(sampling, logits, restricting)
+        landing = self.buffers.fetch(layout.num_rows)
+        if events is not None:
+            events[1].record()
+        return DeviceFlight(landing, len(sampling), special, events)
+
+    def _layout(self, num_tokens: int, num_rows: int) -> StepLayout:
+        layout = self._layouts.get((num_tokens, num_rows))
+        if layout is None:
+            items = self.backend.capacity(num_tokens, min(num_tokens, self._max_sequences))
+            layout = StepLayout(
+                num_tokens,
+                num_rows,
+                num_updates=2 * num_rows + self._rows.width,
+                items=[items] * len(self.backend.windows),
+                num_fields=self.backend.num_fields,
+            )
+            self._layouts[num_tokens, num_rows] = layout
+        return layout
+
+    def _choose(self, num_tokens: int, num_sampled: int, decode: bool) -> StepLayout:
+        """Where a step is written."""
+        if decode:
+            rows = padded(num_tokens, self._row_sizes)
+            assert rows is not None, "more sequences than seats"
+            return self._layout(rows, rows)
+        tokens = padded(num_tokens, self._token_sizes)
+        assert tokens is not None, "more tokens than a step may have"
+        # Few numbers of rows, since each of them is a graph for each number of tokens.
+        rows = padded(num_sampled, self._mixed_rows)
+        assert rows is not None, "more sequences than seats"
+        return self._layout(tokens, rows)
+
+    def _forward(self, tensors: dict[str, Tensor], *, decode: bool, has_long: bool) -> Tensor:
+        tokens = tensors["tokens"]
+        ids = self._ids[: tokens.shape[0]]
+        updates = (tensors["places"], tensors["pages"], tensors["num_updates"])
+        begin(tokens, self.buffers.results, ids, self._rows.tables, updates)
+        lists = []
+        for window in range(len(self.backend.windows)):
+            long = tensors[f"long_{window}"]
+            lists.append(
+                (
+                    tensors[f"short_{window}"],
+                    tensors[f"num_short_{window}"],
+                    long if has_long else long[:0],
+                    tensors[f"num_long_{window}"],
+                )
+            )
+        self.backend.use(tensors["slots"], self._rows.tables, lists, decode=decode)
+        return self.model.forward(ids, tensors["positions"], self.backend)
+
+    def _sample(self, hidden: Tensor, tensors: dict[str, Tensor], *, decode: bool) -> Tensor:
+        """Sample every row; the logits of the rows."""
+        if not decode:
+            hidden = hidden.index_select(0, tensors["sampled_rows"])
+        logits = self.model.logits(hidden)
+        rows = logits.shape[0]
+        draw(
+            logits,
+            self._draws,
+            temperatures=tensors["temperatures"],
+            narrowed=tensors["narrowed"],
+            top_ks=tensors["top_ks"],
+            top_ps=tensors["top_ps"],
+            min_ps=tensors["min_ps"],
+            seeds=tensors["seeds"],
+            positions=tensors["draw_positions"],
+            tokens=self.buffers.results[:rows],
+            flags=self.buffers.results[rows : 2 * rows],
+        )
+        return logits
+
+    def _sample_special(
+        self,
+        sampling: list[Sequence],
+        logits: Tensor,
+        restricting: Future[dict[str, Tensor | None]] | None,
+    ) -> dict[int, Sampled]:
+        """Results of the rows that the kernels cannot sample; if there are any, this waits."""
+        rows = [row for row, sequence in enumerate(sampling) if not is_plain(sequence)]
+        if not rows:
+            return {}
+        members = torch.tensor(rows, device=self.device)
+        sequences = [sampling[row] for row in rows]
+        forbidden = {} if restricting is None else restricting.result()
+        results = sample(logits.index_select(0, members), sequences, forbidden)
+        if restricting is not None:
+            results = self._restrictions.settle(sequences, results, forbidden)
+        tokens = torch.tensor([result.token_id for result in results], dtype=torch.int32)
+        self.buffers.results.index_copy_(0, members, tokens.to(self.device))
+        return dict(zip(rows, results, strict=True))

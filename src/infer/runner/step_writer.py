@@ -1,0 +1,195 @@
+"""`StepWriter`: a plan becomes numbers in a step's buffer on the host.
+
+The only place where `Sequence`s are read for a GPU. The common step, in which the same sequences
+go on by one token each, costs the host little: what follows from their requests is kept, positions
+grow by one, tokens are those that the step before samples, and cells come from a copy of the page
+tables. Any other step is written chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from infer.attention.layout import DeviceBackend, Items
+from infer.runner.buffers import StepLayout, TableRows
+from infer.schedule.sequence import PENDING, Chunk, Plan, Sequence
+
+_MASK64 = (1 << 64) - 1
+_SIGN64 = 1 << 63
+Host = dict[str, np.ndarray]
+
+
+class StepWriter:
+    """See the module's docstring."""
+
+    def __init__(
+        self, backend: DeviceBackend, rows: TableRows, page_size: int, vocab_size: int
+    ) -> None:
+        self._backend, self._rows = backend, rows
+        self._page_size, self._vocab_size = page_size, vocab_size
+        self._sampled_row: dict[int, int] = {}
+        """by the id of a sequence: its row among those that the last step samples"""
+        self._decoding: list[Sequence] = []
+        """of the last step, if each of its sequences had one token, in order"""
+        self._table_rows = np.empty(0, np.int32)
+        self._versions: list[int] = []
+        """of their page tables, as they were written"""
+        self._sampling: Host = {}
+        """columns that follow from their requests"""
+
+    def write(
+        self, plan: Plan, sampling: list[Sequence], layout: StepLayout, host: Host
+    ) -> Seq[Items]:
+        """Write a step of any chunks; what the attention has to do in it."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        starts, lengths, rows, sampled_rows = [0], [], [], []
+        updates: tuple[list[int], list[int]] = ([], [])
+        for chunk in plan:
+            sequence = chunk.sequence
+            row = self._rows.row(sequence)
+            rows.append(row)
+            self._update(row, sequence.table.pages, updates)
+            self._add_tokens(chunk, tokens, positions, slots)
+            starts.append(len(tokens))
+            lengths.append(chunk.start + chunk.num_tokens)
+            if chunk.samples:
+                sampled_rows.append(len(tokens) - 1)
+        count = len(tokens)
+        for name, values in (("tokens", tokens), ("positions", positions), ("slots", slots)):
+            host[name][:count] = values
+        host["sampled_rows"][: len(sampled_rows)] = sampled_rows
+        host["sampled_rows"][len(sampled_rows) :] = 0
+        _pad_tokens(host, count)
+        self._write_updates(updates, layout, host)
+        _copy(_sampling_columns(sampling, self._vocab_size), host, len(sampling))
+        host["draw_positions"][: len(sampling)] = [len(s.tokens) for s in sampling]
+        self._decoding = []
+        self._remember(sampling)
+        return self._write_items(starts, lengths, np.array(rows, np.int32), host)
+
+    def write_decode(self, plan: Plan, layout: StepLayout, host: Host) -> Seq[Items]:
+        """Write a step in which every sequence has one token and samples the next one."""
+        sequences = [chunk.sequence for chunk in plan]
+        count = len(sequences)
+        positions = np.array([chunk.start for chunk in plan], np.int32)
+        if sequences == self._decoding:
+            # Each goes on with what its row in the last step has sampled, known here or not.
+            host["tokens"][:count] = -1 - np.arange(count, dtype=np.int32)
+        else:
+            host["tokens"][:count] = [self._token(chunk) for chunk in plan]
+            self._table_rows = np.array([self._rows.row(s) for s in sequences], np.int32)
+            self._versions = [-1] * count
+            self._sampling = _sampling_columns(sequences, self._vocab_size)
+            self._decoding = sequences
+            self._remember(sequences)
+        updates: tuple[list[int], list[int]] = ([], [])
+        versions = [sequence.table.version for sequence in sequences]
+        if versions != self._versions:
+            for i, version in enumerate(versions):
+                if version != self._versions[i]:
+                    self._update(int(self._table_rows[i]), sequences[i].table.pages, updates)
+            self._versions = versions
+        self._write_updates(updates, layout, host)
+        size = self._page_size
+        pages = self._rows.mirror[self._table_rows, positions // size]
+        host["positions"][:count] = positions
+        host["slots"][:count] = pages * size + positions % size
+        _pad_tokens(host, count)
+        _copy(self._sampling, host, count)
+        host["draw_positions"][:count] = positions + 1
+        starts = np.arange(count + 1, dtype=np.int32)
+        return self._write_items(starts, positions + 1, self._table_rows, host)
+
+    def _remember(self, sampling: list[Sequence]) -> None:
+        self._sampled_row = {id(sequence): row for row, sequence in enumerate(sampling)}
+
+    def _token(self, chunk: Chunk) -> int:
+        """The token that a chunk of one computes; -1 - r where it is row r of the last step."""
+        token = chunk.sequence.tokens[chunk.start]
+        return -1 - self._sampled_row[id(chunk.sequence)] if token == PENDING else token
+
+    def _add_tokens(
+        self, chunk: Chunk, tokens: list[int], positions: list[int], slots: list[int]
+    ) -> None:
+        sequence, start, size = chunk.sequence, chunk.start, self._page_size
+        table = sequence.table.pages
+        if chunk.num_tokens == 1:
+            tokens.append(self._token(chunk))
+            positions.append(start)
+            slots.append(table[start // size] * size + start % size)
+            return
+        end = start + chunk.num_tokens
+        part = sequence.tokens[start:end]
+        if part[-1] == PENDING:
+            part[-1] = -1 - self._sampled_row[id(sequence)]
+        tokens += part
+        positions += range(start, end)
+        slots += [table[p // size] * size + p % size for p in range(start, end)]
+
+    def _update(self, row: int, pages: list[int], updates: tuple[list[int], list[int]]) -> None:
+        places, values = self._rows.changes(row, pages)
+        updates[0].extend(places)
+        updates[1].extend(values)
+
+    def _write_updates(
+        self, updates: tuple[list[int], list[int]], layout: StepLayout, host: Host
+    ) -> None:
+        places, pages = updates
+        if len(places) > layout.num_updates:
+            # Rare: many long prompts at once. They are written before the step, by a copy of
+            # their own, which the device makes in order.
+            tables = self._rows.tables
+            at = torch.tensor(places, dtype=torch.int64).to(tables.device)
+            values = torch.tensor(pages, dtype=torch.int32).to(tables.device)
+            tables.view(-1).index_copy_(0, at, values)
+            places, pages = [], []
+        host["num_updates"][0] = len(places)
+        host["places"][: len(places)] = places
+        host["pages"][: len(pages)] = pages
+
+    def _write_items(
+        self,
+        starts: Seq[int] | np.ndarray,
+        lengths: Seq[int] | np.ndarray,
+        rows: np.ndarray,
+        host: Host,
+    ) -> Seq[Items]:
+        made = self._backend.items(starts, lengths, rows)
+        for window, items in enumerate(made):
+            for name, array in (("short", items.short), ("long", items.long)):
+                host[f"num_{name}_{window}"][0] = len(array)
+                host[f"{name}_{window}"][: len(array)] = array
+        return made
+
+
+def _pad_tokens(host: Host, count: int) -> None:
+    host["tokens"][count:] = 0
+    host["positions"][count:] = 0
+    host["slots"][count:] = -1
+
+
+def _copy(columns: Host, host: Host, count: int) -> None:
+    """Columns of sampled rows; the rows behind them are greedy."""
+    for name, values in columns.items():
+        host[name][:count] = values
+    host["temperatures"][count:] = 0
+    host["narrowed"][count:] = 0
+
+
+def _sampling_columns(sampling: list[Sequence], vocab_size: int) -> Host:
+    params = [sequence.request.sampling for sequence in sampling]
+    seeds = [sequence.request.seed & _MASK64 for sequence in sampling]
+    narrowed = [p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params]
+    return {
+        "seeds": np.array([seed - 2 * (seed & _SIGN64) for seed in seeds], np.int64),
+        "temperatures": np.array([p.temperature for p in params], np.float32),
+        "top_ps": np.array([p.top_p for p in params], np.float32),
+        "min_ps": np.array([p.min_p for p in params], np.float32),
+        "top_ks": np.array([max(0, min(p.top_k, vocab_size)) for p in params], np.int32),
+        "narrowed": np.array(narrowed, np.int32),
+    }

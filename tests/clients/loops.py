@@ -1,0 +1,130 @@
+"""A server of published chat templates, for clients that run tool loops of several turns.
+
+One model behind one address for each template of the families that are loaded. The model is a
+script, because no model of this size calls tools by itself: it asks for the weather of three cities
+in the format of its template, one behind the other, and then answers. Everything else is the real
+server: templates, their adaptation, the parser, streams.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from published import LOADED, SPECIAL, templates
+
+from checkpoints import END_ID, write_tokenizer
+from doubles import make_hash_core
+from infer.engine.async_llm import AsyncLLM
+from infer.engine.intake import Intake, Limits
+from infer.engine.worker import EngineThread
+from infer.schedule.sequence import Plan, Sampled
+from infer.server.app import create_app
+from infer.server.models import Models
+from infer.server.serve import Server, bind, url_of
+from infer.server.settings import ServerSettings
+from infer.text.formats import ToolFormat
+from infer.text.tokenizer import Tokenizer
+from infer.text.tool_call import ToolCall
+
+CITIES = ("Ulm", "Bonn", "Jena")
+ANSWER = "All three are sunny."
+MAX_SEQ_LEN = 60_000
+
+
+class TalkingRunner:
+    """Says what comes next in the loop; how far it is, the results in the prompt tell."""
+
+    def __init__(self, tokenizer: Tokenizer, way: ToolFormat) -> None:
+        self._tokenizer = tokenizer
+        self._way = way
+        self._scripts: dict[str, list[int]] = {}
+
+    def execute(self, plan: Plan) -> list[Sampled]:
+        results = []
+        for chunk in plan:
+            if not chunk.samples:
+                continue
+            request = chunk.sequence.request
+            if request.request_id not in self._scripts:
+                ids = self._answer(request.prompt_token_ids)
+                self._scripts[request.request_id] = ids
+            script = self._scripts[request.request_id]
+            position = len(chunk.sequence.tokens) - len(request.prompt_token_ids)
+            results.append(Sampled(script[min(position, len(script) - 1)], None))
+        return results
+
+    def _answer(self, prompt_ids: tuple[int, ...]) -> list[int]:
+        prompt = self._tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        num_results = sum(f"{city} is sunny" in prompt for city in CITIES)
+        opens, text = self._way.prompt_opens, ANSWER
+        if num_results < len(CITIES):
+            city = {"city": CITIES[num_results]}
+            text = self._way.write([ToolCall("weather", json.dumps(city))])
+        elif '"final_answer"' in prompt:  # a tool with which smolagents' loops end
+            text = self._way.write([ToolCall("final_answer", json.dumps({"answer": ANSWER}))])
+        elif opens:
+            text = f"{opens}all\n{text}"
+        if opens and prompt.endswith(opens):
+            text = text.removeprefix(opens)
+        if prompt.rstrip().endswith("<think>"):
+            text = f"It asks.\n</think>\n\n{text}"
+        ids = self._tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=True)
+        return [*ids, END_ID]
+
+
+def talking(folder: Path, source: str) -> AsyncLLM:
+    """The engine of one template."""
+    write_tokenizer(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = {name: SPECIAL[name] for name in ("bos_token", "eos_token")}
+    # As in the checkpoints: Mistral's marks are special tokens, DeepSeek's are tokens.
+    marks = [mark for mark in ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]") if mark in source]
+    config |= {**named, "chat_template": source, "additional_special_tokens": marks}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.tool_use is not None
+    core = make_hash_core(
+        max_seq_len=MAX_SEQ_LEN,
+        num_pages=4 * MAX_SEQ_LEN // 16,
+        page_size=16,
+        max_num_batched_tokens=8192,
+    )
+    core.runner = TalkingRunner(tokenizer, tokenizer.tool_use.format)
+    limits = Limits(
+        vocab_size=tokenizer.vocab_size,
+        max_seq_len=MAX_SEQ_LEN,
+        num_seats=core.scheduler.num_seats,
+        max_waiting_requests=core.scheduler.config.max_waiting_requests,
+    )
+    return AsyncLLM(EngineThread(core), Intake(tokenizer, limits), "loop")
+
+
+@contextmanager
+def loops(folder: Path) -> Iterator[str]:
+    """The server; yields its address."""
+    launches = {
+        name.replace("/", "."): functools.partial(
+            talking, folder / name.replace("/", "."), templates()[name]
+        )
+        for name in LOADED
+    }
+    settings = ServerSettings(sessions="sqlite://")
+    models = Models(launches, functools.partial(create_app, settings=settings, is_inner=True))
+    models.load_all()
+    with bind(port=0) as sock:
+        listening = threading.Event()
+        server = Server(models, sock, settings, announce=lambda line: listening.set())
+        thread = threading.Thread(target=server.serve_until_stopped)
+        thread.start()
+        try:
+            assert listening.wait(60)
+            yield f"{url_of(sock)}/v1"
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()

@@ -1,0 +1,304 @@
+"""Tool loops over HTTP with models whose templates and formats differ; and what goes with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import CHAT, COMPLETIONS, ask, chat_body, completion_body, scripted, spelled
+from test_prompts import demo
+
+from checkpoints import END_ID, write_tokenizer
+from infer.config import TOOL_PARSERS, EngineConfig
+from infer.engine.async_llm import AsyncLLM
+from infer.engine.checkpoint import find_checkpoint, text_of
+from infer.engine.intake import log_tool_use
+from infer.errors import ConfigError
+from infer.text.formats import FORMATS
+from infer.text.tokenizer import Tokenizer
+from infer.text.tool_call import ToolCall
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+LAST = "{% endfor %}<assistant>"
+SHOWN = "{% if tools %}{{ tools | tojson }}{% endif %}"
+LISTED = (
+    SHOWN + TURNS + "{% if m.tool_calls %}{MARK}[{% for c in m.tool_calls %}"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}" + LAST
+)
+MISTRAL = LISTED.replace("{MARK}", "[TOOL_CALLS]") + "{# [THINK][/THINK] #}"
+BARE_LIST = LISTED.replace("{MARK}", "")
+NO_TOOLS = TURNS + LAST
+UNKNOWN = SHOWN + TURNS + "{% for c in m.tool_calls or [] %}%%{{ c.function.name }}%{% endfor %}"
+UNKNOWN += LAST
+THINKS = (
+    SHOWN + TURNS + LAST + "{% if reasoning_effort is defined %}[{{ reasoning_effort }}]{% endif %}"
+    "{% if enable_thinking is defined %}<{{ enable_thinking }}>{% endif %}{# <think></think> #}"
+)
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+TIME = {"type": "function", "function": {"name": "time"}}
+SPECIAL = ("[TOOL_CALLS]", "[THINK]", "[/THINK]")
+
+
+def tokenizer_of(folder: Path, template: str, special: tuple[str, ...] = ()) -> Tokenizer:
+    """The byte tokenizer of these tests with a template, and further special tokens."""
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["additional_special_tokens"] = list(special)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer.from_folder(folder)
+
+
+def saying(ids: list[int], tokenizer: Tokenizer) -> AsyncLLM:
+    """An engine that says this, with room for long prompts."""
+    return scripted(ids, tokenizer=tokenizer, max_seq_len=4096, num_pages=4096)
+
+
+def script_of(tokenizer: Tokenizer, *pieces: str) -> list[int]:
+    """The ids of an answer; a piece that is a special token is one."""
+    ids = []
+    for piece in pieces:
+        special = tokenizer.special_ids_of([piece])
+        ids += list(special) or spelled(piece)
+    return [*ids, END_ID]
+
+
+def answered(tokenizer: Tokenizer, *pieces: str, **fields: Any) -> tuple[dict[str, Any], Any]:
+    """(the choice, the reply's body or headers beside it)"""
+    body = chat_body(**{"max_tokens": 300, "tools": [WEATHER], **fields})
+    reply = ask(saying(script_of(tokenizer, *pieces), tokenizer), CHAT, body)
+    assert reply.status == 200, reply.body
+    [choice] = reply.json()["choices"]
+    return choice, reply
+
+
+def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, MISTRAL, SPECIAL)
+    call = '[{"name": "weather", "arguments": {"city": "Ulm"}}]'
+    pieces = ("[THINK]", "Hm", "[/THINK]", "I see.", "[TOOL_CALLS]", call)
+    choice, reply = answered(tokenizer, *pieces)
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm", "I see.")
+    [made] = message["tool_calls"]
+    assert made["function"] == {"name": "weather", "arguments": '{"city": "Ulm"}'}
+    assert choice["finish_reason"] == "tool_calls"
+    assert "x-warning" not in reply.headers
+    # Without tools nobody reads the mark, so it is not shown either; thoughts always are read.
+    choice, _ = answered(tokenizer, *pieces, tools=None)
+    assert choice["message"]["content"] == "I see." + call
+    assert choice["message"]["reasoning_content"] == "Hm"
+
+
+@pytest.mark.parametrize("content", [None, "", "I shall look."])
+@pytest.mark.parametrize("template", [MISTRAL, BARE_LIST, NO_TOOLS, UNKNOWN, THINKS])
+def test_what_we_answer_we_take_back(tmp_path: Path, template: str, content: str | None) -> None:
+    """Three turns, in which a client sends our answers back as they were."""
+    tokenizer = tokenizer_of(tmp_path, template)
+    assert tokenizer.tool_use is not None
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
+    for city in ("Ulm", "Bonn", "Jena"):
+        call = ToolCall("weather", json.dumps({"city": city}))
+        text = tokenizer.tool_use.format.write([call])
+        choice, _ = answered(tokenizer, text, messages=messages)
+        [made] = choice["message"]["tool_calls"]
+        assert (made["function"]["name"], made["function"]["arguments"]) == call
+        assert choice["message"]["content"] is None
+        messages += [
+            {**choice["message"], "content": content},
+            {"role": "tool", "tool_call_id": made["id"], "content": f"{city} is sunny"},
+        ]
+    choice, _ = answered(tokenizer, "All sunny.", messages=messages)
+    assert choice["message"]["content"] == "All sunny."
+    body = chat_body(messages=messages, tools=[WEATHER])
+    prompt = ask(saying([], tokenizer), f"{CHAT}/render", body).json()["prompt"]
+    assert prompt.count("is sunny") == 3
+    if template != UNKNOWN:  # which leaves arguments out
+        assert all(prompt.index(city) < prompt.index(f"{city} is") for city in ("Ulm", "Jena"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_is_told_what_is_not_known(tmp_path: Path, stream: bool) -> None:
+    for name, template, words in (
+        ("none", NO_TOOLS, "shows it no tools"),
+        ("unknown", UNKNOWN, "--tool-parser"),
+    ):
+        (tmp_path / name).mkdir()
+        tokenizer = tokenizer_of(tmp_path / name, template)
+        for fields, warned in (
+            ({"tools": [WEATHER]}, True),
+            ({"tools": [WEATHER], "tool_choice": "none"}, False),
+            ({}, False),
+        ):
+            body = chat_body(stream=stream, **fields)
+            reply = ask(saying(script_of(tokenizer, "Hi"), tokenizer), CHAT, body)
+            assert reply.status == 200
+            assert (words in reply.headers.get("x-warning", "")) is warned
+
+
+def test_the_start_says_which_format_was_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, template, level, words in (
+        ("mistral", MISTRAL, logging.INFO, "mistral, as the chat template writes them"),
+        ("none", NO_TOOLS, logging.INFO, "shows no tools"),
+        ("unknown", UNKNOWN, logging.WARNING, "none of the known formats"),
+    ):
+        caplog.clear()
+        (tmp_path / name).mkdir()
+        with caplog.at_level(logging.INFO, "infer"):
+            log_tool_use(tokenizer_of(tmp_path / name, template))
+        [record] = caplog.records
+        assert record.levelno == level
+        assert words in record.message
+
+
+def test_any_variable_of_a_template_can_be_set() -> None:
+    """A name that a function of ours has too is a variable like others."""
+    for name in ("tool_format", "way", "extra", "messages_"):
+        body = chat_body(chat_template_kwargs={name: "x"})
+        assert ask(scripted(spelled("Hi")), CHAT, body).status == 200
+
+
+def test_json_that_is_no_call_stays_content(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, BARE_LIST)
+    for text in (
+        '{"name": "Bob", "age": 3}',
+        '{"name": "weather", "age": 3}',
+        '{"name": "weather"}',
+        '[{"name": "Bob", "arguments": {}}]',
+        '{"parameters": {"a": 1}}',
+    ):
+        choice, _ = answered(tokenizer, text)
+        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+        assert "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
+@pytest.mark.parametrize("template", [MISTRAL, NO_TOOLS, BARE_LIST])
+def test_a_forced_call_that_is_cut_is_a_call(tmp_path: Path, template: str, choice: Any) -> None:
+    """`scripted` obeys no grammar; the text is as one makes it, and ends at any place."""
+    tokenizer = tokenizer_of(tmp_path, template)
+    assert tokenizer.tool_use is not None
+    is_tagged = tokenizer.tool_use.format.name == "hermes"
+    key = "parameters" if tokenizer.tool_use.format.name == "json" else "arguments"
+    head = f'{{"name": "time", "{key}": '
+    head = f"<tool_call>\n{head}" if is_tagged else head
+    arguments = '{"zone": "CET"}'
+    for size in range(len(head), len(head + arguments)):
+        text = (head + arguments)[:size]
+        fields = {"tools": [WEATHER, TIME], "tool_choice": choice, "max_tokens": len(text)}
+        engine = saying(spelled(text), tokenizer)
+        [told] = ask(engine, CHAT, chat_body(**fields)).json()["choices"]
+        [made] = told["message"]["tool_calls"]
+        assert made["function"] == {"name": "time", "arguments": arguments[: size - len(head)]}
+        assert (told["finish_reason"], told["message"]["content"]) == ("length", None)
+
+
+def test_how_much_was_thought(tmp_path: Path) -> None:
+    for i, special in enumerate(((), ("<think>", "</think>"))):
+        (tmp_path / str(i)).mkdir()
+        tokenizer = tokenizer_of(tmp_path / str(i), THINKS, special)
+        for thoughts in ("", "Hm", "Hm, é😀 </thin"):
+            pieces = ("<think>", thoughts, "</think>", "Yes </think>")
+            num_thoughts = len(thoughts.encode())
+            for fields in ({}, {"include_reasoning": False}, {"n": 2}):
+                body = chat_body(max_tokens=300, **fields)
+                script = script_of(tokenizer, *pieces)
+                usage = ask(saying(script, tokenizer), CHAT, body).json()["usage"]
+                expected = num_thoughts * body.get("n", 1)
+                assert usage["completion_tokens_details"] == {"reasoning_tokens": expected}
+                options = {"stream": True, "stream_options": {"include_usage": True}}
+                stream = ask(saying(script, tokenizer), CHAT, body | options)
+                assert stream.events()[-1]["usage"] == usage
+        for text, count in (("No thoughts", 0), ("<think>never ends", len("never ends") + 1)):
+            engine = saying(script_of(tokenizer, text), tokenizer)
+            usage = ask(engine, CHAT, chat_body(max_tokens=300)).json()["usage"]
+            assert usage["completion_tokens_details"]["reasoning_tokens"] == count
+
+
+def test_thoughts_that_the_prompt_has_begun_are_counted(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, TURNS + LAST + "<think>{# </think> #}")
+    engine = saying(script_of(tokenizer, "Hm</think>Yes"), tokenizer)
+    answer = ask(engine, CHAT, chat_body(max_tokens=300)).json()
+    assert answer["choices"][0]["message"]["reasoning_content"] == "Hm"
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
+
+
+def test_reasoning_effort_goes_to_a_template_that_reads_it(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, THINKS)
+
+    def end_of(**fields: Any) -> str:
+        engine = saying([], tokenizer)
+        prompt = ask(engine, f"{CHAT}/render", chat_body(**fields)).json()["prompt"]
+        return str(prompt).rpartition("<assistant>")[2]
+
+    assert end_of() == ""
+    assert end_of(reasoning_effort="low") == "[low]"
+    assert end_of(reasoning_effort="none") == "[none]<False>"
+    own = {"reasoning_effort": "high", "enable_thinking": True}
+    assert end_of(reasoning_effort="none", chat_template_kwargs=own) == "[high]<True>"
+    other = tokenizer_of(tmp_path, NO_TOOLS)
+    for path, make in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
+        told = [
+            ask(saying(script_of(other, "Hi"), other), path, make(**fields)).json()
+            for fields in ({}, {"reasoning_effort": "low"})
+        ]
+        assert told[0]["choices"] == told[1]["choices"]
+
+
+def test_thoughts_of_earlier_turns_have_two_names(tmp_path: Path) -> None:
+    source = "{% for m in messages %}{{ m.content }}({{ m.reasoning_content }}){% endfor %}"
+    tokenizer = tokenizer_of(tmp_path, source)
+    for name in ("reasoning", "reasoning_content"):
+        messages = [{"role": "assistant", "content": "Yes", name: "Hm"}]
+        body = chat_body(messages=messages)
+        prompt = ask(saying([], tokenizer), f"{CHAT}/render", body).json()["prompt"]
+        assert "Yes(Hm)" in prompt
+
+
+def test_a_json_object_may_have_a_schema() -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"]}
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "response_format": {
+            "type": "json_object",
+            "schema": {**schema, "additionalProperties": False},
+        },
+        "max_tokens": 60,
+    }
+    [answer] = demo(CHAT, body)
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 7}
+
+
+def test_usage_with_every_piece_needs_usage_at_all() -> None:
+    for include in (False, True):
+        options = {"include_usage": include, "continuous_usage_stats": True}
+        for path, make in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
+            body = make(stream=True, stream_options=options)
+            events = ask(scripted(spelled("Hello")), path, body).events()
+            assert all(("usage" in event) is include for event in events)
+
+
+def test_the_operator_may_name_the_template_and_the_format(tmp_path: Path) -> None:
+    checkpoint = find_checkpoint(None)
+    file = tmp_path / "own.jinja"
+    file.write_text("OWN " + BARE_LIST)
+    config = EngineConfig(chat_template=str(file), tool_parser="mistral")
+    tokenizer = Tokenizer(text_of(checkpoint, config))
+    assert tokenizer.chat_template is not None
+    assert tokenizer.chat_template.source.startswith("OWN")
+    assert tokenizer.tool_use is not None
+    assert tokenizer.tool_use.format.name == "mistral"
+    assert text_of(checkpoint, EngineConfig()) == checkpoint.text()
+    assert checkpoint.text().templates
+    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    for path, words in ((tmp_path / "no", "there is no file"), (tmp_path / "latin", "not UTF-8"),
+                        (tmp_path, "there is no file")):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            text_of(checkpoint, EngineConfig(chat_template=str(path)))
+    assert [each.name for each in FORMATS] == list(TOOL_PARSERS)

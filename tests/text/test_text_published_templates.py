@@ -1,0 +1,91 @@
+"""The published templates of the families that are loaded, and of many that are not.
+
+A tool loop of three turns goes through each of them: what we answer, a client sends back. None may
+be refused, and every call and every result must be in the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from published import LOADED, SPECIAL, templates
+from test_text_tool_messages import LOOPS, QUESTION, WEATHER
+
+from infer.errors import LoadError
+from infer.text.calls import parser_for
+from infer.text.chat_template import ChatTemplate
+from infer.text.tool_call import ToolCall
+from infer.text.tool_use import find_tool_use
+
+pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate(templates()[name], SPECIAL)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_the_format_of_a_loaded_family(name: str) -> None:
+    use = find_tool_use(template(name))
+    assert (use.format.name, use.is_known) == (LOADED[name], True)
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_what_a_loaded_family_answers_is_taken_back(name: str) -> None:
+    """Three calls, each read from a text of the family's format; then all of it is a prompt."""
+    shown = template(name)
+    use = find_tool_use(shown)
+    messages: list[dict[str, Any]] = [QUESTION]
+    for i, city in enumerate(("Ulm", "Bonn", "Jena")):
+        prompt = shown.render(messages, tools=WEATHER)
+        text = use.format.write([ToolCall("weather", json.dumps({"city": city}))])
+        if use.format.prompt_opens and prompt.endswith(use.format.prompt_opens):
+            text = text.removeprefix(use.format.prompt_opens)
+        if prompt.rstrip().endswith("<think>"):
+            text = f"hm\n</think>\n\n{text}"
+        parser = parser_for(
+            shown.source, use.format, prompt_end=prompt[-40:], names=["weather"], forced=False
+        )
+        parts = parser.push(text, end=True)
+        assert not parts.content
+        [call] = parts.calls
+        function = {"name": call.name, "arguments": json.loads(call.arguments)}
+        call_id = f"call_0123456789abcdef0123456789abcdef_0_{i}"
+        made = {"id": call_id, "type": "function", "function": function}
+        messages += [
+            {"role": "assistant", "content": None, "tool_calls": [made]},
+            {"role": "tool", "tool_call_id": call_id, "content": f"{city} is sunny"},
+        ]
+    messages += [{"role": "assistant", "content": "All are."}, {"role": "user", "content": "So?"}]
+    text = shown.render(messages, tools=WEATHER)
+    for city in ("Ulm", "Bonn", "Jena"):
+        assert 0 <= text.find(city) < text.find(f"{city} is sunny"), text
+
+
+def test_no_published_template_refuses_a_tool_loop() -> None:
+    num_loops = num_writing = 0
+    failed = []
+    for name in templates():
+        try:
+            shown = template(name)
+        except LoadError:
+            continue
+        num_writing += shown.abilities.calls is not None
+        for loop, messages in LOOPS.items():
+            if loop == "a system message" and not shown.abilities.takes_system:
+                continue
+            num_loops += 1
+            try:
+                text = shown.render(messages, tools=WEATHER)
+            except Exception as error:
+                failed.append((name, loop, str(error)[:200]))
+                continue
+            cities = [city for city in ("Ulm", "Bonn", "Jena") if city in str(messages)]
+            if not all(0 <= text.find(city) < text.find(f"{city} is sunny") for city in cities):
+                failed.append((name, loop, "a call or a result is missing"))
+    print(f"{len(templates())} templates, {num_writing} write calls, {num_loops} loops")
+    assert not failed
+    assert num_writing > 90
+    assert num_loops > 600
