@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
         kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False,
     )  # fmt: skip
     draw = Draw(run=1)
-    model = llm._open_core.runner.model  # type: ignore[attr-defined]
+    model = llm.core.runner.model  # type: ignore[attr-defined]
     layers, head = list(linears(model)), model.lm_head
     num_bytes = held_bytes(layers, head, llm.config.weight_format)
 

@@ -40,7 +40,7 @@ def main() -> None:
             llm.generate("warm up", SamplingParams(max_tokens=4))
             before = llm.stats()
             started = time.perf_counter()
-            outputs = llm.generate(prompts, params, progress=False)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - started
             after = llm.stats()
         tokens[mode] = [output.token_ids for output in outputs]

@@ -20,7 +20,7 @@ def _load():
 
     def complete(prompts: Prompts, output_len: int) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-        outputs = llm.generate(prompts, params, progress=False)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         return [len(output.token_ids) for output in outputs]
 
     return timed(complete)

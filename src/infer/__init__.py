@@ -17,6 +17,7 @@ from infer.version import VERSION
 
 if TYPE_CHECKING:
     from infer.engine.async_llm import AsyncLLM
+    from infer.engine.core import EngineCore
     from infer.engine.llm import LLM
 
 __version__ = VERSION
@@ -24,6 +25,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "EngineConfig",
+    "EngineCore",
     "FinishReason",
     "Grammar",
     "InferError",
@@ -34,7 +36,11 @@ __all__ = [
     "TextDelta",
 ]
 
-_LAZY = {"LLM": "infer.engine.llm", "AsyncLLM": "infer.engine.async_llm"}
+_LAZY = {
+    "LLM": "infer.engine.llm",
+    "AsyncLLM": "infer.engine.async_llm",
+    "EngineCore": "infer.engine.core",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from typing import Any
 
 from infer.errors import ConfigError
@@ -55,8 +57,11 @@ def _check_field(config: Any, spec: dataclasses.Field[Any]) -> None:
     if kinds.startswith("str"):
         if not isinstance(value, str):
             raise ConfigError(name, f"must be a string, not {type(value).__name__}")
-        if "one_of" in limits and value not in limits["one_of"]:
-            raise ConfigError(name, f"must be one of {', '.join(limits['one_of'])}; not {value!r}")
+        is_function = limits.get("or_function") and ":" in value
+        if "one_of" in limits and value not in limits["one_of"] and not is_function:
+            own = ", or module:function of your own" if limits.get("or_function") else ""
+            known = ", ".join(limits["one_of"])
+            raise ConfigError(name, f"must be one of {known}{own}; not {value!r}")
     elif kinds.startswith("bool"):
         if not isinstance(value, bool):
             raise ConfigError(name, f"must be True or False, not {value!r}")
@@ -67,6 +72,18 @@ def _check_field(config: Any, spec: dataclasses.Field[Any]) -> None:
             raise ConfigError(name, f"must be {kind}, not {value!r}")
         if not math.isfinite(value) or value < limits["low"]:
             raise ConfigError(name, f"must be at least {limits['low']}, not {value!r}")
+
+
+def own_function(field_name: str, value: str) -> Callable[..., Any]:
+    """The function that a setting names as `module:function`; `ConfigError` if there is none."""
+    try:
+        found = resolve_name(value)
+    except (ImportError, AttributeError, ValueError) as error:
+        message = f"{value!r} cannot be imported ({error}); give module:function"
+        raise ConfigError(field_name, message) from error
+    if not callable(found):
+        raise ConfigError(field_name, f"{value!r} is not a function, but {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +131,16 @@ class EngineConfig:
         "continuous", "When waiting requests may join the batch.", one_of=BATCHING_MODES
     )
     scheduler_policy: str = option(
-        "fcfs", "Who goes first inside a continuous batch.", one_of=SCHEDULER_POLICIES
+        "fcfs",
+        "Who goes first inside a continuous batch; module:function for a policy of your own.",
+        one_of=SCHEDULER_POLICIES,
+        or_function=True,
+    )
+    sampler: str = option(
+        "default",
+        "module:function for a sampler of your own, in the place of runner.sampler:sample (CPU).",
+        one_of=("default",),
+        or_function=True,
     )
     batch_wait_timeout_s: float = option(
         0.05, "Static mode: how long a batch that is not full waits for more.", low=0.0

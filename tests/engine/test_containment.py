@@ -80,7 +80,7 @@ def test_a_step_that_does_not_fit_into_memory_is_made_smaller() -> None:
     requests = [request(f"{i}", *range(20 + i, 40 + i)) for i in range(8)]
     for each in requests:
         core.add(each)
-    outputs = core.run_until_complete()
+    outputs = core.outputs_until_complete()
     for each in requests:
         assert tokens_of(outputs, each.request_id) == solo(each, VOCAB_SIZE)
 
@@ -92,7 +92,7 @@ def test_an_engine_that_can_do_nothing_any_more_says_so() -> None:
     for i in range(30):
         core.add(request(f"{i}", 20 + i))
     with pytest.raises(RuntimeError, match="nothing could be computed in 3 steps"):
-        core.run_until_complete()
+        core.outputs_until_complete()
     assert core.scheduler.stats.num_finished[FinishReason.ERROR] == 8 * MAX_LOST_STEPS
 
 
@@ -101,8 +101,8 @@ def test_a_row_without_numbers_fails_alone() -> None:
     sampling = [GREEDY, GREEDY.replace(temperature=0.8, top_p=0.9, seed=1, logprobs=1)] * 3
     with LLM(dtype="float32", max_seq_len=64) as llm:
         prompts = ["One day", "Once", "The fox", "A bird", "{", "7 + 5 ="]
-        wanted = [output.token_ids for output in llm.generate(prompts, sampling, progress=False)]
-        model = llm._core.runner.model  # type: ignore[attr-defined]
+        wanted = [output.token_ids for output in llm.generate(prompts, sampling, use_tqdm=False)]
+        model = llm.core.runner.model  # type: ignore[attr-defined]
         logits, calls = model.logits, 0
 
         def spoilt(hidden: torch.Tensor) -> torch.Tensor:
@@ -117,8 +117,8 @@ def test_a_row_without_numbers_fails_alone() -> None:
         model.logits = spoilt
         requests = [llm._intake.make_request(*pair) for pair in zip(prompts, sampling, strict=True)]
         for each in requests:
-            llm._core.add(each)
-        outputs = llm._core.run_until_complete()
+            llm.core.add(each)
+        outputs = llm.core.outputs_until_complete()
     for i, each in enumerate(requests):
         mine = [o for o in outputs if o.request_id == each.request_id]
         if i in (1, 4):
@@ -159,7 +159,7 @@ def test_one_request_is_poisonous_and_everybody_is_preempted(kind: str) -> None:
     requests = [request(f"{i}", 20 + i, num_tokens=40) for i in range(12)]
     for each in requests:
         core.add(each)
-    outputs = core.run_until_complete()
+    outputs = core.outputs_until_complete()
     failed = [o.request_id for o in outputs if o.error is not None]
     assert len(failed) == (0 if kind == "memory" else 1)
     for each in requests:
@@ -199,7 +199,7 @@ def test_taken_pages_are_poisoned_and_nobody_notices() -> None:
     for each in requests:
         core.add(each)
     outputs: dict[str, list[int | None]] = {each.request_id: [] for each in requests}
-    for output in core.run_until_complete():
+    for output in core.outputs_until_complete():
         outputs[output.request_id].append(output.token_id)
     assert taken > 20_000
     assert all(outputs[each.request_id] == solo(each, VOCAB_SIZE) for each in requests)
@@ -215,7 +215,7 @@ def test_a_cell_too_many_is_noticed(poison: bool) -> None:
     assert isinstance(core.runner.runner, HashRunner)  # type: ignore[attr-defined]
     core.runner.runner.cells = [[0] * 4 for _ in range(9)]  # type: ignore[attr-defined]
     core.add(request("a", 1, 2, 3, 4, 5))
-    outputs = core.run_until_complete()
+    outputs = core.outputs_until_complete()
     assert (outputs[-1].error is not None) == poison
 
 
@@ -226,20 +226,20 @@ def test_poison_on_the_real_model(backend: str, dtype: str) -> None:
     prompts = ["One day", "Once upon a time there was", "The fox", "A bird"] * 2
     settings: dict[str, Any] = {"dtype": dtype, "attention_backend": backend, "page_size": 4}
     with LLM(max_seq_len=64, **settings) as llm:
-        wanted = [output.token_ids for output in llm.generate(prompts, sampling, progress=False)]
+        wanted = [output.token_ids for output in llm.generate(prompts, sampling, use_tqdm=False)]
     with LLM(max_seq_len=64, kv_cache_memory_bytes=1 << 19, **settings) as llm:
-        core = FaultyCore(llm._core, Faults(preempt_every=5, poison=True, strict_ledger=True))
+        core = FaultyCore(llm.core, Faults(preempt_every=5, poison=True, strict_ledger=True))
         requests = [llm._intake.make_request(*pair) for pair in zip(prompts, sampling, strict=True)]
         for each in requests:
             core.add(each)
-        outputs = core.run_until_complete()
+        outputs = core.outputs_until_complete()
         for each, tokens in zip(requests, wanted, strict=True):
             assert tuple(tokens_of(outputs, each.request_id)) == tokens
         # And that it would be noticed: the pages of a running sequence become poison.
-        victim = llm._core.scheduler.add(llm._intake.make_request("One day", GREEDY))
-        llm._core.step()
-        fill_with_nan(llm._core.runner, victim.table.pages)
-        (*_, last) = llm._core.run_until_complete()
+        victim = llm.core.scheduler.add(llm._intake.make_request("One day", GREEDY))
+        llm.core.step()
+        fill_with_nan(llm.core.runner, victim.table.pages)
+        (*_, last) = llm.core.outputs_until_complete()
         assert last.error is not None
         assert last.error.message == NOT_FINITE
 

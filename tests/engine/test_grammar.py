@@ -109,7 +109,7 @@ def test_company_changes_nothing(llm: LLM, alone: list[RequestOutput]) -> None:
 def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
     prompts, params = crowd()
     with LLM(max_seq_len=256, max_num_batched_tokens=7, max_batch_size=16) as tight:
-        core = tight._core
+        core = tight.core
         requests = map(tight._intake.make_request, prompts, params)
         for request in requests:
             core.add(request)
@@ -131,14 +131,14 @@ def test_a_request_that_is_cut_anywhere_goes_on(llm: LLM) -> None:
     import dataclasses
 
     request = llm._intake.make_request(PROMPTS[0], sampling(GRAMMARS[0]))
-    llm._core.add(request)
-    ids = [output.token_id for output in llm._core.run_until_complete()]
+    llm.core.add(request)
+    ids = [output.token_id for output in llm.core.outputs_until_complete()]
     for cut in range(1, len(ids)):
         rest = dataclasses.replace(
             request, request_id=f"c{cut}", output_token_ids=tuple(ids[:cut]), num_crashes=1
         )
-        llm._core.add(rest)
-        outputs = llm._core.run_until_complete()
+        llm.core.add(rest)
+        outputs = llm.core.outputs_until_complete()
         assert [output.token_id for output in outputs] == ids[cut:]
         assert outputs[-1].finish_reason is FinishReason.COMPLETE
 
@@ -147,7 +147,7 @@ def test_a_step_that_is_executed_again_changes_nothing(
     llm: LLM, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails after its tokens were sampled, so the constraints have run ahead."""
-    runner = llm._core.runner
+    runner = llm.core.runner
     real, count = runner.execute, 0
 
     def execute(plan: Any) -> Any:
@@ -194,8 +194,8 @@ def test_what_has_nothing_in_common_fails_alone(llm: LLM) -> None:
     )
     good = llm._intake.make_request("a", sampling(Grammar.choice(["yes"])), request_id="good")
     for request in (bad, good):
-        llm._core.add(request)
-    ends = {o.request_id: o for o in llm._core.run_until_complete() if o.finish_reason}
+        llm.core.add(request)
+    ends = {o.request_id: o for o in llm.core.outputs_until_complete() if o.finish_reason}
     assert ends["bad"].error is not None
     assert ends["bad"].error.message == NONE_LEFT
     assert ends["good"].finish_reason is FinishReason.COMPLETE
@@ -220,8 +220,8 @@ def test_a_grammar_that_fails_fails_alone(
         for i in range(2)
     ]
     for request in requests:
-        llm._core.add(request)
-    ends = {o.request_id: o for o in llm._core.run_until_complete() if o.finish_reason}
+        llm.core.add(request)
+    ends = {o.request_id: o for o in llm.core.outputs_until_complete() if o.finish_reason}
     reasons = sorted(end.finish_reason for end in ends.values())
     assert reasons == [FinishReason.COMPLETE, FinishReason.ERROR]
     assert {end.error.message for end in ends.values() if end.error} == {restrict.FAILED}

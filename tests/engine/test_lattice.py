@@ -52,7 +52,7 @@ Tokens = list[tuple[int, ...]]
 
 def run(llm: LLM) -> Tokens:
     each = [params(i) for i in range(len(PROMPTS))]
-    return [output.token_ids for output in llm.generate(PROMPTS, each, progress=False)]
+    return [output.token_ids for output in llm.generate(PROMPTS, each, use_tqdm=False)]
 
 
 def engine(**settings: Any) -> LLM:
@@ -157,7 +157,7 @@ def test_a_warm_cache_changes_nothing(alone: Tokens) -> None:
 
 def test_preempted_at_every_third_step(alone: Tokens) -> None:
     with engine() as llm:
-        scheduler, step = llm._core.scheduler, llm._core.step
+        scheduler, step = llm.core.scheduler, llm.core.step
         count = 0
 
         def stepping(*, flush: bool = False) -> Any:
@@ -167,7 +167,7 @@ def test_preempted_at_every_third_step(alone: Tokens) -> None:
                 scheduler.preempt(scheduler.running[count % len(scheduler.running)])
             return step(flush=flush)
 
-        llm._core.step = stepping  # type: ignore[method-assign]
+        llm.core.step = stepping  # type: ignore[method-assign]
         assert run(llm) == alone
         assert llm.stats()["num_preemptions"] > 20
 
@@ -205,7 +205,7 @@ def test_sixty_four_mixed_requests_through_the_three_modes() -> None:
     tokens, steps = {}, {}
     for mode in ("sequential", "static", "continuous"):
         with engine(batching_mode=mode, max_batch_size=8) as llm:
-            outputs = llm.generate(prompts, each, progress=False)
+            outputs = llm.generate(prompts, each, use_tqdm=False)
             tokens[mode] = [output.token_ids for output in outputs]
             steps[mode] = llm.stats()["num_steps"]
     assert tokens["sequential"] == tokens["static"] == tokens["continuous"]

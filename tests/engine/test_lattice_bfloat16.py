@@ -27,7 +27,7 @@ Result = list[tuple[tuple[int, ...], Any]]
 def run(llm: LLM, order: list[int] | None = None) -> Result:
     order = order or list(range(len(PROMPTS)))
     each = [params(i).replace(logprobs=3) for i in order]
-    outputs = llm.generate([PROMPTS[i] for i in order], each, progress=False)
+    outputs = llm.generate([PROMPTS[i] for i in order], each, use_tqdm=False)
     by_prompt: dict[int, RequestOutput] = dict(zip(order, outputs, strict=True))
     return [(by_prompt[i].token_ids, by_prompt[i].logprobs) for i in range(len(PROMPTS))]
 
@@ -48,8 +48,8 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
         pytest.skip(reason)
     settings = {"batching_mode": "sequential", "enable_prefix_caching": False, "max_seq_len": 512}
     with LLM(**kind, **settings) as llm:
-        assert llm._core.runner.model.embedding.dtype.itemsize == 2
-        cache = llm._core.runner.caches[0]
+        assert llm.core.runner.model.embedding.dtype.itemsize == 2
+        cache = llm.core.runner.caches[0]
         assert (cache.dtype == torch.int8) == with_int8
         return kind, run(llm)
 
@@ -89,7 +89,7 @@ def test_int8_and_int4_are_other_models_than_bfloat16() -> None:
     for dtype in ("auto", "int8", "int4"):
         with LLM(dtype=dtype, max_seq_len=512) as llm:
             one = params(0).replace(temperature=0.0, logprobs=0, max_tokens=1)
-            output = llm.generate([PROMPTS[0]], one, progress=False)[0]
+            output = llm.generate([PROMPTS[0]], one, use_tqdm=False)[0]
             assert output.logprobs is not None
             results.append(output.logprobs[0].logprob)
     assert len(set(results)) == 3

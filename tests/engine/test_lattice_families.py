@@ -43,7 +43,7 @@ def params(i: int) -> SamplingParams:
 
 
 def run(llm: LLM) -> list[tuple[int, ...]]:
-    outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], progress=False)
+    outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
     return [output.token_ids for output in outputs]
 
 

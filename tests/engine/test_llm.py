@@ -54,6 +54,40 @@ def test_one_prompt_of_each_kind(llm: LLM) -> None:
     assert llm.generate([], GREEDY) == []
 
 
+def test_prompts_as_dicts(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello")
+    text, tokens = llm.generate([{"prompt": "hello"}, {"prompt_token_ids": ids}], GREEDY)
+    assert text.token_ids == tokens.token_ids
+    assert llm.generate({"prompt": "hello"}, GREEDY)[0].token_ids == text.token_ids
+    for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"text": "a"}):
+        with pytest.raises(RequestError, match="either prompt or prompt_token_ids"):
+            llm.generate(wrong, GREEDY)
+
+
+def test_the_core_says_what_each_request_produced(llm: LLM) -> None:
+    [whole] = llm.generate("Once upon a time", GREEDY.replace(logprobs=1))
+    requests = {
+        name: llm.make_request(
+            "Once upon a time", GREEDY.replace(max_tokens=n, logprobs=1), request_id=name
+        )
+        for name, n in (("short", 3), ("long", 8))
+    }
+    for request in requests.values():
+        llm.core.add(request)
+    [first] = llm.core.run_until_complete("short").values()
+    assert first.token_ids == whole.token_ids[:3]
+    assert first.finish_reason is FinishReason.LENGTH
+    # What was sampled in the first call is in the second one's result, too.
+    rest = llm.core.run_until_complete()
+    assert list(rest) == ["long"]
+    assert rest["long"].token_ids == whole.token_ids
+    assert len(rest["long"].logprobs) == 5
+    assert llm.core.run_until_complete() == {}
+    for name in ("short", "nobody"):
+        with pytest.raises(RequestError, match=f"no unfinished request with id '{name}'"):
+            llm.core.run_until_complete(name)
+
+
 def test_many_more_prompts_than_the_queue_holds(folder: Path) -> None:
     with LLM(str(folder), max_batch_size=2, max_waiting_requests=1) as llm:
         outputs = llm.generate([[i + 1, 2] for i in range(20)], GREEDY)
@@ -198,7 +232,7 @@ def test_a_failing_step_fails_loudly_and_frees_everything(
         raise RuntimeError("broken on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._core.runner, "execute", broken)
+        patch.setattr(llm.core.runner, "execute", broken)
         with pytest.raises(EngineError, match="failed while computing"):
             llm.generate("x", GREEDY)
     stats = llm.stats()

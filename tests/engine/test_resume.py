@@ -44,8 +44,8 @@ SAMPLING = [
 
 
 def rest_of(llm: LLM, request: Request) -> list[StepOutput]:
-    llm._core.add(request)
-    return llm._core.run_until_complete()
+    llm.core.add(request)
+    return llm.core.outputs_until_complete()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -136,7 +136,7 @@ def test_suspects_begin_in_steps_of_their_own_and_then_join() -> None:
     requests = [request("a", num_crashes=1), request("new"), long, request("new too")]
     for each in requests:
         core.add(each)
-    outputs = core.run_until_complete()
+    outputs = core.outputs_until_complete()
     for each in requests:
         got = [o.token_id for o in outputs if o.request_id == each.request_id]
         assert got == solo(each, VOCAB_SIZE)

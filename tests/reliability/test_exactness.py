@@ -29,7 +29,7 @@ def tokens_of(core: EngineCore, requests: list[Request]) -> dict[str, list[int |
     for each in requests:
         core.add(each)
     found: dict[str, list[int | None]] = {each.request_id: [] for each in requests}
-    for output in core.run_until_complete():
+    for output in core.outputs_until_complete():
         found[output.request_id].append(output.token_id)
     return found
 
@@ -50,12 +50,12 @@ def test_a_thousand_needles_in_batches_of_every_size() -> None:
     ]
     counts = []
     with LLM(batching_mode="sequential", enable_prefix_caching=False, max_seq_len=256) as llm:
-        alone = llm.generate(prompts, sampling, progress=False)
+        alone = llm.generate(prompts, sampling, use_tqdm=False)
     for width, budget in ((3, 7), (17, 64), (64, 33), (64, 2048)):
         order = dice.sample(range(1000), 1000)
         with LLM(max_batch_size=width, max_num_batched_tokens=budget, max_seq_len=256) as llm:
             outs = llm.generate(
-                [prompts[i] for i in order], [sampling[i] for i in order], progress=False
+                [prompts[i] for i in order], [sampling[i] for i in order], use_tqdm=False
             )
         same = [
             (out.token_ids, out.logprobs) == (alone[i].token_ids, alone[i].logprobs)
@@ -262,7 +262,7 @@ def test_the_reasons_are_the_ones_that_are_known() -> None:
     """Terminal states are absorbing: what has ended cannot be ended again."""
     core = make_hash_core()
     core.add(REQUESTS[0])
-    core.run_until_complete()
+    core.outputs_until_complete()
     assert core.abort("a") is None
     assert core.scheduler.fail("a", "late") is None
     assert core.scheduler.stats.num_finished == {FinishReason.LENGTH: 1}

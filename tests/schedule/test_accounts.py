@@ -54,7 +54,7 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
         assert sum(others) <= 4  # what is owed to those who sat idle
         for _ in range(5):
             core.step()
-    core.run_until_complete()
+    core.outputs_until_complete()
     core.scheduler.check()
 
 
@@ -109,7 +109,7 @@ def test_a_greedy_tenant_does_not_starve_and_is_not_starved() -> None:
 def test_who_comes_back_has_saved_nothing() -> None:
     core = make_hash_core(max_batch_size=4, max_num_batched_tokens=32)
     core.add(request("idle", 5, 1))
-    core.run_until_complete()
+    core.outputs_until_complete()
     for _ in range(30):
         core.add(request("busy", 100, 10))
     for _ in range(50):
@@ -142,7 +142,7 @@ def test_the_answers_are_those_of_a_request_alone(seed: int, mode: str) -> None:
             if output.token_id is not None:
                 tokens.setdefault(output.request_id, []).append(output.token_id)
         core.scheduler.check()
-    for output in core.run_until_complete():
+    for output in core.outputs_until_complete():
         if output.token_id is not None:
             tokens.setdefault(output.request_id, []).append(output.token_id)
     assert isinstance(core.runner, HashRunner)

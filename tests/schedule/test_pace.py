@@ -205,7 +205,7 @@ def test_short_prompts_say_nothing_against_long_ones() -> None:
 def test_a_context_that_was_never_met_is_met_with_care() -> None:
     core, runner = lawful_core(attention)
     add(core, "document", 30_000)
-    core.run_until_complete()  # alone, so nothing is learned; it stays in the prefix cache
+    core.outputs_until_complete()  # alone, so nothing is learned; it stays in the prefix cache
     stream(core, 4)
     run_prompt(core, "warm up", 1000)
     runner.steps.clear()

@@ -74,7 +74,7 @@ def test_static_reports_what_padding_would_have_cost() -> None:
     core = make_hash_core(batching_mode="static", max_batch_size=2)
     core.add(request(4, max_tokens=2))
     core.add(request(10, max_tokens=5))
-    core.run_until_complete()
+    core.outputs_until_complete()
     stats = core.stats()
     assert stats["num_batches"] == 1
     assert stats["num_batch_tokens"] == 6 + 15
@@ -247,7 +247,7 @@ def test_preemption_takes_the_youngest_and_recomputes_it_exactly() -> None:
         core.add(r)
     outputs: dict[str, list[int | None]] = {r.request_id: [] for r in requests}
     order = []
-    for output in core.run_until_complete():
+    for output in core.outputs_until_complete():
         outputs[output.request_id].append(output.token_id)
         if output.finish_reason:
             order.append(output.request_id)
@@ -269,7 +269,7 @@ def test_newcomers_do_not_overtake_a_preempted_sequence() -> None:
         assert [s.request_id for s in core.scheduler.waiting] == ["small"]
         core.step()
     assert victim.num_preemptions == 1
-    core.run_until_complete()
+    core.outputs_until_complete()
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
@@ -281,7 +281,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
     assert caught.value.status == 503
     assert caught.value.retry_after_s >= 1
     assert core.stats()["num_rejected"] == 1
-    core.run_until_complete()
+    core.outputs_until_complete()
     core.add(request())  # there is room again
 
 
@@ -292,7 +292,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
     with pytest.raises(RequestError, match="whole cache has 8"):
         core.add(request(30, max_tokens=4))
     core.add(request(29, max_tokens=4))  # 32 cells: the last token is never computed
-    assert core.run_until_complete()[-1].finish_reason is FinishReason.LENGTH
+    assert core.outputs_until_complete()[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_an_id_in_use_is_refused() -> None:
@@ -331,7 +331,7 @@ def test_abort_frees_everything_in_every_state(state: str) -> None:
     assert ended.finish_reason is FinishReason.ABORT
     core.scheduler.check()
     assert core.abort(victim.request_id) is None
-    outputs: list[StepOutput] = core.run_until_complete()
+    outputs: list[StepOutput] = core.outputs_until_complete()
     assert victim.request_id not in {o.request_id for o in outputs}
     stats = core.stats()
     assert stats["num_free_pages"] == stats["num_pages"]
@@ -356,7 +356,7 @@ def test_eos_stop_tokens_and_min_tokens() -> None:
 
     def run(**fields: Any) -> tuple[int, FinishReason | None]:
         core.add(Request("x", plain.prompt_token_ids, seed=0, max_tokens=8, **fields))
-        outputs = core.run_until_complete()
+        outputs = core.outputs_until_complete()
         return len(outputs), outputs[-1].finish_reason
 
     greedy = SamplingParams(temperature=0)
@@ -370,6 +370,6 @@ def test_a_prefix_hit_is_reported() -> None:
     core = make_hash_core(page_size=4)
     first = request(17, max_tokens=2)
     core.add(first)
-    core.run_until_complete()
+    core.outputs_until_complete()
     core.add(Request("again", first.prompt_token_ids, SamplingParams(temperature=0), 0, 2))
-    assert [o.num_cached for o in core.run_until_complete()] == [16, 16]
+    assert [o.num_cached for o in core.outputs_until_complete()] == [16, 16]

@@ -166,7 +166,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "core"):
-            self.core.run_until_complete()
+            self.core.outputs_until_complete()
             self.scheduler.check()
             assert self.allocator.num_free == self.allocator.num_usable
 

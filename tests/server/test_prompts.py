@@ -55,12 +55,12 @@ def test_scores_of_a_prompt_are_those_of_its_generation(llm: LLM) -> None:
     [again] = llm.generate(whole, looked)
     assert (again.prompt_logprobs, again.num_cached) == (first.prompt_logprobs, 0)
     with LLM(max_seq_len=256, max_num_batched_tokens=7) as small:
-        core, request = small._core, small._intake.make_request(whole, looked)
+        core, request = small.core, small.make_request(whole, looked)
         core.add(request)
         for _ in range(3):
             core.step(flush=True)
         core.scheduler.preempt(core.scheduler.running[0])
-        [output] = core.run_until_complete()
+        [output] = core.outputs_until_complete()
     assert output.prompt_logprobs == first.prompt_logprobs
 
 

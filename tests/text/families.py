@@ -59,7 +59,7 @@ def _byte_level(control: list[str], words: str | None, text_tokens: list[str]) -
     trainer = trainers.BpeTrainer(
         vocab_size=420,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        show_use_tqdm=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.add_special_tokens(_control(control))  # behind the vocabulary, as the families do
@@ -72,7 +72,7 @@ def _spaced_pieces(control: list[str]) -> Tokenizer:
     """BPE over pieces with ▁ for a space, bytes for what is unknown; control tokens come first."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
-    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=300, show_use_tqdm=False)
     trained.train_from_iterator([s for s in SENTENCES if "中文" not in s], trainer)
     model = json.loads(trained.to_str())["model"]
     names = list(dict.fromkeys([*control, *BYTE_TOKENS, *model["vocab"]]))

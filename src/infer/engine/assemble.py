@@ -20,7 +20,7 @@ from infer.attention.layout import AttentionBackend
 from infer.attention.native import NativeBackend, obstacle
 from infer.attention.sdpa import SDPABackend
 from infer.cache.allocator import PageAllocator
-from infer.config import EngineConfig, SchedulerConfig
+from infer.config import EngineConfig, SchedulerConfig, own_function
 from infer.engine.async_llm import AsyncLLM
 from infer.engine.checkpoint import Checkpoint, find_checkpoint, text_of
 from infer.engine.core import EngineCore
@@ -42,6 +42,7 @@ from infer.models.model import Model, build_model
 from infer.runner.graphs import CudaCapture, step_sizes
 from infer.runner.model_runner import ModelRunner
 from infer.runner.restrict import Restrictions
+from infer.runner.sampler import sample
 from infer.runner.storage import KVStorage
 from infer.schedule.scheduler import Scheduler
 from infer.text.grammar import Compiler
@@ -235,6 +236,8 @@ class _Workshop:
         storage = KVStorage(shape, num_pages + 1, plan.page_size, dtype=held, device=device)
         caches = (*storage.keys, *storage.values)
         if self.launches:
+            if self.config.sampler != "default":
+                raise ConfigError("sampler", "a GPU's runner draws with a kernel; leave it out")
             from infer.attention.triton import TritonBackend
             from infer.runner.device_runner import DeviceRunner
 
@@ -262,7 +265,9 @@ class _Workshop:
         if device.type == "cuda":
             log.warning("the kernels for CUDA are not used, and steps are slow: %s", self.obstacle)
         attention = _attention(self.config.attention_backend, storage, shape)
-        return ModelRunner(self.model, attention, self.restrictions, caches, device)
+        own = None if self.config.sampler == "default" else self.config.sampler
+        sampler = own_function("sampler", own) if own else sample
+        return ModelRunner(self.model, attention, self.restrictions, caches, device, sampler)
 
 
 def _pages_that_fit(

@@ -20,13 +20,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from infer.errors import DeviceLostError
 from infer.facts import StepFacts
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Advanced, Chunk, Plan, Sampled, Status
-from infer.types import Request, StepOutput
+from infer.types import ErrorRecord, FinishReason, Request, StepOutput, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,36 @@ class LaunchingRunner(Runner, Protocol):
 
     def launch(self, plan: Plan) -> Flight:
         """Begin to compute every chunk. Pending tokens are those of the launch before."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedRequest:
+    """What a request that has ended produced, as `EngineCore.run_until_complete` returns it."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    """all output tokens, an end-of-sequence token included"""
+    finish_reason: FinishReason
+    num_cached: int = 0
+    """prompt tokens taken from the prefix cache"""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """of the tokens that were sampled during the call, if the request asked for them"""
+    error: ErrorRecord | None = None
+    """set with `FinishReason.ERROR`"""
+
+    @classmethod
+    def of(cls, before: tuple[int, ...], outputs: Seq[StepOutput]) -> CompletedRequest:
+        """From the tokens known before, and the request's outputs since then."""
+        last = outputs[-1]
+        assert last.finish_reason is not None
+        return cls(
+            last.request_id,
+            (*before, *(o.token_id for o in outputs if o.token_id is not None)),
+            last.finish_reason,
+            last.num_cached,
+            tuple(o.logprobs for o in outputs if o.logprobs is not None),
+            last.error,
+        )
 
 
 class EngineCore:
@@ -216,7 +247,29 @@ class EngineCore:
         wait_s = self.scheduler.wait_s()
         return 0.0 if wait_s is None else wait_s
 
-    def run_until_complete(self) -> list[StepOutput]:
+    def run_until_complete(self, *request_ids: str) -> dict[str, CompletedRequest]:
+        """Step until the named requests have ended; without names, until all have.
+
+        Returns what each request produced, by id and in the order in which they ended. Requests
+        that nobody named and that end meanwhile are in it too. Raises `RequestError` for an id
+        that is not unfinished here, before anything is computed.
+        """
+        for request_id in request_ids:
+            self.scheduler.find(request_id)
+        found: dict[str, list[StepOutput]] = {}
+        before = {s.request_id: s.known_output for s in self.scheduler.unfinished}
+        wanted = set(request_ids or before)
+        completed: dict[str, CompletedRequest] = {}
+        while wanted - completed.keys():
+            for output in self.step(flush=True):
+                outputs = found.setdefault(output.request_id, [])
+                outputs.append(output)
+                if output.finish_reason is not None:
+                    done = CompletedRequest.of(before[output.request_id], outputs)
+                    completed[output.request_id] = done
+        return completed
+
+    def outputs_until_complete(self) -> list[StepOutput]:
         """Step until every request has ended; all outputs in the order in which they came."""
         outputs: list[StepOutput] = []
         while self.has_work:

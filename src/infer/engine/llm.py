@@ -20,7 +20,8 @@ from infer.engine.output import OutputProcessor, collected, error_of
 from infer.errors import EngineDeadError, RequestError
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""text; token ids; or a dict that has one of the two as `prompt` or `prompt_token_ids`"""
 Message = Mapping[str, Any]
 
 
@@ -50,52 +51,87 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        progress: bool | None = None,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many prompts (texts or lists of token ids), in one batch.
 
-        `sampling`: one for all, or one per prompt. `progress`: show a bar over the prompts;
-        default: when there are several and a terminal is looking. Returns the outputs in the
-        order of the prompts. Raises `RequestError` before anything runs if one is not valid.
+        `sampling_params`: one for all, or one per prompt. `use_tqdm`: show a progress bar over the
+        prompts on stderr; default: when there are several and stderr is a terminal. Returns the
+        outputs in the order of the prompts. Raises `RequestError` before anything runs if one is
+        not valid.
         """
         many = _as_prompts(prompts)
-        each = _per_prompt(sampling, len(many))
+        each = _per_prompt(sampling_params, len(many))
         requests = [
-            self._intake.make_request(prompt, params)
-            for prompt, params in zip(many, each, strict=True)
+            self.make_request(prompt, params) for prompt, params in zip(many, each, strict=True)
         ]
-        return self._run(requests, progress)
+        return self._run(requests, use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool | None = None,
         *,
-        progress: bool | None = None,
-        **template_arguments: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages with role and content) or many."""
+        """Answer one conversation (a list of messages with role and content) or many.
+
+        `tools`: definitions in OpenAI's format, shown to the model by its chat template.
+        `chat_template_kwargs`: further variables of the template, such as `enable_thinking`.
+        Otherwise like `generate`.
+        """
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         )
         if not conversations:
             raise RequestError("messages must not be empty", param="messages")
-        render = self.tokenizer.apply_chat_template
-        rendered = [render(messages, **template_arguments)[1] for messages in conversations]
-        return self.generate(rendered, sampling, progress=progress)
+        rendered = [
+            self.tokenizer.apply_chat_template(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                **(chat_template_kwargs or {}),
+            )[1]
+            for messages in conversations
+        ]
+        return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
+
+    def make_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> Request:
+        """A request for `core.add`; raises `RequestError` if it is not valid.
+
+        `request_id`: unique among unfinished requests; default: random. `priority`: smaller goes
+        first.
+        """
+        if isinstance(prompt, Mapping):
+            prompt = _given_prompt(prompt)
+        return self._intake.make_request(
+            prompt, sampling_params, request_id=request_id, priority=priority
+        )
 
     def stream(
-        self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None = None
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[TextDelta]:
         """The pieces of one completion (or, given messages, of one answer) as they come.
 
         Leaving the loop early aborts the request.
         """
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+        if not isinstance(prompt, (str, Mapping)) and prompt and isinstance(prompt[0], Mapping):
             _, prompt = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
-        request = self._intake.make_request(prompt, sampling)  # type: ignore[arg-type]
+        request = self.make_request(prompt, sampling_params)  # type: ignore[arg-type]
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[TextDelta]:
@@ -115,13 +151,13 @@ class LLM:
         finally:
             self._drop(request.request_id)
 
-    def _run(self, requests: list[Request], progress: bool | None) -> list[RequestOutput]:
+    def _run(self, requests: list[Request], use_tqdm: bool | None) -> list[RequestOutput]:
         """Feed requests as there is room, so that their number is not limited by the queue."""
         unfinished = {request.request_id: request for request in requests}
         to_add = deque(requests)
         outputs: dict[str, RequestOutput] = {}
         try:
-            with _progress_bar(len(requests), progress) as advance:
+            with _progress_bar(len(requests), use_tqdm) as advance:
                 while unfinished:
                     while to_add and self._has_room():
                         self._add(to_add.popleft())
@@ -138,22 +174,24 @@ class LLM:
         return [outputs[request.request_id] for request in requests]
 
     @property
-    def _core(self) -> EngineCore:
+    def core(self) -> EngineCore:
+        """The engine that this object steps; see docs/core.md. Raises `EngineDeadError` after
+        `close`."""
         if self._open_core is None:
             raise EngineDeadError("this LLM has been closed")
         return self._open_core
 
     def _has_room(self) -> bool:
-        return self._core.scheduler.num_unfinished < self._intake.limits.max_unfinished
+        return self.core.scheduler.num_unfinished < self._intake.limits.max_unfinished
 
     def _add(self, request: Request) -> None:
-        self._core.add(request)
+        self.core.add(request)
         self._processors[request.request_id] = OutputProcessor(request, self.tokenizer)
         self._pieces[request.request_id] = deque()
 
     def _step(self) -> None:
         """One step for everybody; each request's pieces go to its own queue."""
-        for output in self._core.step(flush=True):
+        for output in self.core.step(flush=True):
             processor = self._processors.get(output.request_id)
             if processor is None:
                 continue
@@ -161,7 +199,7 @@ class LLM:
             if piece is not None:
                 self._pieces[output.request_id].append(piece)
             if processor.needs_abort:
-                self._core.abort(output.request_id)
+                self.core.abort(output.request_id)
 
     def _drop(self, request_id: str) -> None:
         if self._open_core is not None:
@@ -171,7 +209,7 @@ class LLM:
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of the engine."""
-        return self._core.stats()
+        return self.core.stats()
 
     def close(self) -> None:
         """Abort everything and let go of the model."""
@@ -186,8 +224,18 @@ class LLM:
         self.close()
 
 
+def _given_prompt(prompt: Mapping[str, Any]) -> str | Sequence[int]:
+    """The text or the token ids of a prompt that is given as a dict."""
+    names = {"prompt", "prompt_token_ids"} & prompt.keys()
+    if len(names) != 1 or len(prompt) != 1:
+        message = "a prompt that is a dict must have either prompt or prompt_token_ids, and no more"
+        raise RequestError(message, param="prompt")
+    given: str | Sequence[int] = prompt[names.pop()]
+    return given
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     many: list[Any] = list(prompts)
     if many and all(isinstance(item, int) for item in many):
@@ -196,11 +244,11 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams] | None, count: int
+    sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    if sampling is None or isinstance(sampling, SamplingParams):
-        return [sampling or SamplingParams()] * count
-    each = list(sampling)
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params or SamplingParams()] * count
+    each = list(sampling_params)
     if len(each) != count:
         raise RequestError(f"{count} prompts, but {len(each)} sampling parameters; give one each")
     return each

@@ -18,7 +18,7 @@ from infer.runner.failures import translated
 from infer.runner.pack import Packer
 from infer.runner.prompt_scores import score_prompts
 from infer.runner.restrict import Restrictions
-from infer.runner.sampler import sample
+from infer.runner.sampler import NOTHING, Sampler, sample
 from infer.schedule.sequence import Plan, Sampled
 
 
@@ -32,12 +32,14 @@ class ModelRunner:
         restrictions: Restrictions,
         caches: Sequence[Tensor],
         device: torch.device,
+        sampler: Sampler = sample,
     ) -> None:
         """`caches`: the backend's keys and values, each [pages, page_size, G, D]."""
         self.model = model
         self.backend = backend
         self.device = device
         self._restrictions = restrictions
+        self._sample = sampler
         self.caches = caches
         self._packer = Packer(caches[0].shape[1], device)
 
@@ -64,7 +66,7 @@ class ModelRunner:
             hidden = hidden.index_select(0, rows)
         logits = self.model.logits(hidden)
         if restricting is None:
-            return sample(logits, step.sampled)
+            return self._sample(logits, step.sampled, NOTHING)
         forbidden = restricting.result()
-        sampled = sample(logits, step.sampled, forbidden)
+        sampled = self._sample(logits, step.sampled, forbidden)
         return self._restrictions.settle(step.sampled, sampled, forbidden)

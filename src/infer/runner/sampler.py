@@ -52,6 +52,8 @@ def _splitmix64(x: int) -> int:
 Forbidden = Mapping[str, Tensor | None]
 """by request id: the tokens that its grammar forbids, [V] bool"""
 NOTHING: Forbidden = MappingProxyType({})
+Sampler = Callable[[Tensor, Seq[Sequence], Forbidden], list[Sampled]]
+"""what `sample` is, and what `EngineConfig.sampler` may name in its place"""
 
 
 def sample(

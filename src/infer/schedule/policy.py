@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
+from infer.config import own_function
 from infer.schedule.sequence import Sequence
 
 MAX_IDLE_STEPS = 4
@@ -42,3 +43,8 @@ POLICIES: Mapping[str, Policy] = {
     "decode_round_robin": decode_round_robin,
 }
 """By the names in `config.SCHEDULER_POLICIES`."""
+
+
+def find_policy(name: str) -> Policy:
+    """The policy of a name, or of `module:function`; raises `ConfigError` if it cannot be found."""
+    return POLICIES[name] if name in POLICIES else own_function("scheduler_policy", name)

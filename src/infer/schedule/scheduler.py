@@ -32,7 +32,7 @@ from infer.schedule.accounts import Accounts
 from infer.schedule.arrival import check_fits, queued
 from infer.schedule.door import make_door
 from infer.schedule.pace import Pace
-from infer.schedule.policy import MAX_IDLE_STEPS, POLICIES
+from infer.schedule.policy import MAX_IDLE_STEPS, find_policy
 from infer.schedule.sequence import (
     PENDING,
     Account,
@@ -71,7 +71,7 @@ class Scheduler:
         """since the last step; whoever steps takes it away"""
         self._accounts = Accounts()
         self._door = make_door(config)
-        self._policy = POLICIES[config.scheduler_policy]
+        self._policy = find_policy(config.scheduler_policy)
         self.clock = clock
         self._by_id: dict[str, Sequence] = {}
         self._num_arrived = 0
@@ -92,6 +92,19 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests that have not ended."""
         return len(self._by_id)
+
+    @property
+    def unfinished(self) -> list[Sequence]:
+        """The requests that have not ended, in order of arrival."""
+        return list(self._by_id.values())
+
+    def find(self, request_id: str) -> Sequence:
+        """The unfinished request of this id; raises `RequestError` if there is none."""
+        sequence = self._by_id.get(request_id)
+        if sequence is None:
+            message = f"there is no unfinished request with id {request_id!r}"
+            raise RequestError(message, param="request_id", code="request_not_found")
+        return sequence
 
     def add(self, request: Request) -> Sequence:
         """Let a request wait for a seat.

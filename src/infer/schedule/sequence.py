@@ -119,6 +119,12 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def known_output(self) -> tuple[int, ...]:
+        """Tokens generated so far, without a pending one."""
+        tokens = self.tokens[self.num_prompt :]
+        return tuple(tokens[:-1] if self.is_pending else tokens)
+
+    @property
     def is_pending(self) -> bool:
         """Whether its last token is still being computed."""
         return self.tokens[-1] == PENDING

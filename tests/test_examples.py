@@ -1,0 +1,104 @@
+"""The programs of `examples/` and of docs/core.md, run as a reader would run them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer import EngineConfig
+from infer.config import own_function
+from infer.errors import ConfigError, RequestError
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_examples_are_listed_and_tested() -> None:
+    programs = {path.name for path in EXAMPLES.glob("*.py")}
+    readme = (EXAMPLES / "README.md").read_text()
+    assert programs == set(re.findall(r"\[(\w+\.py)\]", readme))
+    assert programs == set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
+
+
+def test_chat() -> None:
+    shown = run("chat.py")
+    questions = [line for line in shown.splitlines() if line.startswith("> ")]
+    assert len(questions) == 2
+    assert len(shown.split()) > 40
+
+
+def test_batch_file(tmp_path: Path) -> None:
+    rows = [{"prompt": "Once upon a time", "max_tokens": 5}, {"prompt": "The fox", "id": 7}]
+    source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "2 answers" in run("batch_file.py", str(source), str(target))
+    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [answer["prompt"] for answer in answers] == [row["prompt"] for row in rows]
+    assert answers[1]["id"] == 7
+    assert all(answer["text"] and answer["finish_reason"] for answer in answers)
+
+
+def test_own_policy() -> None:
+    shown = run("own_policy.py")
+    assert "shortest_prompt_first: first tokens in the order ['short', 'long']" in shown
+
+
+def test_own_sampler() -> None:
+    shown = run("own_sampler.py").splitlines()
+    assert shown[1].startswith("own_sampler:never_twice: 0 repeats")
+
+
+def test_core() -> None:
+    shown = run("core.py").splitlines()
+    assert shown[0].startswith("waiting 1, tokens {")
+    assert shown[-1].startswith("waiting 0, tokens {'2'")
+
+
+def test_the_loop_of_the_page() -> None:
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/core.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(code, names)
+    core, tokens, texts = names["core"], names["tokens"], names["texts"]
+    try:
+        assert {name: len(ids) for name, ids in tokens.items()} == {"r0": 20, "r1": 20, "r2": 20}
+        assert all(texts.values())
+        with pytest.raises(RequestError, match="no unfinished request with id 'r0'"):
+            core.run_until_complete("r0")
+    finally:
+        names["llm"].close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("no_such_module:f", "cannot be imported"),
+        ("infer.config:no_such", "cannot be imported"),
+        ("infer.config:DTYPES", "is not a function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"scheduler_policy: .*{message}"):
+        own_function("scheduler_policy", name)
+
+
+def test_a_policy_without_a_colon_must_be_a_known_one() -> None:
+    with pytest.raises(ConfigError, match="or module:function of your own; not 'mine'"):
+        EngineConfig(scheduler_policy="mine")
