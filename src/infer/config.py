@@ -107,7 +107,8 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "Weights and computation; auto = the checkpoint's; int8, int4 = as --quantization.",
+        "Weights and computation; auto = the checkpoint's (float32 on CPUs that have no arithmetic"
+        " for bfloat16); int8, int4 = as --quantization.",
         one_of=DTYPES,
     )
     quantization: str | None = option(
@@ -203,7 +204,7 @@ class EngineConfig:
             raise ConfigError(
                 "dtype",
                 f"{self.dtype!r} does not go with quantization={self.quantization!r}: around the"
-                " quantised layers everything is computed in bfloat16; leave dtype out",
+                " quantised layers the machine decides what is computed in; leave dtype out",
             )
         if self.kv_cache_backend != "paged":
             if self.page_size is not None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from shapes import SHAPES
 from typer.testing import CliRunner
 
 from checkpoints import make_model, write_checkpoint
 from infer import LLM, EngineConfig
 from infer.cli.main import app, main
+from infer.engine import machine
 from infer.engine.assemble import plan_for
 from infer.engine.plan import make_plan
 from infer.errors import ConfigError
+from infer.kernels import linear, native
 from infer.kernels.native import instruction_sets, int8_cache_obstacle
 from infer.models.registry import parse_model_config, read_model_config
 
@@ -65,7 +69,7 @@ GEMMA3_1B = {
 def test_the_budgets_of_real_models(raw: dict[str, Any], kv_gib: float, parameters: float) -> None:
     """KV cache of 8 sequences of 4,096 tokens in bf16, and how many parameters there are."""
     model = parse_model_config(raw, "test")
-    config = EngineConfig(max_seq_len=4096, max_batch_size=8, device="cpu")
+    config = EngineConfig(max_seq_len=4096, max_batch_size=8, device="cpu", dtype="bfloat16")
     plan = make_plan(config, model, "test", free=64 * 2**30)
     assert plan.kv_bytes_per_token * 8 * 4096 / 2**30 == pytest.approx(kv_gib, rel=1e-3)
     assert plan.num_parameters == pytest.approx(parameters, rel=1e-3)
@@ -145,7 +149,7 @@ def test_models_lists_families_and_the_cache(
     assert "some/model" in result.stdout
 
 
-INT8_OBSTACLE = int8_cache_obstacle(128, 16)
+INT8_OBSTACLE = int8_cache_obstacle(128, 16) or linear.bfloat16_obstacle()
 
 
 @pytest.mark.skipif(INT8_OBSTACLE is not None, reason=str(INT8_OBSTACLE))
@@ -176,7 +180,7 @@ def test_keys_and_values_in_int8(settings: dict[str, Any], head_dim: int, held: 
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"page_size": 5}, "multiple of 16 tokens, not 5"),
+        ({"page_size": 5, "dtype": "bfloat16"}, "multiple of 16 tokens, not 5"),
         ({"dtype": "float32"}, "in bfloat16"),
         ({"attention_backend": "sdpa"}, "native attention"),
     ],
@@ -189,3 +193,44 @@ def test_an_int8_cache_that_cannot_be_is_refused(settings: dict[str, Any], probl
             "m",
             free=64 << 30,
         )
+
+
+def test_without_arithmetic_for_bfloat16_the_default_is_float32(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, cpu = parse_model_config(LLAMA_3B, "here"), torch.device("cpu")
+    assert model.dtype == "bfloat16"
+
+    def chosen(**settings: Any) -> torch.dtype:
+        config = EngineConfig(**settings)
+        dtype = machine.choose_dtype(config, model, cpu)
+        machine.log_dtype(config, model, dtype)
+        return dtype
+
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(machine, "bfloat16_obstacle", lambda: None)
+    assert chosen() == chosen(dtype="int8") == torch.bfloat16
+    assert not caplog.records
+    monkeypatch.setattr(machine, "bfloat16_obstacle", lambda: "this CPU is old")
+    assert chosen() == chosen(dtype="int8") == chosen(quantization="int4") == torch.float32
+    assert {r.getMessage() for r in caplog.records} == {
+        "computing in float32, which is faster here than bfloat16: this CPU is old"
+    }
+    caplog.clear()
+    assert chosen(dtype="float32") == torch.float32
+    assert not caplog.records
+    assert chosen(dtype="bfloat16") == torch.bfloat16  # who asks for it gets it, and is told
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "int8"}, {"quantization": "int4"}])
+def test_whole_numbers_without_kernels_and_onednn_are_refused(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: "no library")
+    monkeypatch.delenv(linear.VARIABLE, raising=False)
+    monkeypatch.setattr(linear, "_has_onednn", lambda *_: False)
+    name, value = next(iter(settings.items()))
+    model = parse_model_config(LLAMA_3B, "here")
+    with pytest.raises(ConfigError, match=f"{name}: '{value}' is not possible here: .*no oneDNN"):
+        make_plan(EngineConfig(**settings), model, "m", free=64 << 30)

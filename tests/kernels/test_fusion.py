@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +14,14 @@ from torch import Tensor
 
 from infer.kernels import linear
 from infer.kernels.invariance import batch_invariance_problem
-from infer.kernels.linear import Fusion, Int8Linear, NativeLinear, Norm, PackedLinear, make_linear
+from infer.kernels.linear import (
+    Fusion,
+    Int8Linear,
+    NativeLinear,
+    Norm,
+    PlainLinear,
+    make_linear,
+)
 
 SHAPES = [(16, 2), (33, 34), (64, 64), (100, 258), (513, 96), (2048, 160), (8192, 32)]  # K, N
 
@@ -35,10 +46,16 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 Make = Callable[..., linear.Linear]
 
 
-@pytest.fixture(params=["amx", "avx512", "onednn"])
-def make(request: pytest.FixtureRequest, ask_for: Callable[[str], None]) -> Make:
-    ask_for(request.param)
-    if request.param == "onednn":
+@pytest.fixture(params=["amx", "avx512", "onednn", "onednn, in halves"])
+def make(
+    request: pytest.FixtureRequest,
+    ask_for: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Make:
+    ask_for(request.param.partition(",")[0])
+    if "halves" in request.param:
+        monkeypatch.setattr(linear, "onednn_is_exact", lambda: False)
+    if request.param.startswith("onednn"):
         return Int8Linear
     return lambda weight, *rest, bits=8: NativeLinear([weight], *rest, bits=bits)
 
@@ -119,10 +136,48 @@ def test_whole_numbers_rows_keep_to_themselves(make: Make, bits: int) -> None:
     assert torch.equal(some[good], alone[good])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ["SSE41", "AVX2", "AVX512_CORE"])
+def test_whole_numbers_are_exact_on_older_cpus(isa: str) -> None:
+    """As oneDNN computes on CPUs without VNNI, where its sums of two products saturate."""
+    here = str(Path(__file__).parent)
+    command = [sys.executable, "-m", "pytest", here, "-p", "no:cacheprovider", "-k", "onednn"]
+    command += ["-o", "addopts="]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+def test_the_largest_products_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of two products that saturate in 16 bits are seen, and layers then go another way."""
+    weight, x = random(40, 64), random(3, 64, seed=1)
+    expected = Int8Linear(weight)(x)
+    whole, linear_onednn = linear._onednn_int8, linear.onednn_is_exact
+
+    def saturated(x: Tensor, zero: int, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+        return whole(x, zero, weight, scales, zeros).clamp(-(2**15), 2**15 - 1)
+
+    linear_onednn.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(linear, "_onednn_int8", saturated)
+        assert not linear.onednn_is_exact()
+        other = Int8Linear(weight)
+    linear_onednn.cache_clear()
+    assert other._halves
+    torch.testing.assert_close(other(x), expected)
+
+
 def composed(weight: Tensor, bias: Tensor | None, fusion: Fusion) -> linear.Linear:
     """The definition, in float64 within."""
 
-    class Exact(PackedLinear):
+    class Exact(PlainLinear):
         def product(self, x: Tensor) -> Tensor:
             y = x.double() @ weight.double().T
             return y if bias is None else y + bias.double()

@@ -14,7 +14,7 @@ from infer.config import EngineConfig
 from infer.engine import assemble
 from infer.kernels import linear, native
 from infer.kernels.invariance import batch_invariance_problem, linears
-from infer.kernels.linear import NativeLinear, PackedLinear, make_linear
+from infer.kernels.linear import NativeLinear, PackedLinear, PlainLinear, make_linear
 from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import dummy_source
@@ -122,6 +122,12 @@ def test_a_bad_row_harms_no_other() -> None:
     assert torch.equal(some[good], expected[good])
 
 
+needs_bfloat16 = pytest.mark.skipif(
+    not linear.onednn_has_bfloat16(), reason="oneDNN has no products in bfloat16 here"
+)
+
+
+@needs_bfloat16
 @pytest.mark.usefixtures("isa")
 def test_other_products_on_the_thread_go_on() -> None:
     """oneDNN uses the tile registers too; the shapes they are set to must be left alone."""
@@ -133,6 +139,7 @@ def test_other_products_on_the_thread_go_on() -> None:
         assert torch.equal(other(x), expected)
 
 
+@needs_bfloat16
 @pytest.mark.usefixtures("isa")
 def test_it_is_chosen_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, b = layer(64, 64, True)
@@ -174,15 +181,41 @@ def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         make_linear(torch.ones(2, 2).bfloat16())
 
 
-class Breaking(PackedLinear):
+@pytest.mark.parametrize("cause", ["the CPU's flags", "oneDNN"])
+def test_bfloat16_is_not_packed_where_onednn_refuses_it(
+    cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU with AVX2 only: torch computes, and the default is float32."""
+
+    def refuse(*_: object) -> Tensor:
+        raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw")
+
+    monkeypatch.setattr(native, "library", lambda: MISSING)
+    if cause == "oneDNN":
+        monkeypatch.setattr(linear, "cpu_has_bfloat16", lambda: True)
+        monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
+    else:
+        monkeypatch.setattr(linear, "cpu_has_bfloat16", lambda: False)
+    linear.onednn_has_bfloat16.cache_clear()
+    weight, b = layer(48, 20, True)
+    product, x = make_linear(weight, b), rows(3, 48)
+    assert isinstance(product, PlainLinear)
+    torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, b))
+    assert "no arithmetic for bfloat16" in str(linear.bfloat16_obstacle())
+    monkeypatch.undo()
+    linear.onednn_has_bfloat16.cache_clear()
+
+
+class Breaking(PlainLinear):
     """Differs in one element of one row in the middle, from a certain number of rows on."""
 
     def __init__(self, weight: Tensor, num_rows: int) -> None:
         super().__init__(weight, None)
         self.num_rows = num_rows
+        self.in_float32 = PackedLinear(weight.float(), None)  # the same in any company everywhere
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        y = super().__call__(x, residual).clone()
+        y = self.in_float32(x.float(), residual).to(x.dtype, copy=True)
         if len(x) >= self.num_rows:
             y[len(x) // 2, -1] += 1
         return y
@@ -200,6 +233,7 @@ def test_the_check_finds_a_row_that_depends_on_others(num_rows: int) -> None:
     assert f"40 → 23 product in float32 is not the same alone and among {num_rows}:" in problem
 
 
+@needs_bfloat16
 def test_the_check_finds_what_onednn_does() -> None:
     """Where oneDNN's bfloat16 depends on the rows beside it (AMX), the check must say so."""
     weight, _ = layer(2048, 8192, False)

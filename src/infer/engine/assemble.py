@@ -84,6 +84,8 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     )
     device = machine.choose_device(config)
     dtype = machine.choose_dtype(config, checkpoint.config, device)
+    if device.type == "cpu":
+        machine.log_dtype(config, checkpoint.config, dtype)
     plan = make_plan(config, checkpoint.config, checkpoint.name)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:

@@ -15,6 +15,7 @@ import torch
 
 from infer.config import EngineConfig
 from infer.errors import ConfigError
+from infer.kernels.linear import bfloat16_obstacle, quantization_obstacle
 from infer.kernels.native import chosen_instruction_set, int8_cache_obstacle
 from infer.models.config import ModelConfig
 
@@ -67,14 +68,31 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
                 "quantization",
                 f"{quantization!r} runs on CPUs, not on {device.type}; use device='cpu'",
             )
-        return torch.bfloat16
+        if reason := quantization_obstacle():
+            setting = "quantization" if config.quantization else "dtype"
+            raise ConfigError(
+                setting, f"{quantization!r} is not possible here: {reason}; use dtype='auto'"
+            )
+        return torch.float32 if bfloat16_obstacle() else torch.bfloat16
     name = model.dtype if config.dtype == "auto" else config.dtype
     if config.dtype == "auto" and name == "bfloat16" and not has_bfloat16(device):
         log.warning("this device has no bfloat16 arithmetic: computing in float16")
         name = "float16"
     if config.dtype == "auto" and name == "float16" and device.type == "cpu":
         name = "bfloat16"  # CPUs have no float16 arithmetic worth the name
+    if config.dtype == "auto" and name == "bfloat16" and device.type == "cpu":
+        name = "float32" if bfloat16_obstacle() else name
     return next(dtype for dtype in DTYPES if str(dtype) == f"torch.{name}")
+
+
+def log_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> None:
+    """Say it where a CPU's lack of arithmetic for bfloat16 decides the dtype, or costs time."""
+    if not (reason := bfloat16_obstacle()):
+        return
+    if dtype == torch.bfloat16:
+        log.warning("products in bfloat16 will be slow (%s); float32 is faster here", reason)
+    elif dtype == torch.float32 and config.dtype != "float32" and model.dtype != "float32":
+        log.info("computing in float32, which is faster here than bfloat16: %s", reason)
 
 
 def choose_cache_dtype(

@@ -15,7 +15,9 @@ cuts a sum differently for different numbers of rows), not at all in `PlainLinea
 
 from __future__ import annotations
 
+import functools
 import os
+import platform
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -217,7 +219,8 @@ class Int8Linear(_Composed):
     which saves nothing here.
 
     Activations are shifted to unsigned numbers: with signed ones oneDNN takes a path that is
-    thousands of times slower.
+    thousands of times slower. Where oneDNN's sums of two products overflow 16 bits (a CPU without
+    VNNI), a row is computed as two: u = 2 · (u >> 1) + (u & 1), whose products all fit.
     """
 
     def __init__(
@@ -233,17 +236,91 @@ class Int8Linear(_Composed):
         self._scales = scales.squeeze(1)
         self._weight = torch.ops.onednn.qlinear_prepack(whole.to(torch.int8), None)
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
+        self._halves = not onednn_is_exact()
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
         whole, scales = _quantized(x)
         unsigned = whole.add_(128).to(torch.uint8)
-        arguments = (self._weight, self._scales, self._zeros, None, 1.0, 0, torch.float32)
-        y: Tensor = torch.ops.onednn.qlinear_pointwise(
-            unsigned, 1.0, 128, *arguments, "none", [], ""
-        )
+        if self._halves:
+            both = torch.cat([unsigned >> 1, (unsigned & 1) + 64])
+            high, low = self._whole_product(both, 64).chunk(2)
+            y = high.mul_(2).add_(low)
+        else:
+            y = self._whole_product(unsigned, 128)
         y *= scales
         return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def _whole_product(self, x: Tensor, zero: int) -> Tensor:
+        return _onednn_int8(x, zero, self._weight, self._scales, self._zeros)
+
+
+def _onednn_int8(x: Tensor, zero: int, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """(x - zero) Wᵀ · scales in float32; x [T, in] in uint8, the weight prepacked."""
+    arguments = (weight, scales, zeros, None, 1.0, 0, torch.float32)
+    y: Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, zero, *arguments, "none", [], "")
+    return y
+
+
+@functools.cache
+def onednn_is_exact() -> bool:
+    """Whether oneDNN's products of uint8 and int8 are exact on this CPU: without VNNI it adds
+    pairs of them in 16 bits, which saturate. Looked at once, in the largest products there are."""
+    for rows, width, height in ((1, 64, 16), (2, 100, 34), (40, 256, 96)):
+        weight = torch.full((height, width), 127, dtype=torch.int8)
+        packed = torch.ops.onednn.qlinear_prepack(weight, None)
+        zeros = torch.zeros(height, dtype=torch.int64)
+        x = torch.full((rows, width), 255, dtype=torch.uint8)
+        y = _onednn_int8(x, 0, packed, torch.ones(height), zeros)
+        if (y != 255 * 127 * width).any():
+            return False
+    return True
+
+
+def quantization_obstacle() -> str | None:
+    """Why no layer can be held in int8 or int4 on this CPU; None if it can be."""
+    if native_obstacle() is None or _has_onednn("onednn", "qlinear_pointwise"):
+        return None
+    return f"torch has no oneDNN, and the package's own kernels do not run: {native_obstacle()}"
+
+
+def bfloat16_obstacle() -> str | None:
+    """Why products in bfloat16 are slower on this CPU than in float32; None if they are not."""
+    if native_obstacle() is None:
+        return None
+    if not onednn_has_bfloat16():
+        return "this CPU has no arithmetic for bfloat16 that oneDNN could use"
+    if platform.machine().lower() in ("x86_64", "amd64") and not (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    ):
+        return "this CPU has neither AVX-512 with BF16 nor AMX"
+    return None
+
+
+@functools.cache
+def onednn_has_bfloat16() -> bool:
+    """Whether oneDNN multiplies in bfloat16 here: the CPU's flags say so (x86: AVX-NE-CONVERT, or
+    AVX-512 with BW, VL and DQ), and a product is made to see it, since `ONEDNN_MAX_CPU_ISA` and a
+    virtual machine may leave less than the flags promise."""
+    if not (_has_onednn("mkldnn", "_linear_pointwise") and cpu_has_bfloat16()):
+        return False
+    ones = torch.ones((2, 2), dtype=torch.bfloat16)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(ones, None)
+        torch.ops.mkldnn._linear_pointwise(ones, packed, None, "none", [], "")
+    except RuntimeError:
+        return False
+    return True
+
+
+def cpu_has_bfloat16() -> bool:
+    """Torch's condition for oneDNN's products in bfloat16."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _has_onednn(namespace: str, operation: str) -> bool:
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(getattr(torch.ops, namespace), operation)
 
 
 def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,12 +451,10 @@ def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None)
 
 def can_pack(weight: Tensor) -> bool:
     """Whether this torch build, device and dtype have oneDNN's packed form."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if weight.device.type != "cpu" or not _has_onednn("mkldnn", "_linear_pointwise"):
         return False
     if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return onednn_has_bfloat16()
     return weight.dtype == torch.float32
 
 
