@@ -18,7 +18,7 @@ from infer.errors import EngineError
 from infer.runner import restrict
 from infer.schedule.sequence import NONE_LEFT
 from infer.text import calls
-from infer.text.grammar import Compiler, Constraint
+from infer.text.grammar import Compiler, Constraint, Vocabulary
 from infer.types import RequestOutput
 
 PERSON = {
@@ -260,7 +260,7 @@ def test_a_forced_call_is_a_call(llm: LLM, way: calls.ToolFormat) -> None:
 
 def test_hostile_grammars_do_not_hold_a_step_up(llm: LLM) -> None:
     """What is forced is not written out: with a real vocabulary this once took seconds."""
-    compiler = Compiler(llm.tokenizer, 2048)
+    compiler = Compiler(Vocabulary.of(llm.tokenizer, 2048))
     for text in ("(a{1000}){1000}", "x((a{100}){100}){100}", r"(\w{1,500}\s){1,500}"):
         started = time.perf_counter()
         constraint = compiler.constraint(Grammar.regex(text))

@@ -45,7 +45,7 @@ from infer.runner.restrict import Restrictions
 from infer.runner.sampler import sample
 from infer.runner.storage import KVStorage
 from infer.schedule.scheduler import Scheduler
-from infer.text.grammar import Compiler
+from infer.text.grammar import Compiler, Vocabulary
 from infer.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,9 @@ def _build(
     # A second's work for a large vocabulary, most of it with the interpreter's lock: beside the
     # weights it costs little, beside the first request a second.
     restrictions = Restrictions(
-        lambda: Compiler(Tokenizer(text_of(checkpoint, config)), model_config.vocab_size)
+        lambda: Compiler(
+            Vocabulary.of(Tokenizer(text_of(checkpoint, config)), model_config.vocab_size)
+        )
     )
     before = machine.used_bytes(device)
     source = checkpoint.source(dtype, device)

@@ -134,6 +134,10 @@ class AsyncLLM:
         self._num_reserved = 0
         self._counts = dict.fromkeys(COUNTS, 0)
 
+    def expect_grammars(self) -> None:
+        """Make ready to check them, beside the rest; else the first one waits for it."""
+        self._intake.grammars.warm()
+
     @property
     def is_alive(self) -> bool:
         """Whether requests are taken: started, not closed, and the engine has not died."""
@@ -168,6 +172,7 @@ class AsyncLLM:
         """End what runs with an error, then stop the engine. Further requests are refused."""
         self._end(EngineDeadError("the server is shutting down"))
         await asyncio.to_thread(self._worker.stop)
+        await asyncio.to_thread(self._intake.close)
 
     def _end(self, error: EngineDeadError) -> None:
         self._closed = True

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from infer.errors import RequestError, UnprocessableError, too_long
 from infer.grammar import Grammar
-from infer.text import grammar
+from infer.text.grammar import Vocabulary
+from infer.text.grammar_checker import GrammarChecker
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, SamplingParams
 
@@ -53,6 +54,7 @@ class Intake:
     def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int = 0) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
+        self.grammars = GrammarChecker(lambda: Vocabulary.of(tokenizer, limits.vocab_size))
         self._seeds = random.Random(seed)
         self._eos = tuple(i for i in tokenizer.eos_token_ids if i < limits.vocab_size)
 
@@ -69,8 +71,9 @@ class Intake:
         sampling = sampling or SamplingParams()
         token_ids = self.tokenize(prompt)
         self._check_ids(sampling)
+        grammar_bytes = 0
         if isinstance(sampling.grammar, Grammar):
-            grammar.check(sampling.grammar)
+            grammar_bytes = self.grammars.check(sampling.grammar)
         request_id = request_id or secrets.token_urlsafe(16)
         return Request(
             request_id=request_id,
@@ -84,7 +87,12 @@ class Intake:
             cache_scope="" if sampling.prompt_logprobs is None else request_id,
             bad_token_ids=self._spellings(sampling.bad_words),
             shown_token_ids=shown_token_ids,
+            grammar_bytes=grammar_bytes,
         )
+
+    def close(self) -> None:
+        """Let go of what it holds beside memory."""
+        self.grammars.close()
 
     def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt, checked against the vocabulary."""

@@ -216,6 +216,7 @@ class LLM:
         for request_id in list(self._processors):
             self._drop(request_id)
         self._open_core = None
+        self._intake.close()
 
     def __enter__(self) -> LLM:
         return self

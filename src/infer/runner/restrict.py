@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infer.grammar import Grammar
 from infer.schedule.sequence import Plan, Sampled, Sequence
-from infer.text.grammar import Compiler, Constraint
+from infer.text.grammar import Compiler, Constraint, compiling_thread
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Restrictions:
 
     def __init__(self, compiler: Callable[[], Compiler]) -> None:
         """`compiler` is called at once, in the thread; large vocabularies take it a second."""
-        self._thread = ThreadPoolExecutor(1, "infer-grammar")
+        self._thread = compiling_thread("infer-grammar")
         self._compiler = self._thread.submit(compiler)
 
     def begin(self, plan: Plan) -> Future[dict[str, Tensor | None]] | None:
@@ -59,7 +59,8 @@ class Restrictions:
         if not isinstance(sequence.constraint, Constraint):
             grammar = sequence.request.sampling.grammar
             assert isinstance(grammar, Grammar)
-            sequence.constraint = self._compiler.result().constraint(grammar)
+            num_bytes = sequence.request.grammar_bytes
+            sequence.constraint = self._compiler.result().constraint(grammar, num_bytes)
         assert isinstance(sequence.constraint, Constraint)
         return sequence.constraint
 

@@ -64,6 +64,8 @@ class Request:
     """`bad_words`: of each the last token is not sampled where the others have just been"""
     shown_token_ids: tuple[int, ...] = ()
     """special tokens that are text all the same: marks of thoughts and calls, which are read"""
+    grammar_bytes: int = 0
+    """of memory that its grammar takes when it is compiled"""
     output_token_ids: tuple[int, ...] = ()
     """generated before, by an engine that has died; the output goes on behind them"""
     num_crashes: int = 0

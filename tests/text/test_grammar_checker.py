@@ -1,0 +1,137 @@
+"""The process that tries grammars: it may die, and then the grammar is refused and no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from doubles import small_tokenizer
+from infer.errors import OverloadedError, RequestError
+from infer.grammar import Grammar
+from infer.text import grammar_checker
+from infer.text.grammar import Vocabulary
+from infer.text.grammar_checker import GrammarChecker
+
+GOOD = Grammar.choice(["a", "b"])
+
+
+@pytest.fixture
+def checker() -> Iterator[GrammarChecker]:
+    tokenizer = small_tokenizer()
+    checker = GrammarChecker(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    yield checker
+    checker.close()
+
+
+def is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def when_it_computes(pid: int, act: signal.Signals) -> threading.Thread:
+    """Send a signal as soon as the process works on something."""
+
+    def ticks() -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    def watch() -> None:
+        before = ticks()
+        while ticks() < before + 3:
+            time.sleep(0.005)
+        os.kill(pid, act)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+LONG = [Grammar.regex("a?" * 8000 + "a" * 1200 + "b" * i) for i in range(4)]
+
+
+def test_a_grammar_that_ends_it_is_refused_and_the_next_one_is_not(checker: GrammarChecker) -> None:
+    checker.check(GOOD)
+    first = checker.pid
+    assert first is not None
+    watch = when_it_computes(first, signal.SIGXCPU)
+    with pytest.raises(RequestError, match="cannot be compiled in 3 s") as caught:
+        checker.check(LONG[0])
+    watch.join()
+    assert (caught.value.status, caught.value.param) == (400, "grammar")
+    assert not is_there(first)
+    checker.check(Grammar.choice(["c"]))
+    assert checker.pid != first
+    assert checker.num_deaths == 1
+
+
+def test_a_kill_from_outside_is_not_the_grammars_fault(checker: GrammarChecker) -> None:
+    checker.check(GOOD)
+    assert checker.pid is not None
+    os.kill(checker.pid, signal.SIGKILL)
+    time.sleep(0.1)
+    checker.check(Grammar.choice(["c"]))
+    assert checker.num_deaths == 1
+
+
+def test_memory_is_limited(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would take more than there is ends the process, not the machine."""
+    checker.check(GOOD)
+    import resource
+
+    assert checker.pid is not None
+    resource.prlimit(checker.pid, resource.RLIMIT_AS, (50 << 20, 50 << 20))
+    with pytest.raises(RequestError):
+        checker.check(LONG[1])
+    checker.check(Grammar.choice(["c"]))
+
+
+def test_what_takes_too_long_is_refused(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker.check(GOOD)
+    monkeypatch.setattr(grammar_checker, "DEADLINE_S", 0.01)
+    pid = checker.pid
+    with pytest.raises(RequestError, match="cannot be compiled in"):
+        checker.check(LONG[2])
+    assert pid is not None
+    assert not is_there(pid)
+    monkeypatch.undo()
+    checker.check(Grammar.choice(["c"]))
+
+
+def test_a_checker_that_cannot_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = GrammarChecker(lambda: Vocabulary("no JSON", 3, (), 3))
+    with pytest.raises(OverloadedError, match="cannot be checked"):
+        broken.check(GOOD)
+    broken.close()
+
+
+def test_what_was_accepted_is_not_tried_again(checker: GrammarChecker) -> None:
+    size = checker.check(GOOD)
+    assert checker.pid is not None
+    os.kill(checker.pid, signal.SIGKILL)
+    assert checker.check(GOOD) == size
+    assert checker.num_deaths == 0
+
+
+def test_it_ends_with_its_owner(checker: GrammarChecker) -> None:
+    checker.warm()
+    pid = checker.pid
+    assert pid is not None
+    checker.check(GOOD)
+    assert checker.pid == pid
+    checker.close()
+    assert not is_there(pid)
+    with pytest.raises(OverloadedError):
+        checker.check(Grammar.choice(["d"]))
+
+
+def test_larger_grammars_have_more_bytes(checker: GrammarChecker) -> None:
+    sizes = [checker.check(Grammar.choice([f"{i:05d}" for i in range(n)])) for n in (10, 500, 4000)]
+    assert sizes == sorted(sizes)
+    assert sizes[2] > 20 * sizes[0] > 0
