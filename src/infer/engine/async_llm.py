@@ -118,10 +118,14 @@ class AsyncLLM:
         self.tokenizer = intake.tokenizer
         self.make_request = intake.make_request
         """a valid request, or a `RequestError` that says why not"""
+        self.check_sampling = intake.check
+        """what requests that share a sampling have in common; see `make_request`"""
         self.max_seq_len = intake.limits.max_seq_len
         """longest prompt + output in tokens"""
         self.vocab_size = intake.limits.vocab_size
         """token ids are below it"""
+        self.num_seats = intake.limits.num_seats
+        """requests that are computed at the same time"""
         self._worker = worker
         self._intake = intake
         self._mailboxes: dict[str, Mailbox] = {}
@@ -158,6 +162,11 @@ class AsyncLLM:
     def num_open(self) -> int:
         """Requests that callers hold open."""
         return len(self._mailboxes)
+
+    @property
+    def num_taken(self) -> int:
+        """Places that are taken: by open requests, and by those that are being made."""
+        return len(self._mailboxes) + self._num_reserved
 
     def drain(self) -> None:
         """From now on finish what there is and refuse what comes."""
@@ -249,7 +258,7 @@ class AsyncLLM:
         return {"num_open": self.num_open, **self._counts, **self._worker.stats()}
 
     def _check_room(self, count: int) -> None:
-        num_taken = len(self._mailboxes) + self._num_reserved
+        num_taken = self.num_taken
         error: EngineDeadError | OverloadedError
         if not self.is_alive:
             error = EngineDeadError("the engine is not running")

@@ -48,6 +48,17 @@ class Limits:
         return self.num_seats + self.max_waiting_requests
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedSampling:
+    """A `SamplingParams` that this model can do, and what had to be worked out for that; made
+    once, by `Intake.check`, for all requests that share it."""
+
+    sampling: SamplingParams
+    bad_token_ids: tuple[tuple[int, ...], ...]
+    grammar_bytes: int = 0
+    """about the memory that its compiled grammar takes"""
+
+
 class Intake:
     """See the module's docstring."""
 
@@ -61,38 +72,53 @@ class Intake:
     def make_request(
         self,
         prompt: str | Sequence[int],
-        sampling: SamplingParams | None = None,
+        sampling: SamplingParams | CheckedSampling | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
         shown_token_ids: tuple[int, ...] = (),
+        seed: int | None = None,
     ) -> Request:
-        """A valid request for a text (tokenised as the checkpoint says) or a list of token ids."""
-        sampling = sampling or SamplingParams()
+        """A valid request for a text (tokenised as the checkpoint says) or a list of token ids.
+
+        Many requests with the same sampling share the result of one `check`; `seed`, 64 bits and
+        signed, takes the place of the sampling's.
+        """
         token_ids = self.tokenize(prompt)
-        self._check_ids(sampling)
-        grammar_bytes = 0
-        if isinstance(sampling.grammar, Grammar):
-            grammar_bytes = self.grammars.check(sampling.grammar)
+        checked = sampling
+        if not isinstance(checked, CheckedSampling):
+            checked = self.check(checked or SamplingParams())
+        sampling = checked.sampling
+        if seed is None:
+            seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         request_id = request_id or secrets.token_urlsafe(16)
         return Request(
             request_id=request_id,
             prompt_token_ids=token_ids,
             sampling=sampling,
-            seed=self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed,
+            seed=seed,
             max_tokens=self._max_tokens(len(token_ids), sampling),
             eos_token_ids=() if sampling.ignore_eos else self._eos,
             priority=priority,
             # What others have computed has no logits.
             cache_scope="" if sampling.prompt_logprobs is None else request_id,
-            bad_token_ids=self._spellings(sampling.bad_words),
+            bad_token_ids=checked.bad_token_ids,
             shown_token_ids=shown_token_ids,
-            grammar_bytes=grammar_bytes,
+            grammar_bytes=checked.grammar_bytes,
         )
 
     def close(self) -> None:
         """Let go of what it holds beside memory."""
         self.grammars.close()
+
+    def check(self, sampling: SamplingParams) -> CheckedSampling:
+        """Everything about a sampling that depends on the model and not on the prompt: ids,
+        grammar, bad words. Takes time in proportion to its fields."""
+        self._check_ids(sampling)
+        num_bytes = 0
+        if isinstance(sampling.grammar, Grammar):
+            num_bytes = self.grammars.check(sampling.grammar)
+        return CheckedSampling(sampling, self._spellings(sampling.bad_words), num_bytes)
 
     def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt, checked against the vocabulary."""

@@ -87,14 +87,20 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def read_commands(frame: bytes) -> list[Command]:
-    """The commands of a frame. Values are checked as they are when a caller makes them."""
-    return [_request(c) if isinstance(c, dict) else c for c in msgspec.msgpack.decode(frame)]
-
-
-def _request(fields: dict[str, Any]) -> Request:
-    lists = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    sampling = SamplingParams(**fields["sampling"])
-    return Request(**{**fields, **lists, "sampling": sampling})
+    """The commands of a frame. Values are checked as they are when a caller makes them; those that
+    the choices of one request share are checked once."""
+    commands: list[Command] = []
+    given: dict[str, Any] = {}
+    sampling = SamplingParams()
+    for command in msgspec.msgpack.decode(frame):
+        if isinstance(command, dict):
+            if command["sampling"] != given:
+                given = command["sampling"]
+                sampling = SamplingParams(**given)
+            lists = {name: tuple(v) for name, v in command.items() if isinstance(v, list)}
+            command = Request(**{**command, **lists, "sampling": sampling})
+        commands.append(command)
+    return commands
 
 
 class Channel:

@@ -155,17 +155,19 @@ def _choices(
     shown_token_ids: tuple[int, ...] = (),
 ) -> Iterator[Request]:
     ids = (f"{answer_id}-{index}" for index in itertools.count())
+    checked = engine.check_sampling(sampling)  # once, however many choices
     for prompt in prompts:
         for i in range(wire.n):
-            params = sampling
-            if i and sampling.seed is not None:  # seed + i, within 64 signed bits
-                params = sampling.replace(seed=(sampling.seed + i + 2**63) % 2**64 - 2**63)
+            seed = sampling.seed
+            if seed is not None:  # seed + i, within 64 signed bits
+                seed = (seed + i + 2**63) % 2**64 - 2**63
             request = engine.make_request(
                 prompt,
-                params,
+                checked,
                 request_id=next(ids),
                 priority=wire.priority,
                 shown_token_ids=shown_token_ids,
+                seed=seed,
             )
             prompt = request.prompt_token_ids  # tokenized once
             yield request

@@ -8,7 +8,17 @@ into pieces, and no piece of a stop string that goes on to be completed is ever 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+
+_MAX_KEPT = 4
+"""lists of stop strings whose beginnings are kept: up to 4,096 strings each"""
+
+
+@functools.lru_cache(_MAX_KEPT)
+def _beginnings_of(stop: tuple[str, ...]) -> frozenset[str]:
+    """Shared by the choices of a request: they come one right after the other."""
+    return frozenset(string[:end] for string in stop for end in range(len(string)))
 
 
 class StopMatcher:
@@ -19,9 +29,7 @@ class StopMatcher:
         self._stop = stop
         self._include_stop = include_stop
         self._starts = frozenset(string[0] for string in self._stop)
-        self._beginnings = frozenset(
-            string[:end] for string in self._stop for end in range(len(string))
-        )
+        self._beginnings = _beginnings_of(tuple(stop))
         self._longest = max(map(len, self._beginnings), default=0)
         self._open = ""
         self._reached = False
