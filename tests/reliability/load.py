@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import struct
@@ -140,8 +141,16 @@ def _text(path: Path) -> str:
 
 
 @contextmanager
-def served(arguments: list[str], log: Path) -> Iterator[Served]:
-    """Run `python ARGUMENTS`; afterwards the server has ended with 0 and left no engine behind."""
+def served(
+    arguments: list[str], log: Path, descriptors: tuple[int, int] | None = None
+) -> Iterator[Served]:
+    """Run `python ARGUMENTS`; afterwards the server has ended with 0 and left no engine behind.
+    `descriptors`: its soft and hard limit of open files."""
+
+    def limit_files() -> None:
+        assert descriptors is not None
+        resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
+
     with log.open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -149,6 +158,7 @@ def served(arguments: list[str], log: Path) -> Iterator[Served]:
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            preexec_fn=limit_files if descriptors else None,
         )
         with process:
             try:
@@ -272,7 +282,7 @@ async def cut(port: int, body: Mapping[str, Any], after_s: float) -> None:
 class Findings:
     """What the tests counted, for `scorecard.py`: a line of JSON each, if a file is asked for."""
 
-    def note(self, number: int, name: str, load: str, **counted: Any) -> None:
+    def note(self, number: int | str, name: str, load: str, **counted: Any) -> None:
         """One test has seen this (and passed, if nothing follows)."""
         path = os.environ.get("INFER_RELIABILITY_FINDINGS")
         if path:

@@ -20,7 +20,7 @@ import pytest
 from serving import COMPLETIONS, completion_body, is_idle, live, until
 
 from doubles import launch_hash_llm, make_hash_llm
-from infer.server import body, protocol, serve
+from infer.server import body, connections, protocol, serve
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
@@ -54,13 +54,29 @@ def check(reply: bytes, status: int, code: str) -> None:
 
 
 def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_CONNECTIONS", 3)
+    """Connections that are in use stay; what comes gets 503, but a probe its answer."""
+    limits = connections.ConnectionLimits(places=3, probe_places=2)
+    monkeypatch.setattr(serve, "connection_limits", lambda: limits)
     with live(make_hash_llm()) as url, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(url)) for _ in range(3)]
+        for sock in held:
+            sock.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\n".encode())
+            sock.sendall(b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{")
+        time.sleep(0.2)
         with connect(url) as fourth:
+            post(fourth, completion_body())
             check(read_all(fourth), 503, "overloaded")
+        assert urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+        with connect(url) as first, connect(url) as second, connect(url) as third:
+            # Nothing has come from two that may stay, so a third one may not.
+            check(read_all(third), 503, "overloaded")
+            for probe in (first, second):
+                probe.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+                reply = read_all(probe)
+                assert reply.startswith(b"HTTP/1.1 200 ")
+                assert b"connection: close" in reply.lower()
         held[0].close()
-        until(lambda: urllib.request.urlopen(f"{url}/health", timeout=5).status == 200)
+        until(lambda: urllib.request.urlopen(f"{url}/v1/models", timeout=5).status == 200)
 
 
 @pytest.mark.parametrize("opening", [b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: x\r\nx-a: "])
@@ -98,7 +114,7 @@ def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 408 ", b"HTTP/1.1 413 "])
 def test_a_body_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2 if b"408" in answer else 9)
-    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(protocol, "LINGER_S", 0.3)
     length = 100 if b"408" in answer else 10**9
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     with live(make_hash_llm()) as url, connect(url) as sock:

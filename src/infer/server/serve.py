@@ -30,13 +30,15 @@ from infer.engine.async_llm import AsyncLLM
 from infer.engine.worker import settle
 from infer.errors import ConfigError
 from infer.server.app import create_app, layers
-from infer.server.failures import MAX_HEADER_BYTES
+from infer.server.connections import Connections, connection_limits
 from infer.server.logs import JsonLines, access
 from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
 from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 
 KEEP_ALIVE_S = 75
+MAX_WAITING_CONNECTIONS = 2048
+"""that the system has opened and the event loop has not taken yet"""
 SEND_BUFFER_BYTES = 128 * 1024
 """in the kernel, a connection (which takes twice of it): by default it may be megabytes, and who
 reads nothing is noticed only when they are full"""
@@ -59,13 +61,16 @@ def bind(
     if not 0 <= port <= 65535:
         raise ConfigError("port", f"must be between 0 and 65535, not {port}")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError):
         raise ConfigError("host", f"{host!r} is not an address or name of this machine") from None
-    sock = socket.socket(family, kind)
+    sock = socket.socket(family, kind, proto)
     try:
+        # What is accepted inherits it: else each answer on a kept connection waits 40 ms for the
+        # client's acknowledgement of its head, and tokens come in bursts.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -106,20 +111,23 @@ class Server(uvicorn.Server):
         announce: Callable[[str], None] | None = None,
     ) -> None:
         settings = settings or ServerSettings()
+        limits = connection_limits()
         super().__init__(
             uvicorn.Config(
                 engine.make_app(layers(settings, (engine.seen,)))
                 if isinstance(engine, Models)
                 else create_app(engine, settings),
                 http=functools.partial(  # type: ignore[arg-type]
-                    BoundedProtocol, write_stall_s=settings.write_stall_s
+                    BoundedProtocol,
+                    write_stall_s=settings.write_stall_s,
+                    places=Connections(limits),
                 ),
                 ws="none",
                 lifespan="on",
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                backlog=limits.accepted_at_once,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=int(settings.drain_timeout_s + _LAST_WORDS_S),
             )
@@ -147,6 +155,8 @@ class Server(uvicorn.Server):
         except OSError as error:  # two may hold a port at once (SO_REUSEADDR), one may listen
             await self.lifespan.shutdown()
             raise _no_address(error, host, port) from None
+        # asyncio takes so many connections a turn as may wait in the system; these are two things.
+        self._sock.listen(MAX_WAITING_CONNECTIONS)
         if self._announce is not None:
             self._announce(f"infer serves {self._engine.model_name} at {url} (Ctrl+C to stop)")
 
