@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from infer.kernels.cuda import has_pdl, interpreting
 from infer.kernels.cuda.norm import activation
 
 MAX_ROWS = 32
@@ -229,7 +230,6 @@ def few_rows(
     gate: str | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype,
-    pdl: bool = True,
     config: tuple[int, ...] | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
@@ -239,6 +239,7 @@ def few_rows(
     """
     rows, width = x.shape
     height = weight.shape[0] // 2 if gate else weight.shape[0]
+    pdl = has_pdl(x.device)
     out = torch.empty((rows, height), dtype=dtype, device=x.device)
     norm_weight, eps = (x, 0.0) if norm is None else norm
     added = x if residual is None else residual
@@ -257,15 +258,18 @@ def few_rows(
     bn, bk, splits, warps, stages, pre = config or few_rows_config(width, height, bool(gate))
     blocks = triton.cdiv(height, bn)
     span = triton.cdiv(triton.cdiv(width, bk), splits) * bk
-    splits = triton.cdiv(width, span)
+    splits, span = triton.cdiv(width, span), min(span, width)
+    # Prefetching came with the same devices as PDL. It takes whole 16 bytes, inside the weight.
+    fetched = span * weight.itemsize
     partial, arrived = scratch or _scratch(x.device)
     kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+    product = tl.float32 if interpreting() else kinds[weight.dtype]
     _few_rows[(blocks, splits)](
         *arguments, partial, arrived, rows, width, height,
         x.stride(0), added.stride(0), out.stride(0), eps,
         ROWS=max(8, triton.next_power_of_2(rows)), BN=bn, BK=bk, SPAN=span, SPLITS=splits, **flags,
-        PREFETCH=str(min(span, width) * weight.itemsize) if pre else "",
-        PRODUCT=kinds[weight.dtype], PRECISION="ieee",
+        PREFETCH=str(fetched) if pre and pdl and fetched % 16 == width % span == 0 else "",
+        PRODUCT=product, PRECISION="ieee",
         num_warps=warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
     return out

@@ -1,0 +1,55 @@
+"""Tests of what computes on a GPU. They run in two ways.
+
+With `TRITON_INTERPRET=1` in the environment Triton's interpreter runs the kernels on the CPU, in
+float32 and float16 and, where only loads are concerned, bfloat16. `test_interpreted.py` starts
+such a run in a process of its own, because the variable counts when a kernel's module is imported.
+Without the variable every test here is marked `gpu` and computes on a CUDA device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HERE = Path(__file__).parent
+WITHOUT_DEVICE = {"test_interpreted.py", "test_compiled.py"}
+"""files whose tests need neither a device nor the interpreter"""
+
+collect_ignore = sorted(WITHOUT_DEVICE) if INTERPRETED else []
+if importlib.util.find_spec("triton") is None:
+    collect_ignore += [p.name for p in HERE.glob("test_*.py") if p.name not in WITHOUT_DEVICE]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if INTERPRETED:
+        return
+    has_device = torch.cuda.is_available()
+    for item in items:
+        if item.path.parent == HERE and item.path.name not in WITHOUT_DEVICE:
+            item.add_marker(pytest.mark.gpu)
+            if not has_device:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cpu" if INTERPRETED else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel does not write is NaN, instead of whatever happens to lie there."""
+    real = torch.empty
+
+    def empty(*args: Any, **settings: Any) -> torch.Tensor:
+        made = real(*args, **settings)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", empty)
