@@ -33,6 +33,7 @@ from infer.engine.intake import Limits
 from infer.engine.ledger import Ledger
 from infer.engine.worker import HEARTBEAT_S, SOFT_LIMIT_S, Command, Deliver
 from infer.errors import EngineDeadError, LoadError
+from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ class EngineProcess:
         self._stopping = threading.Event()
         self._deliver: Deliver = lambda outputs, facts: None
         self._died: Callable[[], None] = lambda: None
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
 
     def launch(self, on_text: Callable[[messages.Text], None]) -> Limits:
         """Start the first process; raises the `LoadError` that keeps it from starting.
@@ -184,16 +185,14 @@ class EngineProcess:
         """See `EngineClient`; after `launch`."""
         assert self._thread is None
         self._deliver, self._died = deliver, died
-        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
+        self._thread = BackgroundThread(self._run, self._end, "infer-engine")
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are taken; while one process follows another they wait."""
         return (
-            self._thread is not None
-            and self._thread.is_alive()
-            and self._num_failures < MAX_FAILURES
+            self._thread is not None and self._thread.is_alive and self._num_failures < MAX_FAILURES
         )
 
     @property
@@ -229,6 +228,16 @@ class EngineProcess:
 
     def stop(self) -> None:
         """See `EngineClient`."""
+        if self._thread is not None:
+            self._thread.stop()
+            return
+        ready = self._ready
+        self._end()
+        if ready is not None:
+            ready.reap()
+
+    def _end(self) -> None:
+        """Have the thread end within `STOP_S`, and what runs over there."""
         self._stopping.set()
         with self._lock:
             ready, starting = self._ready, self._starting
@@ -240,9 +249,6 @@ class EngineProcess:
             self._thread.join(STOP_S)
             if ready is not None:
                 ready.kill()
-            self._thread.join()
-        elif ready is not None:
-            ready.reap()
 
     def stats(self) -> dict[str, int | float]:
         """Gauges of the process that works, counts of all; `num_restarts`: how many have died."""
