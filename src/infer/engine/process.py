@@ -7,7 +7,7 @@ Until then new requests wait. An engine that cannot be started is tried again, e
 after a few times in a row requests are refused and those that wait are failed, until it works.
 
 Watchdog: a process reports each step, and each second when it has nothing to do. If nothing comes
-for `SOFT_LIMIT_S` its stacks are written to stderr; after `hang_s` it is killed, and has died.
+for `SOFT_LIMIT_S` its stacks are logged; after `hang_s` it is killed, and has died.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ HANG_S = 120.0
 """longer than any step; a step of a large model on a slow CPU takes many seconds"""
 STOP_S = 5.0
 """how long a process may take to end when it is told to"""
+LAST_WORDS_S = 1.0
+"""how long what a process has written to stderr is read after its end: somebody else may hold it"""
 MAX_FAILURES = 5
 """lives in a row that gave nobody a token; then requests are refused until one begins well"""
 _MAX_PAUSE_S = 30.0
@@ -66,11 +68,14 @@ class _Life:
                 [*arguments, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         self._channel = messages.Channel(ours)
         self._writer = threading.Thread(target=self._write, args=(begin,), daemon=True)
         self._writer.start()
+        self._listener = threading.Thread(target=self._listen, name="infer-stderr", daemon=True)
+        self._listener.start()
 
     @property
     def pid(self) -> int:
@@ -97,6 +102,19 @@ class _Life:
                 if len(wanted) < len(commands):
                     return
                 self._channel.send(wanted)
+
+    def _listen(self) -> None:
+        """What it writes to stderr (stacks, warnings of libraries) is logged here, where a log that
+        nobody reads stops nothing, and where it gets the log's form."""
+        assert self._process.stderr is not None
+        with self._process.stderr as pipe:
+            rest = b""
+            while data := os.read(pipe.fileno(), 1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > 1 << 16:
+                    lines, rest = [*lines, rest], b""
+                _log_stderr(lines)
+            _log_stderr([rest])
 
     def events(self, hang_s: float | None) -> Iterator[messages.Event]:
         """What it reports, until it ends. `hang_s`: the watchdog's hard limit; None = none."""
@@ -134,8 +152,14 @@ class _Life:
             code = self._process.wait()
         self._commands.put(EOFError())
         self._writer.join()
+        self._listener.join(LAST_WORDS_S)
         self._channel.close()
         return code
+
+
+def _log_stderr(lines: list[bytes]) -> None:
+    if text := b"\n".join(lines).strip(b"\n"):
+        log.warning("%s", text.decode(errors="replace"))
 
 
 class EngineProcess:
