@@ -20,6 +20,7 @@ FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 ROWS = {
     "errors": 0,
     "grammar": 0,
+    "threads": 0,
     "version": 0,
     "types": 1,
     "config": 1,

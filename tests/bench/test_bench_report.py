@@ -17,6 +17,7 @@ from infer.bench.report import write_report
 from infer.bench.results import environment, run_document, summarize
 from infer.config import EngineConfig
 from infer.errors import ConfigError
+from infer.kernels.linear import bfloat16_obstacle
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -124,7 +125,7 @@ def test_measuring_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(found["layers"]) == 5
     assert found["best_read_gb_s"] > 0
     assert found["floor"]["one_stream_tok_s"] > 0
-    assert found["dtype"] == "bfloat16"
+    assert found["dtype"] == ("float32" if bfloat16_obstacle() else "bfloat16")
     assert "demo_model" in result.stderr
 
 

@@ -107,7 +107,7 @@ def test_a_slow_reader_finds_one_merged_piece_or_one_a_token() -> None:
         request = llm.make_request("abc", GREEDY)
         async with llm.stream(request, merge=merge) as pieces:
             await until(lambda: idle(llm))
-            await asyncio.sleep(0.01)  # the last step's message crosses to this loop
+            await asyncio.sleep(0.2)  # the last step's message crosses to this loop
             got = [piece async for piece in pieces]
         assert [len(piece.token_ids) for piece in got] == ([20] if merge else [1] * 20)
         tokens = [token for piece in got for token in piece.token_ids]

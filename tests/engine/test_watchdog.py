@@ -57,7 +57,7 @@ def test_a_stopped_process_is_replaced_and_its_streams_go_on(
 
 
 def test_the_stacks_of_a_hanging_step_are_shown(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "SOFT_LIMIT_S", 0.5)
 
@@ -66,7 +66,7 @@ def test_the_stacks_of_a_hanging_step_are_shown(
             await llm.generate(llm.make_request([14], GREEDY))
 
     run(body, factory="faulty:pill")
-    assert "faulty.py" in capfd.readouterr().err
+    assert "faulty.py" in caplog.text
 
 
 def test_no_false_alarm() -> None:

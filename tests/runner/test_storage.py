@@ -38,6 +38,7 @@ def test_the_first_pages_are_there_before_anybody_needs_them(
     monkeypatch.setattr(storage, "PREPARED_BYTES", 16 << 20)
     pages = (256 << 20) // (16 * CONFIG.num_kv_heads * CONFIG.head_dim * 4)  # 256 MiB a tensor
     made = KVStorage(CONFIG, pages, 16, dtype=torch.float32, device=torch.device("cpu"))
+    assert made.preparing is not None
     made.preparing.join()
     each = (16 << 20) // (2 * CONFIG.num_layers)
     for tensor in (*made.keys, *made.values):

@@ -7,7 +7,7 @@ Until then new requests wait. An engine that cannot be started is tried again, e
 after a few times in a row requests are refused and those that wait are failed, until it works.
 
 Watchdog: a process reports each step, and each second when it has nothing to do. If nothing comes
-for `SOFT_LIMIT_S` its stacks are written to stderr; after `hang_s` it is killed, and has died.
+for `SOFT_LIMIT_S` its stacks are logged; after `hang_s` it is killed, and has died.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from infer.engine.intake import Limits
 from infer.engine.ledger import Ledger
 from infer.engine.worker import HEARTBEAT_S, SOFT_LIMIT_S, Command, Deliver
 from infer.errors import EngineDeadError, LoadError
+from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ HANG_S = 120.0
 """longer than any step; a step of a large model on a slow CPU takes many seconds"""
 STOP_S = 5.0
 """how long a process may take to end when it is told to"""
+LAST_WORDS_S = 1.0
+"""how long what a process has written to stderr is read after its end: somebody else may hold it"""
 MAX_FAILURES = 5
 """lives in a row that gave nobody a token; then requests are refused until one begins well"""
 _MAX_PAUSE_S = 30.0
@@ -65,11 +68,14 @@ class _Life:
                 [*arguments, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         self._channel = messages.Channel(ours)
         self._writer = threading.Thread(target=self._write, args=(begin,), daemon=True)
         self._writer.start()
+        self._listener = threading.Thread(target=self._listen, name="infer-stderr", daemon=True)
+        self._listener.start()
 
     @property
     def pid(self) -> int:
@@ -96,6 +102,19 @@ class _Life:
                 if len(wanted) < len(commands):
                     return
                 self._channel.send(wanted)
+
+    def _listen(self) -> None:
+        """What it writes to stderr (stacks, warnings of libraries) is logged here, where a log that
+        nobody reads stops nothing, and where it gets the log's form."""
+        assert self._process.stderr is not None
+        with self._process.stderr as pipe:
+            rest = b""
+            while data := os.read(pipe.fileno(), 1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > 1 << 16:
+                    lines, rest = [*lines, rest], b""
+                _log_stderr(lines)
+            _log_stderr([rest])
 
     def events(self, hang_s: float | None) -> Iterator[messages.Event]:
         """What it reports, until it ends. `hang_s`: the watchdog's hard limit; None = none."""
@@ -133,8 +152,14 @@ class _Life:
             code = self._process.wait()
         self._commands.put(EOFError())
         self._writer.join()
+        self._listener.join(LAST_WORDS_S)
         self._channel.close()
         return code
+
+
+def _log_stderr(lines: list[bytes]) -> None:
+    if text := b"\n".join(lines).strip(b"\n"):
+        log.warning("%s", text.decode(errors="replace"))
 
 
 class EngineProcess:
@@ -161,7 +186,7 @@ class EngineProcess:
         self._stopping = threading.Event()
         self._deliver: Deliver = lambda outputs, facts: None
         self._died: Callable[[], None] = lambda: None
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
 
     def launch(self, on_text: Callable[[messages.Text], None]) -> Limits:
         """Start the first process; raises the `LoadError` that keeps it from starting.
@@ -184,16 +209,14 @@ class EngineProcess:
         """See `EngineClient`; after `launch`."""
         assert self._thread is None
         self._deliver, self._died = deliver, died
-        self._thread = threading.Thread(target=self._run, name="infer-engine", daemon=True)
+        self._thread = BackgroundThread(self._run, self._end, "infer-engine")
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are taken; while one process follows another they wait."""
         return (
-            self._thread is not None
-            and self._thread.is_alive()
-            and self._num_failures < MAX_FAILURES
+            self._thread is not None and self._thread.is_alive and self._num_failures < MAX_FAILURES
         )
 
     @property
@@ -229,6 +252,16 @@ class EngineProcess:
 
     def stop(self) -> None:
         """See `EngineClient`."""
+        if self._thread is not None:
+            self._thread.stop()
+            return
+        ready = self._ready
+        self._end()
+        if ready is not None:
+            ready.reap()
+
+    def _end(self) -> None:
+        """Have the thread end within `STOP_S`, and what runs over there."""
         self._stopping.set()
         with self._lock:
             ready, starting = self._ready, self._starting
@@ -240,9 +273,6 @@ class EngineProcess:
             self._thread.join(STOP_S)
             if ready is not None:
                 ready.kill()
-            self._thread.join()
-        elif ready is not None:
-            ready.reap()
 
     def stats(self) -> dict[str, int | float]:
         """Gauges of the process that works, counts of all; `num_restarts`: how many have died."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import logging
 import queue
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from infer.engine.intake import Limits
 from infer.errors import RequestError
 from infer.facts import StepFacts
 from infer.text.checkpoint_files import TextFiles
+from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class EngineThread:
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: BackgroundThread | None = None
         self._heard_s = 0.0
 
     def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
@@ -158,13 +158,13 @@ class EngineThread:
         assert self._thread is None, "an engine is started once"
         self._heard_s = time.monotonic()
         run = partial(self._run, deliver, died)
-        self._thread = threading.Thread(target=run, name="infer-engine", daemon=True)
+        self._thread = BackgroundThread(run, lambda: self._commands.put(None), "infer-engine")
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         """Whether there is a thread that takes commands."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive
 
     @property
     def is_ready(self) -> bool:
@@ -188,7 +188,7 @@ class EngineThread:
         """See `EngineClient`."""
         self._commands.put(None)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.stop()
 
     def stats(self) -> dict[str, int | float]:
         """Each number is exact, their set may straddle a step."""

@@ -97,10 +97,15 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
     return memory
 
 
-def advise(tensor: torch.Tensor, advice: int) -> bool:
-    """`madvise` for the whole pages under a contiguous tensor; whether the system took it."""
-    begin = tensor.data_ptr() + -tensor.data_ptr() % mmap.PAGESIZE
-    length = (tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+def advise(
+    tensor: torch.Tensor, advice: int, first_byte: int = 0, num_bytes: int | None = None
+) -> bool:
+    """`madvise` for the whole pages under a contiguous tensor, or under `num_bytes` of it from
+    `first_byte` on; whether the system took it."""
+    end = tensor.nbytes if num_bytes is None else min(first_byte + num_bytes, tensor.nbytes)
+    first = tensor.data_ptr() + first_byte
+    begin = first + -first % mmap.PAGESIZE
+    length = (tensor.data_ptr() + end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
     if os.name != "posix" or tensor.device.type != "cpu" or length <= 0:
         return False
     madvise = ctypes.CDLL(None).madvise

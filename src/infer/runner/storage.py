@@ -12,12 +12,16 @@ import math
 import os
 import sys
 import threading
+from collections.abc import Sequence
+from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from infer.kernels.native import POPULATE_WRITE, advise, cell_bytes, page_aligned
 from infer.models.config import ModelConfig
+from infer.threads import BackgroundThread
 
 PREPARED_BYTES = 1 << 30
 """of a cache, in the order in which pages are first used, asked of the operating system beforehand
@@ -44,18 +48,25 @@ class KVStorage:
         layers = range(config.num_layers)
         self.keys = [_zeros(shape, dtype, device) for _ in layers]
         self.values = [_zeros(shape, dtype, device) for _ in layers]
-        self.preparing = threading.Thread(target=self._prepare, name="kv-storage", daemon=True)
+        self.preparing: BackgroundThread | None = None
         if device.type == "cpu" and sys.platform == "linux":
+            stopping = threading.Event()
+            run = partial(_prepare, [ref(each) for each in (*self.keys, *self.values)], stopping)
+            self.preparing = BackgroundThread(run, stopping.set, "kv-storage")
             self.preparing.start()
 
-    def _prepare(self) -> None:
-        # Of this thread alone: it must not take a core from the first request.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        tensors = [tensor.flatten() for tensor in (*self.keys, *self.values)]
-        chunk = _CHUNK_BYTES // tensors[0].itemsize
-        for first in range(0, PREPARED_BYTES // tensors[0].itemsize // len(tensors), chunk):
-            for tensor in tensors:
-                advise(tensor[first : first + chunk], POPULATE_WRITE)
+
+def _prepare(tensors: Sequence[ref[Tensor]], stopping: threading.Event) -> None:
+    """Ask for the first memory of each tensor, chunk by chunk, until nobody holds them any more."""
+    # Of this thread alone: it must not take a core from the first request.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    for first in range(0, PREPARED_BYTES // len(tensors), _CHUNK_BYTES):
+        for each in tensors:
+            tensor = each()
+            if tensor is None or stopping.is_set():
+                return
+            advise(tensor, POPULATE_WRITE, first, _CHUNK_BYTES)
+            del tensor
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

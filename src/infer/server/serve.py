@@ -15,6 +15,7 @@ import functools
 import gc
 import ipaddress
 import logging
+import os
 import signal
 import socket
 import sys
@@ -31,10 +32,12 @@ from infer.engine.worker import settle
 from infer.errors import ConfigError
 from infer.server.app import create_app, layers
 from infer.server.connections import Connections, connection_limits
-from infer.server.logs import JsonLines, access
+from infer.server.logs import JsonLines, LogWriter, access
 from infer.server.models import Models
 from infer.server.protocol import BoundedProtocol
 from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
+
+log = logging.getLogger("infer.server")
 
 KEEP_ALIVE_S = 75
 MAX_WAITING_CONNECTIONS = 2048
@@ -124,6 +127,7 @@ class Server(uvicorn.Server):
                 ),
                 ws="none",
                 lifespan="on",
+                log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
@@ -218,21 +222,48 @@ class Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def _log_on_stderr(log_format: str) -> Iterator[None]:
-    """What the engine says at its start, and warnings; unless somebody has set up logging."""
+    """What the engine says at its start, and warnings, also of the libraries below; unless somebody
+    has set up logging."""
     logger = logging.getLogger("infer")
     if logger.handlers:
         yield
         return
-    handler = logging.StreamHandler()
+    handler = LogWriter()
     handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
+    loggers = [logger, *(logging.getLogger(name) for name in ("uvicorn", "asyncio", "py.warnings"))]
+    for each in loggers:
+        each.addHandler(handler)
+    logging.captureWarnings(True)
     logger.setLevel(logging.INFO)
     access.setLevel(logging.INFO if log_format == "json" else logging.WARNING)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logging.captureWarnings(False)
+        for each in loggers:
+            each.removeHandler(handler)
+        handler.close()
         access.setLevel(logging.NOTSET)
+
+
+def _announce(text: str) -> None:
+    """On stdout, if anybody can be told there."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError) as error:  # it is full, or closed
+        log.info("%s", text)
+        log.warning("stdout cannot be written (%s)", error)
+        # What is left in its buffer would be tried again, and fail, when the interpreter ends.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _open_standard_streams() -> None:
+    """Who was started without them would have a connection as its stdout or stderr."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
 def serve_config(
@@ -251,6 +282,7 @@ def serve_config(
     for field in ("load_on_first_use", "idle_unload_s"):
         if isinstance(config, EngineConfig) and getattr(settings, field):
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
+    _open_standard_streams()
     stall_s = settings.write_stall_s
     with _log_on_stderr(settings.log_format), bind(host, port, stall_s) as sock:
         address = ipaddress.ip_address(sock.getsockname()[0])
@@ -282,7 +314,7 @@ def run(
     """Serve until SIGINT or SIGTERM, at the address that `bind` has taken."""
     sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
     with sock:
-        server = Server(engine, sock, settings, announce=functools.partial(print, flush=True))
+        server = Server(engine, sock, settings, announce=_announce)
         settle()
         gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # full ones come from `on_tick`
         server.serve_until_stopped()

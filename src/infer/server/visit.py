@@ -36,6 +36,8 @@ class Visit:
     """made here; 128 bits of chance"""
     client_id: str | None = None
     """the client's `x-request-id`: echoed and shown, never a key"""
+    client: str | None = None
+    """address and port of whoever has connected; None: it has none"""
     received_s: float = field(default_factory=time.monotonic)
     received_at: float = field(default_factory=time.time)
     traceparent: str | None = None
@@ -61,6 +63,9 @@ class Visit:
         if visit is None:
             visit = scope[KEY] = cls(scope["method"], scope["path"])
             headers = Headers(scope=scope)
+            if scope.get("client"):
+                host, port = scope["client"]
+                visit.client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             offered = headers.getlist("x-request-id")
             if len(offered) == 1 and HARMLESS.fullmatch(offered[0]):
                 visit.client_id = offered[0]

@@ -1,0 +1,102 @@
+"""A program that uses the engine ends as it wishes: no thread of ours is in native code then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from infer import LLM, SamplingParams
+from infer.runner import storage
+
+# What each part of a cache is prepared with is made slow, and goes on in torch, where a thread must
+# not be torn down: the interpreter's lock is taken again in C++ that cannot be unwound.
+SLOW = """
+import sys, time
+import torch
+from infer.runner import storage
+
+def slow(*arguments):
+    for _ in range(20):
+        torch.empty(1 << 18).normal_()
+    return True
+
+storage.advise = slow
+"""
+BLOCKING = """
+from infer import LLM, SamplingParams
+llm = LLM(device="cpu", dtype="float32")
+for piece in llm.stream("Once upon", SamplingParams(max_tokens=9, temperature=0)):
+    break
+import threading
+assert any(thread.name == "kv-storage" for thread in threading.enumerate())
+sys.stdout.write("the last line")
+"""
+ASYNC = """
+import asyncio
+from infer import EngineConfig, SamplingParams
+from infer.engine.assemble import build_async_llm
+
+async def main():
+    llm = build_async_llm(EngineConfig(device="cpu", dtype="float32"))
+    await llm.start()
+    params = SamplingParams(max_tokens=1900, ignore_eos=True)
+    async with llm.stream(llm.make_request("Once upon", params)) as pieces:
+        async for piece in pieces:
+            break
+        sys.stdout.write("the last line")
+        sys.stdout.flush()
+        sys.exit(0)  # neither the stream nor the engine is closed
+
+asyncio.run(main())
+"""
+
+
+def assert_ends(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "the last line"), done.stderr[-2000:]
+
+
+def test_a_script_ends_while_the_cache_is_being_prepared() -> None:
+    for _ in range(3):
+        assert_ends(SLOW + BLOCKING)
+
+
+def test_a_script_ends_while_an_engine_works_in_a_thread() -> None:
+    assert_ends(SLOW + ASYNC)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_scripts_end() -> None:
+    for _ in range(100):
+        assert_ends(SLOW + BLOCKING)
+
+
+def test_who_closes_has_no_thread_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*_: object) -> bool:
+        time.sleep(0.02)
+        return True
+
+    def preparing() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "kv-storage"]
+
+    for thread in preparing():  # of other tests
+        thread.join()
+    monkeypatch.setattr(storage, "advise", slow)
+    with LLM(device="cpu") as llm:
+        llm.generate("Once", SamplingParams(max_tokens=1))
+        assert preparing()
+    until_s = time.monotonic() + 10
+    while preparing() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    assert not preparing()

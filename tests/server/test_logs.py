@@ -1,0 +1,118 @@
+"""A log that nobody reads stops nothing, and its lines are what was promised."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from serving import live
+
+from doubles import make_hash_llm
+from infer.server import logs, serve
+from infer.server.logs import JsonLines, LogWriter
+
+
+@contextmanager
+def writer_to(stream: io.TextIOBase) -> Iterator[tuple[logging.Logger, LogWriter]]:
+    logger = logging.Logger("test")
+    handler = LogWriter(stream)  # type: ignore[arg-type]
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    try:
+        yield logger, handler
+    finally:
+        handler.close()
+
+
+def test_lines_are_written_in_order_to_the_last(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as file, writer_to(file) as (logger, handler):
+        for i in range(5000):
+            logger.warning("%d é \ud800", i)
+        handler.close()
+        lines = (tmp_path / "log").read_text("utf-8").splitlines()
+    assert lines == [f"{i} é \\ud800" for i in range(5000)]
+    assert handler.num_dropped == 0
+
+
+def test_a_stream_without_a_file_is_written_too() -> None:
+    with writer_to(stream := io.StringIO()) as (logger, handler):
+        logger.warning("here")
+        handler.close()
+        assert stream.getvalue() == "here\n"
+
+
+def test_what_nobody_reads_is_dropped_counted_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_QUEUED_CHARS", 100_000)
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, writer_to(stream) as (logger, handler):
+        started_s = time.monotonic()
+        for i in range(20_000):
+            logger.warning("line %d %s", i, "x" * 40)
+        assert time.monotonic() - started_s < 10  # the pipe holds 1,300 of them
+        assert 10_000 < handler.num_dropped < 19_000
+        dropped = handler.num_dropped
+        read = b""
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while b"dropped" not in read:
+                read += pipe.read(65536) or b""
+        assert f"{dropped} lines of the log were dropped" in read.decode()
+        assert read.startswith(b"line 0 ")
+        kept = [line for line in read.decode().splitlines() if line.startswith("line ")]
+        assert len(kept) == 20_000 - dropped
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_the_end_does_not_wait_for_readers(
+    is_closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "LAST_LINES_S", 0.3)
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, writer_to(stream) as (logger, handler):
+        if is_closed:
+            os.close(reading)
+        for _ in range(5000):
+            logger.warning("x" * 100)
+        started_s = time.monotonic()
+        handler.close()
+        assert time.monotonic() - started_s < 5
+        assert not any(thread.name == "infer-log" for thread in threading.enumerate())
+    if not is_closed:
+        os.close(reading)
+
+
+def test_every_line_is_json(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also what uvicorn, asyncio and warnings say, and stacks."""
+    with serve._log_on_stderr("json"):
+        for name in ("infer.engine", "uvicorn.error", "asyncio", "py.warnings"):
+            logging.getLogger(name).warning("of %s\nin two lines", name)
+        logging.getLogger("uvicorn.error").warning("where", stack_info=True)
+        try:
+            raise ValueError("what")
+        except ValueError:
+            logging.getLogger("asyncio").exception("failed", extra={"fields": {"odd": object()}})
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [line["logger"] for line in lines[:4]] == [
+        "infer.engine", "uvicorn.error", "asyncio", "py.warnings"
+    ]  # fmt: skip
+    assert "test_every_line_is_json" in lines[4]["stack"]
+    assert "ValueError: what" in lines[5]["exception"]
+
+
+def test_lines_of_requests_have_the_clients_address(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "infer")
+    with (
+        live(make_hash_llm()) as url,
+        urllib.request.urlopen(f"{url}/health", timeout=5) as response,
+    ):
+        response.read()
+    (line,) = [r for r in caplog.records if r.getMessage() == "request"]
+    assert json.loads(JsonLines().format(line))["client"].startswith("127.0.0.1:")
