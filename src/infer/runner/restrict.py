@@ -75,7 +75,7 @@ class Restrictions:
                 continue
             constraint = sequence.constraint
             if forbidden[sequence.request_id] is None or not isinstance(constraint, Constraint):
-                settled[row] = Sampled(0, error=FAILED)
+                settled[row] = Sampled(0, error=FAILED, is_refused=True)
             elif constraint.take(result.token_id):
                 settled[row] = replace(result, completes=True)
         return settled

@@ -120,9 +120,9 @@ class Scheduler:
         """End a request now, wherever it is; None, and nothing happens, if it is not here."""
         return self._end(request_id, FinishReason.ABORT)
 
-    def fail(self, request_id: str, message: str) -> StepOutput | None:
-        """Like `abort`, for a request on which the engine itself failed."""
-        return self._end(request_id, FinishReason.ERROR, ErrorRecord(message))
+    def fail(self, request_id: str, error: ErrorRecord) -> StepOutput | None:
+        """Like `abort`, for a request that cannot be gone on with."""
+        return self._end(request_id, FinishReason.ERROR, error)
 
     def _end(
         self, request_id: str, reason: FinishReason, error: ErrorRecord | None = None
@@ -394,8 +394,8 @@ class Scheduler:
                     allocator.commit(table, sequence.tokens, end)
             if result is None:
                 continue
-            if result.error:
-                failed = self.fail(sequence.request_id, result.error)
+            if error := result.error_record:
+                failed = self.fail(sequence.request_id, error)
                 assert failed is not None
                 outputs.append(failed)
                 continue
