@@ -27,7 +27,7 @@ from infer.errors import DeviceLostError
 from infer.facts import StepFacts
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Advanced, Chunk, Plan, Sampled, Sequence, Status
-from infer.types import ErrorRecord, Request, SamplingParams, StepOutput
+from infer.types import ErrorRecord, FinishReason, Request, SamplingParams, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,12 @@ class EngineCore:
         """Accept a request; raises `RequestError` (and accepts nothing) if it cannot be served."""
         self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> StepOutput | None:
-        """End a request now; unknown ids are ignored."""
-        return self.scheduler.abort(request_id)
+    def abort(
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT
+    ) -> StepOutput | None:
+        """End a request now; unknown ids are ignored. `reason`: `STOP` for one whose text has
+        reached a stop string, which only its caller can see."""
+        return self.scheduler.abort(request_id, reason)
 
     def step(self, *, flush: bool = False) -> list[StepOutput]:
         """Do one step; an empty list if there was nothing to do or nothing was sampled.
@@ -226,6 +229,11 @@ class EngineCore:
                 result = next(results) if chunk.samples else None
                 if result is not None and (refusal := result.error_record):
                     failed[chunk.sequence.request_id] = refusal
+                    continue
+                if result is not None and result.is_late:
+                    if chunk.num_tokens > 1:  # the last one is computed again, and sampled then
+                        most = Chunk(chunk.sequence, chunk.start, chunk.num_tokens - 1)
+                        computed.append(most)
                     continue
                 computed.append(chunk)
                 if result is not None:

@@ -161,7 +161,7 @@ class LLM:
             if piece is not None:
                 self._pieces[output.request_id].append(piece)
             if processor.needs_abort:
-                self._core.abort(output.request_id)
+                self._core.abort(output.request_id, FinishReason.STOP)
 
     def _drop(self, request_id: str) -> None:
         if self._open_core is not None:

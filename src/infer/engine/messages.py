@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from infer.engine.intake import Limits
-from infer.engine.worker import Command
+from infer.engine.worker import Abort, Command
 from infer.facts import StepFacts
 from infer.text.checkpoint_files import TextFiles
 from infer.types import ErrorRecord, Request, SamplingParams, StepOutput
@@ -88,7 +88,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def read_commands(frame: bytes) -> list[Command]:
     """The commands of a frame. Values are checked as they are when a caller makes them."""
-    return [_request(c) if isinstance(c, dict) else c for c in msgspec.msgpack.decode(frame)]
+    return [_command(each) for each in msgspec.msgpack.decode(frame)]
+
+
+def _command(value: Any) -> Command:
+    if isinstance(value, dict):
+        return _request(value)
+    return None if value is None else msgspec.convert(value, Abort)
 
 
 def _request(fields: dict[str, Any]) -> Request:

@@ -65,6 +65,6 @@ class ModelRunner:
         logits = self.model.logits(hidden)
         if restricting is None:
             return sample(logits, step.sampled)
-        forbidden = restricting.result()
+        forbidden, late = restricting.in_time()
         sampled = sample(logits, step.sampled, forbidden)
-        return self._restrictions.settle(step.sampled, sampled, forbidden)
+        return self._restrictions.settle(step.sampled, sampled, forbidden, late)

@@ -195,6 +195,9 @@ class Sampled:
     """whether that error is the request's own doing, and not the engine's"""
     completes: bool = False
     """nothing may follow this token"""
+    is_late: bool = False
+    """whether there is no token because what it takes to choose one was not there in time; the
+    sequence samples in another step"""
 
     @property
     def error_record(self) -> ErrorRecord | None:
