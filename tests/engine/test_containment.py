@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import infer
 from checkpoints import VOCAB_SIZE
 from doubles import HashRunner, launch_hash_llm, make_hash_core, solo
 from faults import Faults, FaultyCore, fill_with_nan
 from infer import LLM, SamplingParams
 from infer.engine.core import MAX_LOST_STEPS
-from infer.errors import ConfigError, EngineError
+from infer.errors import ConfigError, EngineError, LoadError
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
-from infer.types import FinishReason, Request, StepOutput
+from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -300,3 +303,56 @@ def test_of_five_thousand_exactly_the_poisonous_ones_fail() -> None:
             assert stats["num_finished_error"] == len(poisonous)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ErrorRecord("its own", "RequestError"), ErrorRecord("NaN")])
+def test_requests_that_fail_by_themselves_never_end_the_engine(error: ErrorRecord) -> None:
+    """100 in a row, each alone: what a runner pins on a request says nothing about the engine."""
+
+    class Pinned(HashRunner):
+        def execute(self, plan: Plan) -> Seq[Sampled]:
+            refused = error.kind == "RequestError"
+            return [Sampled(0, error=error.message, is_refused=refused) for _ in plan]
+
+    core = make_hash_core(runner=Pinned)
+    for i in range(100):
+        core.add(request(f"{i}", 20))
+        (end,) = core.outputs_until_complete()
+        assert end.error == error
+
+
+def test_requests_that_make_steps_raise_never_end_an_engine_that_works() -> None:
+    """100 in a row, each alone: a trial step shows that it is them."""
+    core = make_hash_core(runner=Poisoned)
+    for i in range(100):
+        core.add(request(f"{i}", 13))
+        *_, end = core.outputs_until_complete()
+        assert end.finish_reason is FinishReason.ERROR
+    good = request("good", 20)
+    core.add(good)
+    assert tokens_of(core.outputs_until_complete(), "good") == solo(good, VOCAB_SIZE)
+    core.scheduler.check()
+    assert core.scheduler.allocator.num_free == core.scheduler.allocator.num_usable
+
+
+def test_a_trial_step_leaves_nothing_behind() -> None:
+    core = make_hash_core(num_pages=4)
+    before = core.stats()
+    assert core.try_out() == ""
+    assert core.stats() == before
+    core.scheduler.check()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_checkpoint_without_numbers_is_refused_at_the_start(
+    tmp_path: Path, number: float
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(Path(infer.__file__).parent / "demo_model", tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("norm.weight"))
+    weights[name] = torch.full_like(weights[name], number)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=r"a first step fails.*no finite numbers"):
+        LLM(str(folder))

@@ -14,7 +14,7 @@ import pytest
 
 from infer import LLM, EngineConfig, FinishReason, Grammar, SamplingParams
 from infer.engine import launch
-from infer.errors import EngineError
+from infer.errors import RequestError
 from infer.runner import restrict
 from infer.schedule.sequence import NONE_LEFT
 from infer.text import calls
@@ -273,7 +273,7 @@ def test_hostile_grammars_do_not_hold_a_step_up(llm: LLM) -> None:
 def test_over_the_process_boundary(alone: list[RequestOutput]) -> None:
     async def main() -> list[RequestOutput]:
         async with launch.launch(EngineConfig(max_seq_len=256)) as engine:
-            with pytest.raises(EngineError):
+            with pytest.raises(RequestError, match="no token is left"):
                 await engine.generate(
                     engine.make_request(
                         "a", sampling(Grammar.choice(["yes"]), allowed_token_ids=[5])

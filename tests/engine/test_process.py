@@ -24,6 +24,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.engine.launch import launch
 from infer.engine.messages import Refused, Report, read_commands, read_event
 from infer.engine.process import EngineProcess
+from infer.engine.worker import Abort
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
 from infer.facts import Happening, StepFacts
 from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
@@ -76,8 +77,8 @@ def test_a_request_crosses_whole() -> None:
         output_token_ids=(4, 5),
         num_crashes=1,
     )
-    frame = msgspec.msgpack.encode([request, "gone", None])
-    assert read_commands(frame) == [request, "gone", None]
+    commands = [request, Abort("gone"), Abort("done", FinishReason.STOP), None]
+    assert read_commands(msgspec.msgpack.encode(commands)) == commands
 
 
 def test_an_output_crosses_whole() -> None:
@@ -127,7 +128,7 @@ def test_leaving_aborts_and_a_stop_string_too() -> None:
             async for _ in pieces:
                 break
         await until(lambda: idle(llm))
-        assert llm.stats()["num_finished_abort"] == 2
+        assert llm.stats()["num_finished_abort"] == llm.stats()["num_finished_stop"] == 1
 
     run(body, step_s=0.002)
 

@@ -16,7 +16,7 @@ from doubles import make_hash_core, solo
 from faults import Faults, FaultyCore
 from infer import LLM, SamplingParams
 from infer.engine.core import EngineCore
-from infer.types import FinishReason, Request
+from infer.types import ErrorRecord, FinishReason, Request
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 
@@ -264,5 +264,5 @@ def test_the_reasons_are_the_ones_that_are_known() -> None:
     core.add(REQUESTS[0])
     core.outputs_until_complete()
     assert core.abort("a") is None
-    assert core.scheduler.fail("a", "late") is None
+    assert core.scheduler.fail("a", ErrorRecord("late")) is None
     assert core.scheduler.stats.num_finished == {FinishReason.LENGTH: 1}

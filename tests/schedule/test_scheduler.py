@@ -280,7 +280,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         core.add(request())
     assert caught.value.status == 503
     assert caught.value.retry_after_s >= 1
-    assert core.stats()["num_rejected"] == 1
+    assert core.stats()["num_requests_refused"] == 1
     core.outputs_until_complete()
     core.add(request())  # there is room again
 

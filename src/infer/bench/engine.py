@@ -52,7 +52,7 @@ class EngineTarget:
     def counters(self) -> dict[str, int | float]:
         """The engine's counts until now."""
         stats = self.llm.stats()
-        return {name: stats[name] for name in COUNTERS if name in stats}
+        return {name: stats[name] for name in COUNTERS}
 
 
 @asynccontextmanager

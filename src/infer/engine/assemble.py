@@ -34,7 +34,7 @@ from infer.engine.plan import (
     make_plan,
 )
 from infer.engine.worker import Blueprint, EngineThread
-from infer.errors import ConfigError
+from infer.errors import ConfigError, LoadError
 from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem, invariant_sizes
 from infer.models.config import ModelConfig
@@ -189,7 +189,10 @@ def _build(
         f"{num_pages * plan.page_size:,}",
         time.perf_counter() - started_s,
     )
-    return EngineCore(scheduler, runner), limits
+    core = EngineCore(scheduler, runner)
+    if problem := core.try_out():
+        raise LoadError(f"a first step fails, so every request would: {problem}")
+    return core, limits
 
 
 class _Workshop:

@@ -30,16 +30,12 @@ from infer.types import (
     StepOutput,
     TextDelta,
 )
+from infer.types.ends import end_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_END: Mapping[FinishReason | None, str] = {
-    None: "num_requests_cancelled",  # the caller has left
-    FinishReason.ABORT: "num_requests_cancelled",
-    FinishReason.ERROR: "num_requests_failed",
-}
 COUNTS = (
     *("num_requests_admitted", "num_requests_refused"),
     *("num_requests_finished", "num_requests_cancelled", "num_requests_failed"),
@@ -232,8 +228,7 @@ class AsyncLLM:
             reason = mailbox.processor.finish_reason
             if reason is None:
                 self._worker.abort(request.request_id)
-            end = _END[None] if mailbox.is_cancelled else _END.get(reason, "num_requests_finished")
-            self._counts[end] += 1
+            self._counts[end_of(None if mailbox.is_cancelled else reason).counter] += 1
             if self.observer is not None:
                 self.observer.left(request.request_id, reason)
 
@@ -255,7 +250,9 @@ class AsyncLLM:
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of the engine, and how many requests callers hold open."""
-        return {"num_open": self.num_open, **self._counts, **self._worker.stats()}
+        stats = self._worker.stats()
+        counts = {name: count + stats.get(name, 0) for name, count in self._counts.items()}
+        return {**stats, "num_open": self.num_open, **counts}
 
     def _check_room(self, count: int) -> None:
         num_taken = self.num_taken
@@ -331,7 +328,7 @@ class AsyncLLM:
                 is_full = is_full or mailbox.num_bytes > MAX_MAILBOX_BYTES
             if processor.needs_abort:
                 processor.needs_abort = False
-                self._worker.abort(output.request_id)
+                self._worker.abort(output.request_id, FinishReason.STOP)
         if is_full:  # look when its reader has had a chance
             asyncio.get_running_loop().call_soon(self._end_the_furthest)
         elif is_behind and not self._will_look:

@@ -23,16 +23,25 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from infer.cache.allocator import PageTable
 from infer.errors import DeviceLostError
 from infer.facts import StepFacts
 from infer.schedule.scheduler import Scheduler
-from infer.schedule.sequence import Advanced, Chunk, Plan, Sampled, Status
-from infer.types import ErrorRecord, FinishReason, Request, StepOutput, TokenLogprobs
+from infer.schedule.sequence import Advanced, Chunk, Plan, Sampled, Sequence, Status
+from infer.types import (
+    ErrorRecord,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepOutput,
+    TokenLogprobs,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_LOST_STEPS = 3
-"""steps in a row of which nothing could be computed: it is the engine that is broken"""
+"""steps in a row of which nothing could be computed, before it is tried who is broken: the engine
+or the requests"""
 GAUGES = frozenset(
     {
         *("num_waiting", "num_running", "num_preempted"),
@@ -40,7 +49,8 @@ GAUGES = frozenset(
     }
 )
 """of the names in `EngineCore.stats`; the others count, and never go down"""
-_FAILED = "the engine failed while computing this request"
+_TRIAL = "trial"
+_LOST = ErrorRecord("the engine failed while computing this request")
 
 
 class Runner(Protocol):
@@ -121,9 +131,12 @@ class EngineCore:
         """Accept a request; raises `RequestError` (and accepts nothing) if it cannot be served."""
         self.scheduler.add(request)
 
-    def abort(self, request_id: str) -> StepOutput | None:
-        """End a request now; unknown ids are ignored."""
-        return self.scheduler.abort(request_id)
+    def abort(
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT
+    ) -> StepOutput | None:
+        """End a request now; unknown ids are ignored. `reason`: `STOP` for one whose text has
+        reached a stop string, which only its caller can see."""
+        return self.scheduler.abort(request_id, reason)
 
     def step(self, *, flush: bool = False) -> list[StepOutput]:
         """Do one step; an empty list if there was nothing to do or nothing was sampled.
@@ -172,20 +185,48 @@ class EngineCore:
         """Execute a plan and commit it."""
         computed: list[Chunk] = []
         sampled: list[Sampled] = []
-        failed: dict[str, str] = {}
+        failed: dict[str, ErrorRecord] = {}
         for part in self._parts(plan):
             if part is not plan or _is_suspect(part[0]):
                 self.announce(part[0].sequence.request_id if _is_suspect(part[0]) else "")
             self._execute(part, computed, sampled, failed)
         outputs = self.scheduler.commit(self.scheduler.advance(tuple(computed)), sampled)
-        for request_id, message in failed.items():
-            output = self.scheduler.fail(request_id, message)
+        for request_id, error in failed.items():
+            output = self.scheduler.fail(request_id, error)
             assert output is not None
             outputs.append(output)
-        self._num_lost = 0 if computed else self._num_lost + 1
+        if computed:
+            self._num_lost = 0
+        # What the runner has pinned on a request says nothing about the engine.
+        elif any(error is _LOST for error in failed.values()):
+            self._num_lost += 1
         if self._num_lost == MAX_LOST_STEPS:
-            raise RuntimeError(f"nothing could be computed in {MAX_LOST_STEPS} steps in a row")
+            if problem := self.try_out():
+                lost = f"nothing could be computed in {MAX_LOST_STEPS} steps in a row"
+                raise RuntimeError(f"{lost}, nor for no request: {problem}")
+            self._num_lost = 0
         return outputs
+
+    def try_out(self) -> str:
+        """Compute a token for nobody, between steps; why that is not possible, or "".
+
+        It takes a page that is free, and what was in it can no longer be found."""
+        request = Request(_TRIAL, (0,), SamplingParams(temperature=0.0, max_tokens=1), 1, 1)
+        allocator = self.scheduler.allocator
+        sequence = Sequence.from_request(request, 0)
+        sequence.table = PageTable()
+        if not allocator.grow(sequence.table, 1):
+            return "no page of the cache is free"
+        try:
+            (sampled,) = self.runner.execute((Chunk(sequence, 0, 1),))
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            log.exception("a trial step fails")
+            return f"{type(error).__name__}: {error}"
+        finally:
+            allocator.release(sequence.table)
+        return sampled.error
 
     def _note(self, started_s: float, plan: Plan) -> None:
         scheduler, self.facts = self.scheduler, None
@@ -204,7 +245,11 @@ class EngineCore:
         return [*((chunk,) for chunk in alone), *([rest] if rest else [])]
 
     def _execute(
-        self, plan: Plan, computed: list[Chunk], sampled: list[Sampled], failed: dict[str, str]
+        self,
+        plan: Plan,
+        computed: list[Chunk],
+        sampled: list[Sampled],
+        failed: dict[str, ErrorRecord],
     ) -> None:
         """Execute a plan, in halves if it must be; every chunk goes to `computed` or `failed`."""
         try:
@@ -220,8 +265,13 @@ class EngineCore:
         else:
             for chunk in plan:
                 result = next(results) if chunk.samples else None
-                if result is not None and result.error:
-                    failed[chunk.sequence.request_id] = result.error
+                if result is not None and (refusal := result.error_record):
+                    failed[chunk.sequence.request_id] = refusal
+                    continue
+                if result is not None and result.is_late:
+                    if chunk.num_tokens > 1:  # the last one is computed again, and sampled then
+                        most = Chunk(chunk.sequence, chunk.start, chunk.num_tokens - 1)
+                        computed.append(most)
                     continue
                 computed.append(chunk)
                 if result is not None:
@@ -236,7 +286,7 @@ class EngineCore:
             shorter = Chunk(only.sequence, only.start, only.num_tokens // 2)
             self._execute((shorter,), computed, sampled, failed)
         else:
-            failed[only.sequence.request_id] = _FAILED
+            failed[only.sequence.request_id] = _LOST
 
     def wait_s(self) -> float | None:
         """How long nothing will happen unless a request comes: 0 = step now, None = for ever."""

@@ -199,7 +199,7 @@ class LLM:
             if piece is not None:
                 self._pieces[output.request_id].append(piece)
             if processor.needs_abort:
-                self.core.abort(output.request_id)
+                self.core.abort(output.request_id, FinishReason.STOP)
 
     def _drop(self, request_id: str) -> None:
         if self._open_core is not None:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from infer.engine.intake import Limits
-from infer.engine.worker import Command
+from infer.engine.worker import Abort, Command
 from infer.facts import StepFacts
 from infer.text.checkpoint_files import TextFiles
 from infer.types import ErrorRecord, Request, SamplingParams, StepOutput
@@ -98,8 +98,9 @@ def read_commands(frame: bytes) -> list[Command]:
                 given = command["sampling"]
                 sampling = SamplingParams(**given)
             lists = {name: tuple(v) for name, v in command.items() if isinstance(v, list)}
-            command = Request(**{**command, **lists, "sampling": sampling})
-        commands.append(command)
+            commands.append(Request(**{**command, **lists, "sampling": sampling}))
+        else:
+            commands.append(None if command is None else msgspec.convert(command, Abort))
     return commands
 
 

@@ -31,10 +31,10 @@ from infer.engine.child import DUMP_SIGNAL
 from infer.engine.core import GAUGES
 from infer.engine.intake import Limits
 from infer.engine.ledger import Ledger
-from infer.engine.worker import HEARTBEAT_S, SOFT_LIMIT_S, Command, Deliver
+from infer.engine.worker import HEARTBEAT_S, SOFT_LIMIT_S, Abort, Command, Deliver
 from infer.errors import EngineDeadError, LoadError
 from infer.threads import BackgroundThread
-from infer.types import ErrorRecord, Request, StepOutput
+from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 log = logging.getLogger(__name__)
 
@@ -243,12 +243,12 @@ class EngineProcess:
             if self._ready is not None:
                 self._ready.send(request)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
         with self._lock:
             self._ledger.drop(request_id)
             if self._ready is not None:
-                self._ready.send(request_id)
+                self._ready.send(Abort(request_id, reason))
 
     def stop(self) -> None:
         """See `EngineClient`."""

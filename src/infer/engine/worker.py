@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from infer.engine.core import EngineCore
 from infer.engine.intake import Limits
@@ -32,8 +32,17 @@ HEARTBEAT_S = 1.0
 SOFT_LIMIT_S = 10.0
 """an engine that has not reported for so long hangs, or is very slow: it is neither ready nor,
 if somebody waits for it, live"""
-Command = Request | str | None
-"""add this request · abort this id · stop"""
+
+
+class Abort(NamedTuple):
+    """A request is to end now."""
+
+    request_id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+Command = Request | Abort | None
+"""add this request · abort that one · stop"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ class EngineClient(Protocol):
     def add(self, request: Request) -> None:
         """Send a request; a refusal comes back as an output with an error."""
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """Send an abort; it is applied before the next step."""
 
     def stop(self) -> None:
@@ -132,9 +141,9 @@ class EngineLoop:
         except queue.Empty:
             return True
 
-    def _apply(self, command: Request | str) -> None:
-        if isinstance(command, str):
-            self._core.abort(command)
+    def _apply(self, command: Request | Abort) -> None:
+        if isinstance(command, Abort):
+            self._core.abort(*command)
             return
         try:
             self._core.add(command)
@@ -180,9 +189,9 @@ class EngineThread:
         """See `EngineClient`."""
         self._commands.put(request)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
-        self._commands.put(request_id)
+        self._commands.put(Abort(request_id, reason))
 
     def stop(self) -> None:
         """See `EngineClient`."""
@@ -191,8 +200,8 @@ class EngineThread:
             self._thread.stop()
 
     def stats(self) -> dict[str, int | float]:
-        """Each number is exact, their set may straddle a step."""
-        return self._core.stats()
+        """Each number is exact, their set may straddle a step; a thread is never restarted."""
+        return {**self._core.stats(), "num_restarts": 0}
 
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
         def send(outputs: list[StepOutput], facts: StepFacts | None) -> None:

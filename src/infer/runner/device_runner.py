@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
 from itertools import compress
 
 import numpy as np
@@ -37,7 +36,7 @@ from infer.runner.graphs import (
     token_sizes,
 )
 from infer.runner.prompt_scores import score_prompts
-from infer.runner.restrict import Restrictions
+from infer.runner.restrict import Masks, Restrictions
 from infer.runner.sampler import is_plain, sample
 from infer.runner.step_writer import StepWriter
 from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled, Sequence
@@ -283,7 +282,7 @@ class DeviceRunner:
         self,
         sampling: list[Sequence],
         logits: Tensor,
-        restricting: Future[dict[str, Tensor | None]] | None,
+        restricting: Masks | None,
     ) -> dict[int, Sampled]:
         """Results of the rows that the kernels cannot sample; if there are any, this waits."""
         rows = [row for row, sequence in enumerate(sampling) if not is_plain(sequence)]

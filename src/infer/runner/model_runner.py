@@ -67,6 +67,6 @@ class ModelRunner:
         logits = self.model.logits(hidden)
         if restricting is None:
             return self._sample(logits, step.sampled, NOTHING)
-        forbidden = restricting.result()
+        forbidden, late = restricting.in_time()
         sampled = self._sample(logits, step.sampled, forbidden)
-        return self._restrictions.settle(step.sampled, sampled, forbidden)
+        return self._restrictions.settle(step.sampled, sampled, forbidden, late)

@@ -90,7 +90,7 @@ def sample(
     else:
         sampled = list(map(Sampled, tokens, logprobs_of(tokens)))
     for row in compress(range(len(dead)), dead):
-        sampled[row] = Sampled(0, error=NONE_LEFT)
+        sampled[row] = Sampled(0, error=NONE_LEFT, is_refused=True)
     return sampled
 
 

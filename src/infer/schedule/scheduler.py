@@ -116,7 +116,7 @@ class Scheduler:
             raise RequestError(f"a request with id {request.request_id!r} is already running")
         check_fits(request, self.config.max_seq_len, self.allocator)
         if self.num_unfinished >= self.num_seats + self.config.max_waiting_requests:
-            self.stats.num_rejected += 1
+            self.stats.num_requests_refused += 1
             raise OverloadedError(
                 f"the queue is full: {self.num_unfinished} requests are running or waiting"
             )
@@ -129,13 +129,15 @@ class Scheduler:
         self.stats.num_submitted += 1
         return sequence
 
-    def abort(self, request_id: str) -> StepOutput | None:
+    def abort(
+        self, request_id: str, reason: FinishReason = FinishReason.ABORT
+    ) -> StepOutput | None:
         """End a request now, wherever it is; None, and nothing happens, if it is not here."""
-        return self._end(request_id, FinishReason.ABORT)
+        return self._end(request_id, reason)
 
-    def fail(self, request_id: str, message: str) -> StepOutput | None:
-        """Like `abort`, for a request on which the engine itself failed."""
-        return self._end(request_id, FinishReason.ERROR, ErrorRecord(message))
+    def fail(self, request_id: str, error: ErrorRecord) -> StepOutput | None:
+        """Like `abort`, for a request that cannot be gone on with."""
+        return self._end(request_id, FinishReason.ERROR, error)
 
     def _end(
         self, request_id: str, reason: FinishReason, error: ErrorRecord | None = None
@@ -407,8 +409,8 @@ class Scheduler:
                     allocator.commit(table, sequence.tokens, end)
             if result is None:
                 continue
-            if result.error:
-                failed = self.fail(sequence.request_id, result.error)
+            if error := result.error_record:
+                failed = self.fail(sequence.request_id, error)
                 assert failed is not None
                 outputs.append(failed)
                 continue

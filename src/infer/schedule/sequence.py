@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from infer.cache.allocator import PageTable
-from infer.types import Request, TokenLogprobs
+from infer.errors import EngineError, RequestError
+from infer.types import ErrorRecord, Request, TokenLogprobs
 
 PENDING = -1
 """in `Sequence.tokens`: a token that a step which is still being computed samples"""
@@ -196,5 +197,18 @@ class Sampled:
     logprobs: TokenLogprobs | None = None
     error: str = ""
     """why there is no token; the request fails with it"""
+    is_refused: bool = False
+    """whether that error is the request's own doing, and not the engine's"""
     completes: bool = False
     """nothing may follow this token"""
+    is_late: bool = False
+    """whether there is no token because what it takes to choose one was not there in time; the
+    sequence samples in another step"""
+
+    @property
+    def error_record(self) -> ErrorRecord | None:
+        """The error as the caller gets it."""
+        if not self.error:
+            return None
+        kind = RequestError if self.is_refused else EngineError
+        return ErrorRecord(self.error, kind.__name__)

@@ -18,8 +18,8 @@ class SchedulerStats:
 
     num_submitted: int = 0
     """requests that were accepted; equals waiting + running + preempted + finished"""
-    num_rejected: int = 0
-    """requests that were refused because the queue was full"""
+    num_requests_refused: int = 0
+    """because the queue was full; a façade that looks first adds those that it refused"""
     num_finished: Counter[FinishReason] = field(default_factory=Counter)
     num_steps: int = 0
     num_computed_tokens: int = 0

@@ -28,6 +28,7 @@ from infer.types import (
     TextDelta,
     TokenLogprobs,
 )
+from infer.types.ends import end_of
 
 Part = RequestOutput | TextDelta
 
@@ -36,8 +37,9 @@ def wire_reason(reason: FinishReason, error: ErrorRecord | None = None) -> str:
     """OpenAI's word for why a choice ended; raises where it was not finished but broken off."""
     if error is not None:
         raise error.exception()
-    assert reason not in (FinishReason.ERROR, FinishReason.ABORT), "an error says why"
-    return "length" if reason is FinishReason.LENGTH else "stop"
+    word = end_of(reason).word
+    assert word is not None, "an error says why"
+    return word
 
 
 dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

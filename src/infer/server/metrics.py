@@ -189,7 +189,7 @@ class Metrics:
         used = 1 - stats["num_free_pages"] / stats["num_pages"]
         yield self._one(GaugeMetricFamily, "kv_cache_usage_perc", used)
         for name, source in _COUNTERS.items():
-            yield self._one(CounterMetricFamily, name, stats.get(source, 0))
+            yield self._one(CounterMetricFamily, name, stats[source])
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):

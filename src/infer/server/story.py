@@ -23,6 +23,7 @@ from infer.facts import Happening, StepFacts
 from infer.server.failures import HttpError
 from infer.server.visit import Visit
 from infer.types import FinishReason, Request, StepOutput
+from infer.types.ends import outcome_of
 
 MAX_RECENT = 256
 MAX_EVENTS = 128
@@ -153,12 +154,8 @@ class Stories:
         reasons = {track.reason for track in story.tracks.values()}
         if story.error is not None:
             story.outcome = story.error.code
-        elif reasons <= {FinishReason.EOS, FinishReason.STOP, FinishReason.LENGTH}:
-            story.outcome = "length" if FinishReason.LENGTH in reasons else "stop"
-        elif FinishReason.ERROR in reasons or story.visit.status >= 400:
-            story.outcome = "error"
         else:
-            story.outcome = "disconnected"
+            story.outcome = outcome_of(reasons, failed=story.visit.status >= 400)
         story.tell(story.ended_s, 0, "finished", outcome=story.outcome)
         del self._open[story.visit.id]
         self._ended[story.visit.id] = story

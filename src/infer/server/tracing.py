@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from infer.errors import ConfigError
 from infer.server.story import Story
+from infer.types.ends import NORMAL_OUTCOMES
 
 
 def make_tracing(model_name: str) -> Callable[[Story], None]:
@@ -59,7 +60,7 @@ def make_tracing(model_name: str) -> Callable[[Story], None]:
         for name, attribute in (("admitted", "admitted_s"), ("first token", "first_s")):
             if (at_s := story.earliest(attribute)) is not None:
                 span.add_event(name, timestamp=ns(at_s))
-        if story.outcome not in ("stop", "length"):
+        if story.outcome not in NORMAL_OUTCOMES:
             span.set_status(trace.StatusCode.ERROR, story.outcome)
         span.end(ns(story.ended_s))
 

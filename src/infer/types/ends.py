@@ -1,0 +1,48 @@
+"""`end_of`: what the end of a choice is called, everywhere where it is told.
+
+One table for answers, stories, metrics, logs, spans and counts: a reason that is added to
+`FinishReason` must be added here, or nothing passes the type checker.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, assert_never
+
+from infer.types import FinishReason
+
+DISCONNECTED = "disconnected"
+NORMAL_OUTCOMES = ("stop", "length")
+
+
+class End(NamedTuple):
+    """What one end is called."""
+
+    word: str | None
+    """OpenAI's `finish_reason`; None: it was not finished but broken off"""
+    outcome: str
+    """in stories, metrics, logs and spans"""
+    counter: str
+    """in `AsyncLLM.stats`"""
+
+
+def end_of(reason: FinishReason | None) -> End:
+    """`reason`: None where the caller has left before the end."""
+    match reason:
+        case FinishReason.EOS | FinishReason.STOP | FinishReason.COMPLETE:
+            return End("stop", "stop", "num_requests_finished")
+        case FinishReason.LENGTH:
+            return End("length", "length", "num_requests_finished")
+        case FinishReason.ABORT | None:
+            return End(None, DISCONNECTED, "num_requests_cancelled")
+        case FinishReason.ERROR:
+            return End(None, "error", "num_requests_failed")
+        case _:
+            assert_never(reason)
+
+
+def outcome_of(reasons: set[FinishReason | None], *, failed: bool = False) -> str:
+    """Of a request with several choices; `failed`: it was answered with an error."""
+    outcomes = {end_of(reason).outcome for reason in reasons}
+    if outcomes <= set(NORMAL_OUTCOMES):
+        return "length" if "length" in outcomes else "stop"
+    return "error" if failed or "error" in outcomes else DISCONNECTED

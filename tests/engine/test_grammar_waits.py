@@ -1,0 +1,136 @@
+"""A grammar that takes long keeps nobody waiting but its own request, whose tokens are the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infer import LLM, Grammar, SamplingParams
+from infer.text.grammar import CompiledGrammars, Compiler, Constraint
+
+SLOW = Grammar.regex("[a-z]{4,12}( [a-z]{2,9}){2}")
+QUICK = Grammar.choice(["yes", "no"])
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(max_seq_len=256) as llm:
+        yield llm
+
+
+def sampling(grammar: Grammar | None, max_tokens: int = 40) -> SamplingParams:
+    return SamplingParams(grammar=grammar, seed=1, max_tokens=max_tokens, ignore_eos=True)
+
+
+def steps_of(llm: LLM, grammars: dict[str, Grammar | None]) -> dict[str, list[tuple[int, Any]]]:
+    """(step, token) for each request."""
+    for name, grammar in grammars.items():
+        prompt = "Once upon a time there was a little fox who lived in a wood. " * 3
+        request = llm._intake.make_request(prompt, sampling(grammar), request_id=name)
+        llm.core.add(request)
+    found: dict[str, list[tuple[int, Any]]] = {name: [] for name in grammars}
+    step = 0
+    while llm.core.has_work:
+        step += 1
+        for output in llm.core.step():
+            assert output.error is None, output
+            found[output.request_id].append((step, output.token_id))
+    return found
+
+
+def tokens(found: list[tuple[int, Any]]) -> list[Any]:
+    return [token for _, token in found]
+
+
+def test_who_is_being_compiled_waits_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = {name: steps_of(llm, {name: grammar}) for name, grammar in
+             (("slow", SLOW), ("quick", QUICK), ("free", None))}  # fmt: skip
+    real = Compiler.constraint
+
+    def slowly(self: Compiler, grammar: Grammar, num_bytes: int = 0) -> Constraint:
+        if grammar == SLOW:
+            time.sleep(0.6)
+        return real(self, grammar, num_bytes)
+
+    monkeypatch.setattr(Compiler, "constraint", slowly)
+    found = steps_of(llm, {"quick": QUICK, "slow": SLOW, "free": None})
+    for name in found:
+        assert tokens(found[name]) == tokens(alone[name][name])
+    # The one without a grammar was not held up: it had tokens before the slow one had its first.
+    first = found["slow"][0][0]
+    assert sum(step < first for step, _ in found["free"]) >= 5
+
+
+@pytest.mark.parametrize("when", [1, 3])
+def test_who_has_a_slow_mask_waits_alone(
+    llm: LLM, when: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = {
+        name: steps_of(llm, {name: grammar}) for name, grammar in (("slow", SLOW), ("free", None))
+    }
+    real, count = Constraint.forbidden, 0
+
+    def slowly(self: Constraint) -> Any:
+        nonlocal count
+        count += 1
+        if count == when:
+            ends_s = time.thread_time() + 0.06
+            while time.thread_time() < ends_s:
+                time.sleep(0.001)
+                sum(range(10_000))
+        return real(self)
+
+    monkeypatch.setattr(Constraint, "forbidden", slowly)
+    found = steps_of(llm, {"slow": SLOW, "free": None})
+    for name in found:
+        assert tokens(found[name]) == tokens(alone[name][name])
+    slow = [step for step, _ in found["slow"]]
+    free = [step for step, _ in found["free"]]
+    assert len(set(range(free[0], slow[-1] + 1)) - set(slow)) >= 1  # it sat out at least a step
+    assert free == list(range(free[0], free[0] + len(free)))  # and nobody else did
+
+
+def test_everybody_late_is_no_loss(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in which nothing is computed, because all wait, are not those of a broken engine."""
+    alone = steps_of(llm, {"a": SLOW})
+    real = Compiler.constraint
+
+    def slowly(self: Compiler, grammar: Grammar, num_bytes: int = 0) -> Constraint:
+        time.sleep(0.5)
+        return real(self, grammar, num_bytes)
+
+    monkeypatch.setattr(Compiler, "constraint", slowly)
+    found = steps_of(llm, {"a": SLOW})
+    assert tokens(found["a"]) == tokens(alone["a"])
+    assert found["a"][0][0] >= 5
+
+
+def test_compiled_grammars_are_kept_by_their_bytes() -> None:
+    made: list[Grammar] = []
+
+    def compile_one(grammar: Grammar) -> Any:
+        made.append(grammar)
+        if grammar.text == "bad":
+            raise ValueError("on purpose")
+        return object()
+
+    kept = CompiledGrammars(compile_one, 1 << 20)
+    each = [Grammar.regex(f"{i}") for i in range(6)]
+    for grammar in each[:4]:
+        kept.matcher(grammar, 1 << 18)
+    kept.matcher(each[0], 1 << 18)
+    assert (len(kept), kept.num_bytes, len(made)) == (4, 1 << 20, 4)
+    kept.matcher(each[4], 1 << 18)
+    kept.matcher(each[0], 1 << 18)  # used lately, so the second one has gone
+    assert made == each[:5]
+    kept.matcher(each[1], 1 << 18)
+    assert made == [*each[:5], each[1]]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="on purpose"):
+            kept.matcher(Grammar.regex("bad"), 1 << 18)
+    assert len(made) == 8  # a failure is not kept
+    kept.matcher(each[5], 2 << 20)  # larger than all that may be kept
+    assert (len(kept), kept.num_bytes) == (0, 0)

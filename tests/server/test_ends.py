@@ -1,0 +1,85 @@
+"""What an end is called and where it is counted: one table, and names that cannot go astray."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from serving import COMPLETIONS, completion_body, scripted, serving, spelled
+
+from doubles import make_hash_core, make_hash_llm
+from infer.bench.engine import COUNTERS
+from infer.engine.async_llm import COUNTS
+from infer.engine.core import GAUGES
+from infer.server import metrics
+from infer.types import FinishReason
+from infer.types.ends import DISCONNECTED, NORMAL_OUTCOMES, end_of, outcome_of
+
+
+@pytest.mark.parametrize("reason", [*FinishReason, None])
+def test_every_end_has_its_names(reason: FinishReason | None) -> None:
+    end = end_of(reason)
+    assert end.counter in COUNTS
+    is_normal = reason in (
+        FinishReason.EOS, FinishReason.STOP, FinishReason.COMPLETE, FinishReason.LENGTH
+    )  # fmt: skip
+    assert (end.word is not None) == is_normal
+    assert (end.outcome in NORMAL_OUTCOMES) == is_normal
+    assert (end.counter == "num_requests_finished") == is_normal
+    assert outcome_of({reason}) == end.outcome
+
+
+def test_the_outcome_of_several_choices() -> None:
+    eos, length, complete = FinishReason.EOS, FinishReason.LENGTH, FinishReason.COMPLETE
+    assert outcome_of({eos, complete}) == "stop"
+    assert outcome_of({eos, length, complete}) == "length"
+    assert outcome_of({eos, None}) == DISCONNECTED
+    assert outcome_of({None}, failed=True) == "error"
+    assert outcome_of({eos, FinishReason.ERROR, None}) == "error"
+
+
+def test_whatever_metrics_read_is_counted() -> None:
+    """A counter that is renamed in the engine is missed here and in each scrape."""
+
+    async def main() -> None:
+        async with make_hash_llm() as engine:
+            stats = engine.stats()
+            assert {*metrics._COUNTERS.values(), *metrics._GAUGES.values()} <= stats.keys()
+            assert {*COUNTERS, *COUNTS, *GAUGES} <= stats.keys()
+
+    asyncio.run(main())
+
+
+def test_a_metric_without_its_counter_is_no_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(metrics._COUNTERS, "engine_steps", "num_renamed")
+
+    async def main() -> None:
+        async with serving(make_hash_llm()) as app:
+            reply = await app.get("/metrics")
+            assert reply.status == 500
+
+    asyncio.run(main())
+
+
+def test_who_reached_a_stop_string_has_finished() -> None:
+    async def main() -> None:
+        engine = scripted(spelled("one two three four five six"))
+        async with serving(engine) as app:
+            body = completion_body(stop="three", max_tokens=20)
+            reply = await app.post(COMPLETIONS, body)
+            assert json.loads(reply.body)["choices"][0]["finish_reason"] == "stop"
+            async with asyncio.timeout(20):
+                while not engine.stats().get("num_finished_stop"):
+                    await asyncio.sleep(0.01)
+            stats = engine.stats()
+            assert stats["num_requests_finished"] == 1
+            assert "num_finished_abort" not in stats
+
+    asyncio.run(main())
+
+
+def test_refusals_of_the_queue_are_counted_once() -> None:
+    stats = make_hash_core().stats()
+    assert "num_requests_refused" in stats
+    assert not [name for name in stats if "reject" in name]
