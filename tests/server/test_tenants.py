@@ -190,10 +190,11 @@ def test_limits(file: Path) -> None:
         busy = [asyncio.ensure_future(post(key, max_tokens=200, n=8)) for _ in range(2)]
         await asyncio.sleep(0.02)
         waiting = [asyncio.ensure_future(post(alone)) for _ in range(3)]
-        statuses = sorted([(await each).status for each in waiting])
-        assert statuses[0] == 200
-        assert statuses[-1] == 429
+        assert [(await each).status for each in waiting] == [429] * 3
         await asyncio.gather(*busy)
+        assert (await post(alone, n=2)).status == 200  # nobody has to wait
+        refused = await post(alone, n=3)
+        assert (refused.status, refused.error()["code"]) == (400, "too_many_choices")
 
     with_app(make_hash_llm(step_s=0.001, max_batch_size=2), use, api_keys=str(file))
 
@@ -232,9 +233,9 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
 def test_a_refused_request_leaves_nothing() -> None:
     tenant = Tenant(Key(id="k", name="n", sha256="", limits=Limits(requests_per_minute=1)))
     visits = [Visit(), Visit()]
-    tenant.enter(visits[0], 0)
+    tenant.enter(visits[0])
     with pytest.raises(Exception, match="requests a minute"):
-        tenant.enter(visits[1], 0)
+        tenant.enter(visits[1])
     for visit in visits:
         visit.leaving.close()
     assert tenant._num_open == 0

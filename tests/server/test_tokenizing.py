@@ -395,14 +395,14 @@ def test_bodies_have_the_same_limits(path: str) -> None:
 
 def test_long_bodies_are_worked_on_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    real = body_reader.ThreadPoolExecutor.submit
+    real = body_reader.FairThreads.submit
 
-    def submit(pool: Any, work: Any, *arguments: Any) -> Any:
-        if hasattr(work, "__name__"):  # not the engine's end
-            threads.append(work.__name__)
-        return real(pool, work, *arguments)
+    def submit(pool: Any, owner: str, work: Any, ended: Any) -> Any:
+        if work.func.__name__ != "json_response":
+            threads.append(work.func.__name__)
+        return real(pool, owner, work, ended)
 
-    monkeypatch.setattr(body_reader.ThreadPoolExecutor, "submit", submit)
+    monkeypatch.setattr(body_reader.FairThreads, "submit", submit)
     long, short = "x" * 40_000, "x"
 
     def bodies(text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from infer.engine.async_llm import AsyncLLM
 from infer.server.intake import tool_format
 from infer.server.logprobs import ChoiceLogprobs
+from infer.server.rendering import BYTES_A_LOGPROB
 from infer.server.wire import ChatBody, CompletionBody, Generation, StreamOptions
 from infer.text.calls import parser_for
 from infer.text.formats import thoughts_in
@@ -31,6 +32,8 @@ from infer.types import (
 from infer.types.ends import end_of
 
 Part = RequestOutput | TextDelta
+BYTES_AN_EVENT = 50
+"""about, of a token in `TypedEvents`"""
 
 
 def wire_reason(reason: FinishReason, error: ErrorRecord | None = None) -> str:
@@ -102,9 +105,10 @@ class CompletionAnswer:
         self._echoes: dict[int, str] = {}
         """texts of the prompts that are still to be echoed, by choice"""
         if isinstance(wire, CompletionBody) and wire.echo:
-            decode = engine.tokenizer.decode
-            texts = [decode(request.prompt_token_ids) for request in requests]
-            self._echoes = dict(enumerate(texts))
+            for index, request in enumerate(requests):
+                if index % wire.n == 0:  # its siblings have the same prompt
+                    text = engine.tokenizer.decode(request.prompt_token_ids)
+                self._echoes[index] = text
         self._writers: list[ChoiceLogprobs] = []
         if requests[0].sampling.logprobs is not None:
             skip = wire.skip_special_tokens
@@ -116,6 +120,17 @@ class CompletionAnswer:
         self._num_completion += 0 if self._looks else len(part.token_ids)
         if index % self._wire.n == 0:
             self._num_cached[index] = part.num_cached
+
+    def size_of(self, part: Part) -> int:
+        """About how many bytes a part becomes."""
+        sampling = self._requests[0].sampling
+        size = len(part.text) + 8 * len(part.token_ids)
+        for entries, num_top in (
+            (part.logprobs, sampling.logprobs),
+            (part.prompt_logprobs, sampling.prompt_logprobs),
+        ):
+            size += len(entries or ()) * (1 + (num_top or 0)) * BYTES_A_LOGPROB
+        return size
 
     def usage(self) -> dict[str, Any]:
         """The tokens of all choices; a prompt counts once, however many choices it has."""
@@ -374,6 +389,10 @@ class TypedEvents:
 
     def opening(self) -> Iterator[bytes]:
         yield from ()
+
+    def size_of(self, part: Part) -> int:
+        """See `CompletionAnswer`."""
+        return BYTES_AN_EVENT * len(part.token_ids)
 
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._answer.count(index, delta)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,13 +22,13 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import DeadlineError, EngineDeadError, InferError, UnprocessableError
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
-from infer.server.body import TextPool
+from infer.server.body import NUM_BYTES, TextPool
 from infer.server.conversations import Conversations
 from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
 from infer.server.keys import Keys
@@ -35,6 +36,8 @@ from infer.server.logs import log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics
 from infer.server.openapi import JSON, document, each, takes
 from infer.server.prefixes import PublicPrefixes
+from infer.server.rendering import json_response, render
+from infer.server.sessions import Quota
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
 from infer.server.stream import Events, EventStream, all_of, unless_gone
@@ -56,6 +59,8 @@ B = TypeVar("B", bound=Body)
 G = TypeVar("G", bound=Generation)
 
 EVENTS = "text/event-stream"
+_BYTES_AN_ID = 8
+"""about, in an answer"""
 
 
 class Endpoints:
@@ -69,10 +74,15 @@ class Endpoints:
         if settings.tracing:
             self._stories.on_end.append(make_tracing(engine.model_name))
         self._prefixes = PublicPrefixes(settings.public_prefixes, engine)
-        self.conversations = Conversations(settings.sessions, pool)
+        quota = Quota(
+            settings.max_sessions, settings.max_session_messages, settings.max_session_bytes
+        )
+        self.conversations = Conversations(settings.sessions, pool, quota)
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
         self.metrics = Metrics(engine, self._stories, settings.metrics_prefix, usage)
         self._started = int(time.time())
+        self._document: bytes | None = None
+        """`/openapi.json`, once somebody has asked for it"""
 
     async def _read(self, http: HttpRequest, model: type[B]) -> B:
         body = await self._pool.read_object(http)
@@ -109,19 +119,25 @@ class Endpoints:
     ) -> Response:
         engine = self._engine
         visit, tenant = Visit.of(http.scope), tenant_of(http.scope)
-        tenant.enter(visit, self._stories.num_queued(tenant.key.id))
+        key = tenant.key
         body = await self._pool.read_object(http)
         turn = await self.conversations.begin(http, body) if model is ChatBody else None
         wire = await self._pool.computed(http, self._checked, http, model, body)
         answer_id = f"{kind.prefix}-{visit.id}"
-        computed, heavy = self._pool.computed, wire.is_heavy
-        with engine.reserved(wire.num_choices):
-            requests = await computed(http, make_requests, engine, wire, answer_id, heavy=heavy)
+        tenant.charge_chars(wire.num_grammar_chars, visit)
+
+        def prepare() -> tuple[list[Request], CompletionAnswer]:
+            requests = self._prefixes.owned(make_requests(engine, wire, answer_id), key)
+            requests = tenant.fitted(requests, is_open_ended=wire.is_open_ended)
+            return requests, kind(engine, wire, requests, answer_id)
+
+        num_choices = wire.num_choices
+        num_queued = self._stories.num_queued(key.id)
+        # From here to the stories' beginning a choice is counted as one that is being made.
+        with tenant.queueing(num_choices, num_queued, engine), engine.reserved(num_choices):
+            requests, answer = await self._pool.computed(http, prepare, heavy=wire.is_heavy)
         if isinstance(wire, ChatBody) and (warning := intake.tool_warning(engine, wire)):
             visit.headers.append(("x-warning", warning))
-        requests = [self._prefixes.owned(request, tenant.key) for request in requests]
-        key = tenant.key
-        answer = kind(engine, wire, requests, answer_id)
         if turn:
             answer.on_new = turn.add
         settle = tenant.reserve(requests, visit)
@@ -131,12 +147,15 @@ class Endpoints:
         if wire.stream:
             events: Events = TypedEvents(answer) if wire.stream_format == "events" else answer
             keep = turn.keep if turn else None
-            return EventStream(engine, requests, events, self._settings.keep_alive_s, keep)
+            rendered = partial(self._pool.rendered, http)
+            keep_alive_s = self._settings.keep_alive_s
+            return EventStream(engine, requests, events, keep_alive_s, keep, rendered)
         outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
-        whole = answer.body(outputs)
+        num_bytes = sum(map(answer.size_of, outputs))
+        body = await self._pool.rendered(http, num_bytes, answer.body, outputs)
         if turn:
             await turn.keep()
-        return JSONResponse(whole)
+        return await self._pool.rendered(http, num_bytes, json_response, body)
 
     def _set_deadline(self, story: Story, timeout_s: float | None) -> None:
         limit_s = self._settings.request_timeout_s
@@ -173,10 +192,15 @@ class Endpoints:
     async def render(self, http: HttpRequest) -> Response:
         """The prompt that a chat would become, as text and token ids."""
         wire = await self._read(http, ChatBody)
-        prompt, ids = await self._pool.computed(http, intake.rendered_chat, self._engine, wire)
+        self._charge(http)
+        how = {"heavy": wire.is_heavy}
+        prompt, ids = await self._pool.computed(
+            http, intake.rendered_chat, self._engine, wire, **how
+        )
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
-        return JSONResponse(fields)
+        num_bytes = len(prompt) + _BYTES_AN_ID * len(ids)
+        return await self._pool.rendered(http, num_bytes, json_response, fields)
 
     @takes(TokenizeBody, TokenizeChatBody)
     async def tokenize(self, http: HttpRequest) -> Response:
@@ -184,7 +208,10 @@ class Endpoints:
         body = await self._pool.read_object(http)
         model = TokenizeBody if body.get("messages") is None else TokenizeChatBody
         wire = await self._pool.computed(http, self._checked, http, model, body)
-        return JSONResponse(await self._pool.computed(http, self._tokenized, wire))
+        self._charge(http)
+        fields = await self._pool.computed(http, self._tokenized, wire)
+        num_bytes = _BYTES_AN_ID * len(fields["tokens"])
+        return await self._pool.rendered(http, num_bytes, json_response, fields)
 
     def _tokenized(self, wire: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
         engine = self._engine
@@ -204,7 +231,13 @@ class Endpoints:
     async def detokenize(self, http: HttpRequest) -> Response:
         """Token ids to text."""
         wire = await self._read(http, DetokenizeBody)
-        return JSONResponse({"prompt": await self._pool.computed(http, self._text, wire.tokens)})
+        self._charge(http)
+        fields = {"prompt": await self._pool.computed(http, self._text, wire.tokens)}
+        return await self._pool.rendered(http, len(fields["prompt"]), json_response, fields)
+
+    def _charge(self, http: HttpRequest) -> None:
+        """What a tokenizer is asked for counts towards the key's tokens, by the body's size."""
+        tenant_of(http.scope).charge_chars(http.scope.get(NUM_BYTES, 0), Visit.of(http.scope))
 
     def _text(self, ids: Sequence[int]) -> str:
         size = self._engine.vocab_size
@@ -281,8 +314,12 @@ class Endpoints:
 
     async def openapi(self, http: HttpRequest) -> Response:
         """All this for programs: the OpenAPI document."""
-        has_keys = self._settings.api_keys is not None
-        return JSONResponse(await asyncio.to_thread(document, http.app.routes, has_keys=has_keys))
+        if self._document is None:
+            self._document = await asyncio.to_thread(self._made_document, http.app.routes)
+        return Response(self._document, media_type="application/json")
+
+    def _made_document(self, routes: Sequence[BaseRoute]) -> bytes:
+        return render(document(routes, has_keys=self._settings.api_keys is not None))
 
 
 def layers(

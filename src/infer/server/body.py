@@ -12,8 +12,9 @@ import asyncio
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 from starlette.datastructures import Headers
@@ -21,6 +22,9 @@ from starlette.requests import ClientDisconnect, Request
 
 from infer.errors import OverloadedError, RequestError
 from infer.server.failures import ClientGone, HttpError
+from infer.server.fair_threads import FairThreads
+from infer.server.rendering import LARGE_ANSWER_BYTES
+from infer.server.tenants import Tenant, tenant_of, too_many
 
 T = TypeVar("T")
 
@@ -29,10 +33,14 @@ PARSED = "infer.body"
 MAX_BODY_BYTES = 2 * 1024 * 1024
 BODY_TIMEOUT_S = 30.0
 """a body that is not there by then is answered with 408"""
-LONG_BODY_BYTES = 32 * 1024
+NUM_BYTES = "infer.num_bytes"
+"""in a scope: the size of the body, and of what was added to it since (a session's messages)"""
+LONG_BODY_BYTES = 16 * 1024
 """from here on it is parsed, checked and tokenised off the event loop, not to delay the streams"""
 MAX_LONG_BODIES = 64
 """of them that are worked on, or wait for it; further ones are refused (503)"""
+MAX_LONG_BODIES_A_KEY = 16
+"""of one key, which may not have more than `max_concurrent` either; further ones are 429"""
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 50_000
 """objects and arrays in one body: bounds the time the parser may keep the event loop"""
@@ -61,9 +69,10 @@ class TextPool:
     """
 
     def __init__(self) -> None:
-        self._parser = ThreadPoolExecutor(1, "infer-json")
-        self._threads = ThreadPoolExecutor(2, "infer-text")
-        self._num_open = 0
+        self._parser = FairThreads(1, "infer-json")
+        self._threads = FairThreads(2, "infer-text")
+        self._num_open: Counter[str] = Counter()
+        """by owner"""
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """The JSON object that the body is."""
@@ -79,6 +88,7 @@ class TextPool:
             raise HttpError(408, message, code="request_timeout") from None
         except ClientDisconnect:
             raise ClientGone from None
+        request.scope[NUM_BYTES] = len(body)
         return await self._done(self._parser, request, _parse_object, body)
 
     async def computed(
@@ -88,31 +98,53 @@ class TextPool:
         notice."""
         return await self._done(self._threads, request, work, *arguments, heavy=heavy)
 
+    async def rendered(
+        self, request: Request, num_bytes: int, work: Callable[..., T], *arguments: Any
+    ) -> T:
+        """`work(*arguments)`, which writes an answer of about `num_bytes`; in a thread if that is
+        much. Never refused: so far only the answers of open requests come."""
+        if num_bytes <= LARGE_ANSWER_BYTES:
+            return work(*arguments)
+        owner, work = tenant_of(request.scope).key.id, partial(work, *arguments)
+        result: T = await self._threads.submit(owner, work, lambda: None)
+        return result
+
     async def _done(
         self,
-        threads: ThreadPoolExecutor,
+        threads: FairThreads,
         request: Request,
         work: Callable[..., T],
         *arguments: Any,
         heavy: bool = False,
     ) -> T:
-        declared = request.headers.get("content-length", "")
-        if not heavy and declared.isdecimal() and int(declared) <= LONG_BODY_BYTES:
+        if not heavy and request.scope.get(NUM_BYTES, 0) <= LONG_BODY_BYTES:
             return work(*arguments)
-        if self._num_open >= MAX_LONG_BODIES:
-            raise OverloadedError("too many long bodies are being read")
-        self._num_open += 1
-        running = asyncio.get_running_loop().run_in_executor(threads, work, *arguments)
-        running.add_done_callback(self._count_down)  # also when nobody waits for it any more
-        return await running
+        tenant = tenant_of(request.scope)
+        owner = tenant.key.id
+        self._check_room(tenant)
+        self._num_open[owner] += 1
+        result: T = await threads.submit(
+            owner, partial(work, *arguments), partial(self._count_down, owner)
+        )
+        return result
 
-    def _count_down(self, _: asyncio.Future[Any]) -> None:
-        self._num_open -= 1
+    def _check_room(self, tenant: Tenant) -> None:
+        key = tenant.key
+        most = min(MAX_LONG_BODIES_A_KEY, key.limits.max_concurrent)
+        if key.id and self._num_open[key.id] >= most:
+            raise too_many(f"this key may have {most} long bodies worked on", 1)
+        if self._num_open.total() >= MAX_LONG_BODIES:
+            raise OverloadedError("too many long bodies are being read")
+
+    def _count_down(self, owner: str) -> None:
+        self._num_open[owner] -= 1
+        if not self._num_open[owner]:
+            del self._num_open[owner]
 
     def close(self) -> None:
         """Waits for nothing."""
         for threads in (self._parser, self._threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:

@@ -22,9 +22,10 @@ from starlette.routing import Route
 from infer.errors import UnprocessableError
 from infer.server import validation
 from infer.server.answer import unnumbered
-from infer.server.body import TextPool
+from infer.server.body import NUM_BYTES, TextPool
 from infer.server.openapi import takes
-from infer.server.sessions import Message, Sessions, busy
+from infer.server.rendering import json_response
+from infer.server.sessions import Message, Quota, Sessions, busy
 from infer.server.tenants import tenant_of
 from infer.server.validation import Wire
 from infer.server.visit import Visit
@@ -88,8 +89,9 @@ def _as_text(call: dict[str, Any]) -> str:
 class Conversations:
     """Sessions as the server offers them."""
 
-    def __init__(self, url: str | None, pool: TextPool) -> None:
+    def __init__(self, url: str | None, pool: TextPool, quota: Quota | None = None) -> None:
         self._url = url
+        self._quota = quota or Quota()
         self._pool = pool
         self._busy: set[str] = set()
         if url is not None:
@@ -98,11 +100,11 @@ class Conversations:
     @cached_property
     def _sessions(self) -> Sessions:
         if self._url is not None:
-            return Sessions(self._url)
+            return Sessions(self._url, self._quota)
         state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         folder = Path(state) / "infer"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Sessions(f"sqlite:///{folder / 'sessions.db'}")
+        return Sessions(f"sqlite:///{folder / 'sessions.db'}", self._quota)
 
     async def begin(self, http: HttpRequest, body: dict[str, Any]) -> Turn | None:
         """Put the session's messages before those of a chat's body, if it names a session."""
@@ -116,18 +118,24 @@ class Conversations:
         owner = tenant_of(http.scope).key.id
         if name in self._busy:
             raise busy()
-        found = await asyncio.to_thread(self._sessions.read, owner, name)
+        num_new = http.scope.get(NUM_BYTES, 0)
+        found = await asyncio.to_thread(
+            self._sessions.begin_turn, owner, name, len(asked) + 1, num_new
+        )
         if name in self._busy:
             raise busy()
         self._busy.add(name)
         Visit.of(http.scope).leaving.callback(self._busy.discard, name)
-        body["messages"] = [*found["messages"], *asked]
-        return Turn(self._sessions, owner, name, len(found["messages"]), asked)
+        body["messages"] = [*found.messages, *asked]
+        # What is done with the body from now on takes as long as if all this had been sent.
+        http.scope[NUM_BYTES] = num_new + found.num_bytes
+        return Turn(self._sessions, owner, name, len(found.messages), asked)
 
     @takes(SessionBody)
     async def _create(self, http: HttpRequest) -> Response:
         """A conversation that is kept here."""
-        wire = validation.read(SessionBody, body := await self._pool.read_object(http))
+        body = await self._pool.read_object(http)
+        wire = await self._pool.computed(http, validation.read, SessionBody, body)
         messages = body.get("messages") or []
         return await self._call(http, "create", wire.title, messages)
 
@@ -139,7 +147,10 @@ class Conversations:
 
     async def _read(self, http: HttpRequest) -> Response:
         """A session with its messages."""
-        return await self._call(http, "read", http.path_params["id"])
+        where = (tenant_of(http.scope).key.id, http.path_params["id"])
+        num_bytes = await asyncio.to_thread(self._sessions.num_bytes, *where)
+        found = await asyncio.to_thread(self._sessions.read, *where)
+        return await self._pool.rendered(http, num_bytes, json_response, found)
 
     @takes(RenameBody)
     async def _rename(self, http: HttpRequest) -> Response:

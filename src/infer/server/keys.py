@@ -59,7 +59,8 @@ class Key:
         return f"shared:{self.limits.share_cache}" if self.limits.share_cache else self.id
 
 
-ANYBODY = Key(id="", name="", sha256="", limits=Limits(max_concurrent=10**9, admin=True))
+_UNLIMITED = Limits(max_concurrent=10**9, max_queued=10**9, admin=True)
+ANYBODY = Key(id="", name="", sha256="", limits=_UNLIMITED)
 """where there are no keys"""
 
 
@@ -130,6 +131,7 @@ def write_private(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)  # a umask may have taken the owner's rights
         file.write(text)
     beside.replace(path)
 

@@ -39,14 +39,22 @@ class PublicPrefixes:
                 one, other = map(engine.render_chat, chats)
                 self._beginnings.append(one[: _num_shared(one, other)])
 
-    def owned(self, request: Request, key: Key) -> Request:
-        """The request as one of the key's: its account, and its scope of the cache."""
+    def owned(self, requests: Sequence[Request], key: Key) -> list[Request]:
+        """The requests as the key's: its account, and its scope of the cache. Choices of one
+        prompt come one after the other, and share the tuple of its tokens."""
+        found: list[Request] = []
+        prompt: tuple[int, ...] = ()
         num_public = 0
-        if key.limits.public_prefixes and not request.cache_scope:  # unless it wants no cache
-            shared = (_num_shared(request.prompt_token_ids, each) for each in self._beginnings)
-            num_public = max(shared, default=0)
-        scope = key.cache_scope + request.cache_scope
-        return replace(request, tenant=key.id, cache_scope=scope, num_public=num_public)
+        for request in requests:
+            if request.prompt_token_ids is not prompt:
+                prompt, num_public = request.prompt_token_ids, 0
+                # Unless it wants no cache.
+                if key.limits.public_prefixes and not request.cache_scope:
+                    shared = (_num_shared(prompt, each) for each in self._beginnings)
+                    num_public = max(shared, default=0)
+            scope = key.cache_scope + request.cache_scope
+            found.append(replace(request, tenant=key.id, cache_scope=scope, num_public=num_public))
+        return found
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:

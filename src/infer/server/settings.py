@@ -63,6 +63,13 @@ class ServerSettings:
     sessions: str | None = option(
         None, "Database URL of the sessions; default: a SQLite file in the user's state folder."
     )
+    max_sessions: int = option(1000, "Sessions that a key may keep here.", low=0)
+    max_session_messages: int = option(
+        100_000, "Messages that the sessions of a key may have, all together.", low=0
+    )
+    max_session_bytes: int = option(
+        64 * 1024 * 1024, "Bytes that the sessions of a key may have, all together.", low=0
+    )
     cors_origins: str | None = option(
         None, "Origins, separated by commas, whose pages in a browser may use this server."
     )

@@ -20,10 +20,12 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import EngineError, InferError
 from infer.server.answer import CompletionAnswer, TypedEvents, wire_reason
 from infer.server.failures import ClientGone, describe, log
+from infer.server.rendering import LARGE_ANSWER_BYTES
 from infer.types import Request, TextDelta
 
 T = TypeVar("T")
 Events = CompletionAnswer | TypedEvents
+Rendered = Callable[..., Awaitable[Any]]
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -42,10 +44,13 @@ class EventStream(Response):
         events: Events,
         keep_alive_s: float = 0.0,
         keep: Callable[[], Awaitable[None]] | None = None,
+        rendered: Rendered | None = None,
     ) -> None:
         """`keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never.
-        `keep` is awaited when the answer is whole, before the client is told so."""
+        `keep` is awaited when the answer is whole, before the client is told so. `rendered`:
+        `TextPool.rendered` of this request, where what is large is written."""
         super().__init__()
+        self._rendered = rendered
         self._engine = engine
         self._requests = requests
         self._events = events
@@ -53,6 +58,8 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self._keep = keep
         self._written_s = 0.0
+        self._num_bytes = 0
+        """written since others have had a turn"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with AsyncExitStack() as stack:
@@ -87,10 +94,24 @@ class EventStream(Response):
             if delta.finish_reason is not None:
                 wire_reason(delta.finish_reason, delta.error)  # raises where it was broken off
             async with self._writing:
-                await self._write(send, self._events.piece(index, delta))
+                await self._write(send, await self._piece(index, delta))
             if delta.finish_reason is not None:
                 return
         raise EngineError("the engine's stream ended before the answer did")
+
+    async def _piece(self, index: int, delta: TextDelta) -> Iterable[bytes]:
+        """Where hundreds of choices have log-probabilities, a step of them is a long time."""
+        num_bytes = self._events.size_of(delta)
+        self._num_bytes += num_bytes
+        if self._num_bytes > LARGE_ANSWER_BYTES:
+            self._num_bytes = 0
+            await asyncio.sleep(0)
+        if self._rendered is None:
+            return self._events.piece(index, delta)
+        events: list[bytes] = await self._rendered(
+            num_bytes, _all, self._events.piece, index, delta
+        )
+        return events
 
     async def _keep_alive(self, send: Send) -> None:
         """So that proxies do not close what waits, and clients that are gone are noticed. Never
@@ -108,6 +129,10 @@ class EventStream(Response):
         self._written_s = asyncio.get_running_loop().time()
         for event in events:
             await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+def _all(piece: Callable[..., Iterable[bytes]], *arguments: Any) -> list[bytes]:
+    return list(piece(*arguments))
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -2,20 +2,23 @@
 
 The gate stands inside the outermost layer and before all routes: every path needs a key, except
 those that are listed here. It decides on the path of the ASGI scope, which no header can change. A
-tenant counts what its key has open and fills its buckets of requests and tokens by the clock; a
-request's tokens are reserved when it comes and what it did not use is given back when it ends.
+tenant counts what its key has open and fills its buckets of requests and tokens by the clock. Every
+request that makes work counts, before its body is read; the tokens of an answer are reserved when
+it begins and what it did not use is given back when it ends.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.errors import RequestError
+from infer.engine.async_llm import AsyncLLM
 from infer.server.failures import HttpError, describe, log
 from infer.server.keys import ANYBODY, Key, Keys
 from infer.server.story import Story
@@ -24,6 +27,18 @@ from infer.types import Request
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 ADMIN_PATHS = frozenset({"/metrics", "/stats"})
+CHARS_A_TOKEN = 4
+"""at which text that is no prompt is counted"""
+MAX_MINUTES = 4
+"""of a key's tokens, that one request may use; what exceeds one minute is a debt"""
+
+
+def _costs(method: str, path: str) -> bool:
+    """Whether a request counts for its key: not where it only looks at what is at hand, or ends
+    something."""
+    if path.startswith("/v1/requests"):
+        return False
+    return method not in ("GET", "HEAD", "OPTIONS") or path.startswith("/v1/sessions")
 
 
 class Bucket:
@@ -57,6 +72,8 @@ class Tenant:
     def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
         self._num_open = 0
+        self._num_making = 0
+        """choices that have a place and are not yet in a story"""
         limits = key.limits
         self._buckets = {
             name: Bucket(per_minute, clock)
@@ -72,13 +89,11 @@ class Tenant:
         """Whose requests it may see: None = everybody's."""
         return None if self.key.limits.admin else self.key.id
 
-    def enter(self, visit: Visit, num_queued: int) -> None:
-        """A request for the model has come; raises 429. Costs nothing if it is refused."""
+    def enter(self, visit: Visit) -> None:
+        """A request that costs something has come; raises 429. Costs nothing if it is refused."""
         limits = self.key.limits
         if self._num_open >= limits.max_concurrent:
-            raise _too_many(f"this key may have {limits.max_concurrent} requests open", 1)
-        if num_queued > limits.max_queued:
-            raise _too_many(f"this key may have {limits.max_queued} choices waiting", 1)
+            raise too_many(f"this key may have {limits.max_concurrent} requests open", 1)
         self._take("requests", 1, visit)
         self._num_open += 1
         visit.leaving.callback(self._leave)
@@ -86,11 +101,55 @@ class Tenant:
     def _leave(self) -> None:
         self._num_open -= 1
 
+    @contextmanager
+    def queueing(self, num_choices: int, num_queued: int, engine: AsyncLLM) -> Iterator[None]:
+        """Choices take their places: inside of the block they are counted as waiting, besides the
+        `num_queued` of this key that were there before. Raises 429 where more would have to wait
+        than may; 400 where they always would."""
+        most, num_seats = self.key.limits.max_queued, engine.num_seats
+        if num_choices > most + num_seats:
+            message = f"this key may have {most} choices waiting, beside {num_seats} that run: send"
+            message += f" at most {most + num_seats} in one request, not {num_choices}"
+            raise HttpError(400, message, code="too_many_choices")
+        num_own = num_queued + self._num_making + num_choices
+        num_left_over = engine.num_taken + num_choices - num_seats
+        if min(num_own, num_left_over) > most:
+            raise too_many(f"this key may have {most} choices waiting", 1)
+        self._num_making += num_choices
+        try:
+            yield
+        finally:
+            self._num_making -= num_choices
+
+    def charge_chars(self, num_chars: int, visit: Visit) -> None:
+        """Work on text that is no prompt of a model (grammars, what a tokenizer is asked for)
+        counts as the tokens that it would be about; raises 429. Nothing of it is given back."""
+        bucket = self._buckets.get("tokens")
+        if bucket is not None and num_chars:
+            self._take("tokens", min(math.ceil(num_chars / CHARS_A_TOKEN), bucket.size), visit)
+
+    def fitted(self, requests: list[Request], *, is_open_ended: bool) -> list[Request]:
+        """The requests, if all of them may use at most `MAX_MINUTES` of the key's tokens; else 400.
+        Where the client has set no limit to its tokens, they get as many as fit."""
+        bucket = self._buckets.get("tokens")
+        if bucket is None or not requests:
+            return requests
+        most = MAX_MINUTES * bucket.size
+        if _worst_case(requests) <= most:
+            return requests
+        num_prompts = sum(len(request.prompt_token_ids) for request in requests)
+        room = (most - num_prompts) // len(requests)
+        if not is_open_ended or room < max(1, requests[0].sampling.min_tokens):
+            message = f"this request may use {_worst_case(requests)} tokens; this key has"
+            message += f" {bucket.size} a minute, and one request may use {most}: send a smaller"
+            message += " max_tokens, fewer choices or a shorter prompt"
+            raise HttpError(400, message, code="tokens_per_minute_exceeded", param="max_tokens")
+        return [replace(request, max_tokens=min(request.max_tokens, room)) for request in requests]
+
     def reserve(self, requests: Sequence[Request], visit: Visit) -> Callable[[Story], None]:
         """Take the tokens that requests may use; the result gives back what they did not."""
         bucket = self._buckets.get("tokens")
-        most = sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
-        reserved = min(most, bucket.size) if bucket else 0
+        reserved = min(_worst_case(requests), bucket.size) if bucket else 0
         self._take("tokens", reserved, visit)
 
         def settle(story: Story) -> None:
@@ -108,16 +167,23 @@ class Tenant:
             bucket.take(amount)
         left = max(0, int(bucket.level()))
         reset_s = 60 * (1 - max(0.0, bucket.level()) / bucket.size)
-        visit.headers += [
-            (f"x-ratelimit-limit-{name}", str(bucket.size)),
-            (f"x-ratelimit-remaining-{name}", str(left)),
-            (f"x-ratelimit-reset-{name}", f"{reset_s:.3f}s"),
-        ]
+        shown = {
+            f"x-ratelimit-limit-{name}": str(bucket.size),
+            f"x-ratelimit-remaining-{name}": str(left),
+            f"x-ratelimit-reset-{name}": f"{reset_s:.3f}s",
+        }
+        kept = [header for header in visit.headers if header[0] not in shown]
+        visit.headers[:] = [*kept, *shown.items()]
         if wait_s:
-            raise _too_many(f"this key may use {bucket.size} {name} a minute", wait_s)
+            raise too_many(f"this key may use {bucket.size} {name} a minute", wait_s)
 
 
-def _too_many(message: str, wait_s: float) -> RequestError:
+def _worst_case(requests: Sequence[Request]) -> int:
+    return sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
+
+
+def too_many(message: str, wait_s: float) -> HttpError:
+    """A refusal because of a key's limits, and when to try again."""
     error = HttpError(429, message, code="rate_limit_exceeded")
     error.type = "rate_limit_error"
     error.retry_after_s = math.ceil(wait_s)
@@ -150,11 +216,17 @@ class Gate:
                 await describe(error)(scope, receive, send)
                 return
             visit.key_name = key.name
-            visit.tenant = self._tenant_of(key)
+            visit.tenant = tenant = self._tenant_of(key)
             if path in ADMIN_PATHS and not key.limits.admin:
                 error = HttpError(403, "this is for keys of admins", code="permission_denied")
                 await describe(error)(scope, receive, send)
                 return
+            if _costs(scope["method"], path):
+                try:
+                    tenant.enter(visit)
+                except HttpError as error:
+                    await describe(error)(scope, receive, send)
+                    return
         await self._app(scope, receive, send)
 
     def _key_of(self, headers: Headers) -> Key | None:

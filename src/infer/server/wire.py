@@ -23,6 +23,10 @@ from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 MAX_CHOICES_PER_PROMPT = 8
 MAX_CHOICES = 256
 """prompts x n of one request"""
+MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
+"""of `bad_words` that are spelled on the event loop"""
+MAX_LIGHT_ENTRIES = 2048
+"""choices x fields that are looked at there"""
 MAX_MESSAGES = 1024
 MAX_CHAT_STOP_STRINGS = 4
 MAX_METADATA_ENTRIES = 16
@@ -247,8 +251,25 @@ class Generation(Body):
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it takes a noticeable time to read: a grammar has to be compiled."""
-        return bool(self.grammars)
+        """Whether it takes a noticeable time to read, however small the body: a grammar has to be
+        compiled, many words have to be spelled, or many choices made."""
+        num_entries = len(self.logit_bias) + len(self.allowed_token_ids or ())
+        return bool(
+            self.num_grammar_chars
+            or sum(map(len, self.bad_words)) > MAX_LIGHT_CHARS
+            or len(self.bad_words) > MAX_LIGHT_WORDS
+            or self.num_choices * (1 + num_entries) > MAX_LIGHT_ENTRIES
+        )
+
+    @property
+    def num_grammar_chars(self) -> int:
+        """Of the grammar that has to be compiled; 0 = there is none."""
+        return sum(len(grammar.text) for grammar in self.grammars.values())
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether the client leaves it to the server how much may be generated."""
+        return self.max_tokens is None
 
     @property
     def grammars(self) -> dict[str, Grammar]:
@@ -374,8 +395,12 @@ class ChatBody(Conversation, Generation):
         return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
 
     @property
-    def is_heavy(self) -> bool:
-        return bool(self.grammars or self.forced_tools)
+    def num_grammar_chars(self) -> int:
+        return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
+
+    @property
+    def is_open_ended(self) -> bool:
+        return self.max_tokens is None and self.max_completion_tokens is None
 
     @model_validator(mode="after")
     def _choosing(self) -> ChatBody:
