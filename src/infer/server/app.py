@@ -29,6 +29,7 @@ from infer.errors import DeadlineError, EngineDeadError, InferError, Unprocessab
 from infer.server import intake, validation
 from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.body import NUM_BYTES, TextPool
+from infer.server.connections import connections_of
 from infer.server.conversations import Conversations
 from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
 from infer.server.keys import Keys
@@ -295,9 +296,10 @@ class Endpoints:
         return JSONResponse({"status": "ready"})
 
     @takes(answers=("text/plain",))
-    async def metrics_text(self, _: HttpRequest) -> Response:
+    async def metrics_text(self, http: HttpRequest) -> Response:
         """For Prometheus."""
-        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE})
+        text = self.metrics.text(connections_of(http.scope))
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def stats(self, _: HttpRequest) -> Response:
         """Queue depth, batch sizes, waiting times."""

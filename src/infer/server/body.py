@@ -21,6 +21,8 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 
 from infer.errors import OverloadedError, RequestError
+from infer.server.body_budget import BodyBudget
+from infer.server.connections import note_refusal
 from infer.server.failures import ClientGone, HttpError
 from infer.server.fair_threads import FairThreads
 from infer.server.rendering import LARGE_ANSWER_BYTES
@@ -31,6 +33,7 @@ T = TypeVar("T")
 PARSED = "infer.body"
 """in a scope: the object, where somebody has read it before"""
 MAX_BODY_BYTES = 2 * 1024 * 1024
+_BLOCK_BYTES = 256 * 1024
 BODY_TIMEOUT_S = 30.0
 """a body that is not there by then is answered with 408"""
 NUM_BYTES = "infer.num_bytes"
@@ -73,6 +76,7 @@ class TextPool:
         self._threads = FairThreads(2, "infer-text")
         self._num_open: Counter[str] = Counter()
         """by owner"""
+        self._budget = BodyBudget()
 
     async def read_object(self, request: Request) -> dict[str, Any]:
         """The JSON object that the body is."""
@@ -80,16 +84,21 @@ class TextPool:
             parsed: dict[str, Any] = request.scope[PARSED]
             return parsed
         _check_media_type(request.headers)
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _read(request)
-        except TimeoutError:
-            message = f"the body was not complete after {BODY_TIMEOUT_S:g} s"
-            raise HttpError(408, message, code="request_timeout") from None
-        except ClientDisconnect:
-            raise ClientGone from None
-        request.scope[NUM_BYTES] = len(body)
-        return await self._done(self._parser, request, _parse_object, body)
+        with self._budget.body() as grow_to:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    body = await _read(request, grow_to)
+            except TimeoutError:
+                note_refusal(request.scope, "body_timeout")
+                message = f"the body was not complete after {BODY_TIMEOUT_S:g} s"
+                raise HttpError(408, message, code="request_timeout") from None
+            except OverloadedError:
+                note_refusal(request.scope, "body_budget")
+                raise
+            except ClientDisconnect:
+                raise ClientGone from None
+            request.scope[NUM_BYTES] = len(body)
+            return await self._done(self._parser, request, _parse_object, body)
 
     async def computed(
         self, request: Request, work: Callable[..., T], *arguments: Any, heavy: bool = False
@@ -169,19 +178,24 @@ def _check_media_type(headers: Headers) -> None:
     raise HttpError(415, problem, code="unsupported_media_type")
 
 
-async def _read(request: Request) -> bytes:
+async def _read(request: Request, grow_to: Callable[[int], None]) -> bytes:
     too_large = HttpError(
         413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large"
     )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and (len(declared) > 12 or int(declared) > MAX_BODY_BYTES):
         raise too_large
-    body = bytearray()
+    length, blocks, last = 0, [], bytearray()
     async for piece in request.stream():
-        if len(body) + len(piece) > MAX_BODY_BYTES:
+        length += len(piece)
+        if length > MAX_BODY_BYTES:
             raise too_large
-        body += piece
-    return bytes(body)
+        grow_to(length)
+        last += piece
+        if len(last) >= _BLOCK_BYTES:  # one array for all would be an eighth larger than the body
+            blocks.append(bytes(last))
+            last = bytearray()
+    return b"".join([*blocks, last])
 
 
 def parse_json(body: bytes) -> Any:

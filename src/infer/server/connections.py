@@ -239,6 +239,13 @@ class Connections:
 
 def connections_of(scope: Scope) -> Connections:
     """Those of the server that a request came to; without one (tests), of its own."""
-    connections = scope.setdefault(KEY, Connections())
+    if KEY not in scope:
+        scope[KEY] = Connections()
+    connections = scope[KEY]
     assert isinstance(connections, Connections)
     return connections
+
+
+def note_refusal(scope: Scope, reason: str) -> None:
+    """A request was refused for how it came, not for what it asks."""
+    connections_of(scope).refusals.note(reason, scope.get("client"))

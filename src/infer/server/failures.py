@@ -20,6 +20,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineError, RequestError
+from infer.server.connections import note_refusal
 from infer.server.visit import HARMLESS, Visit
 
 log = logging.getLogger("infer.server")
@@ -64,9 +65,16 @@ def _check_head(scope: Scope) -> None:
     sizes = [len(name) + len(value) + 4 for name, value in scope["headers"]]
     target = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
     if len(scope["method"]) + target + 14 + sum(sizes) > MAX_HEADER_BYTES:
+        note_refusal(scope, "headers_too_large")
         raise headers_too_large()
-    if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+    names = {name for name, _ in scope["headers"]}
+    message = ""
+    if {b"content-length", b"transfer-encoding"} <= names:
         message = "send Content-Length or Transfer-Encoding, not both"
+    elif b"transfer-encoding" in names and scope["http_version"] < "1.1":
+        message = "HTTP/1.0 has no Transfer-Encoding: send Content-Length, or HTTP/1.1"
+    if message:
+        note_refusal(scope, "invalid_http")
         raise HttpError(400, message, code="invalid_http")
 
 

@@ -29,6 +29,7 @@ from prometheus_client.core import (
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.facts import StepFacts
+from infer.server.connections import Connections
 from infer.server.keys import write_private
 from infer.server.story import GAP_BUCKETS_S, Histogram, Stories, Story
 from infer.server.visit import Visit
@@ -71,6 +72,16 @@ _COUNTERS = {
 }
 
 
+class _Families:
+    """A collector of what is known already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
 class Metrics:
     """See the module's docstring. A collector in prometheus' sense."""
 
@@ -99,9 +110,16 @@ class Metrics:
         stories.on_step.append(self._stepped)
         stories.on_end.append(self._ended)
 
-    def text(self) -> bytes:
-        """The answer to a scrape."""
-        return generate_latest(self._registry)
+    def text(self, connections: Connections) -> bytes:
+        """The answer to a scrape; `connections` are those of the server, whatever the model."""
+        registry = CollectorRegistry()
+        registry.register(_Families(list(self._of_connections(connections))))
+        return generate_latest(self._registry) + generate_latest(registry)
+
+    def _of_connections(self, connections: Connections) -> Iterator[Metric]:
+        yield self._one(GaugeMetricFamily, "open_connections", connections.num_open)
+        yield self._one(CounterMetricFamily, "connections_gave_way", connections.num_gave_way)
+        yield self._labelled("protocol_refusals", "reason", connections.refusals.counts)
 
     def _stepped(self, facts: StepFacts) -> None:
         chunks = [fact.total for fact in facts.happenings if fact.kind == "chunk"]

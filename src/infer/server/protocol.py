@@ -32,10 +32,13 @@ from infer.server.connections import KEY, PROBE_PATHS, Connections, Use
 from infer.server.failures import MAX_HEADER_BYTES, HttpError, describe, headers_too_large
 
 HEADER_TIMEOUT_S = 10.0
-READ_BYTES = 32 * 1024
-"""at once, so that fifty long bodies do not keep the event loop for long (asyncio: 256 KiB)"""
+READ_BYTES = 8 * 1024
+"""at once, so that many bodies neither keep the event loop for long nor fill the memory before they
+are counted (asyncio: 256 KiB)"""
+_DISCARD_BYTES = 64 * 1024
+"""at once, of what is thrown away"""
 EVENTS_A_TURN = 64
-"""requests and chunks of one connection: 10 µs each, 2,700 fit into `READ_BYTES`"""
+"""requests and chunks of one connection: 10 µs each, 1,300 of 6 bytes fit into `READ_BYTES`"""
 MAX_FRAMING_BYTES = 4096
 """of a chunked body, above the length of what the chunks hold"""
 REFUSED_S = 1.0
@@ -306,6 +309,7 @@ class BoundedProtocol(H11Protocol):
             return
         if self.transport.can_write_eof():
             self.transport.write_eof()
+        self.transport.max_size = _DISCARD_BYTES  # type: ignore[attr-defined]
         self.transport.resume_reading()
         self._deadline = self.loop.call_later(seconds, self.transport.close)
 
