@@ -25,6 +25,7 @@ ROWS = {
     "types": 1,
     "config": 1,
     "facts": 1,
+    "files": 1,
     "cache": 2,
     "kernels": 2,
     "kernels.native": 1,  # the compiled kernel, used by a backend
@@ -85,7 +86,7 @@ BANNED = [
     ("schedule", "infer.models"),
 ]
 STDLIB_ONLY = (
-    *("errors", "grammar", "types", "config", "facts", "version"),
+    *("errors", "grammar", "types", "config", "facts", "files", "version"),
     *("cache", "schedule", "engine.core"),
 )
 # Concrete parts that only the composition root may name.

@@ -35,6 +35,7 @@ from infer.engine.plan import (
 )
 from infer.engine.worker import Blueprint, EngineThread
 from infer.errors import ConfigError, LoadError
+from infer.files import reading
 from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem, invariant_sizes
 from infer.models.config import ModelConfig
@@ -86,7 +87,8 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
-    plan = make_plan(config, checkpoint.config, checkpoint.name)
+    with reading(str(config.model)):
+        plan = make_plan(config, checkpoint.config, checkpoint.name)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # an engine that has died may still be giving its memory back
@@ -137,10 +139,11 @@ def _build(
         )
     )
     before = machine.used_bytes(device)
-    source = checkpoint.source(dtype, device)
-    source.quantization = config.weight_format
-    source.batch_invariant = config.batch_invariant
-    model = build_model(model_config, source, plan.max_seq_len)
+    with reading(f"the weights of {checkpoint.name}"):
+        source = checkpoint.source(dtype, device)
+        source.quantization = config.weight_format
+        source.batch_invariant = config.batch_invariant
+        model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from infer.config import EngineConfig
-from infer.errors import ConfigError
+from infer.errors import ConfigError, LoadError
+from infer.files import MAX_CONFIG_BYTES, read_text, reading
 from infer.models.config import ModelConfig
 from infer.models.gguf_file import GGUFFile
 from infer.models.hub import SHIPPED_FOLDER, locate
@@ -40,6 +41,11 @@ def find_checkpoint(
 ) -> Checkpoint:
     """The checkpoint that `model` names, `dummy`: with random weights; `LoadError` if none does."""
     path, name = locate(model, revision=revision)
+    with reading(str(path)):
+        return _open(path, name, dummy)
+
+
+def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
     if path.is_file():
         file = GGUFFile(path)
         return Checkpoint(
@@ -63,14 +69,17 @@ def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
 
     Raises `ConfigError` for a file of a chat template that cannot be read.
     """
-    files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
+    with reading(f"the tokenizer of {checkpoint.name}"):
+        files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
     if config.chat_template is None:
         return files
     path = Path(config.chat_template)
     try:
         if not path.is_file():
             raise ConfigError("chat_template", f"there is no file {config.chat_template!r}")
-        template = path.read_text("utf-8")
+        template = read_text(path, MAX_CONFIG_BYTES)
+    except LoadError as error:
+        raise ConfigError("chat_template", str(error)) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         message = f"{config.chat_template!r} cannot be read: {reason}"

@@ -7,13 +7,21 @@ config without torch. `models.registry` says which architectures exist.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infer.errors import LoadError
+from infer.files import MAX_CONFIG_BYTES, parse_json, read_text
+
+MAX_SIZE = 2**31 - 1
+"""Of any size in a config; what is larger is no number of a model."""
+MAX_NUMBER = 1e30
+"""Of any other number: its powers and products stay finite."""
+MAX_LAYERS = 1024
+"""The deepest published models have 126."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +105,27 @@ class ConfigReader:
         wanted = kind if isinstance(kind, tuple) else (kind,)
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             names = " or ".join(k.__name__ for k in wanted)
-            self.problems.append(f"{name} must be {names}, not {value!r}")
+            self.problems.append(f"{name} must be {names}, not {value!r:.80}")
+            return 1 if default is ... else default
+        if isinstance(value, float) and not math.isfinite(value):
+            self.problems.append(f"{name} must be a finite number, not {value}")
             return 1 if default is ... else default
         return value
 
-    def size(self, name: str, default: Any = ...) -> int:
-        """A field that must be a positive integer."""
+    def positive(self, name: str, default: float | None) -> Any:
+        """A field that must be a finite number above 0, or None where it may be left out."""
+        value = self.get(name, (int, float), default)
+        if value is not None and not 0 < value < MAX_NUMBER:
+            self.problems.append(f"{name} must be a positive number, not {value!r:.80}")
+            return 1.0
+        return value
+
+    def size(self, name: str, default: Any = ..., *, most: int = MAX_SIZE) -> int:
+        """A field that must be a positive integer, `most` at most."""
         value = self.get(name, int, default)
-        if isinstance(value, int) and value < 1:
-            self.problems.append(f"{name} must be positive, not {value}")
+        if isinstance(value, int) and not 1 <= value <= most:
+            wanted = "positive" if value < 1 else f"at most {most}"
+            self.problems.append(f"{name} must be {wanted}, not {value!r:.80}")
             return 1
         return value  # type: ignore[no-any-return]
 
@@ -116,7 +136,7 @@ class ConfigReader:
             value = default
         if value not in supported:
             known = ", ".join(repr(v) for v in supported)
-            self.problems.append(f"{name}={value!r} is not supported (supported: {known})")
+            self.problems.append(f"{name}={value!r:.80} is not supported (supported: {known})")
         return value
 
     def finish(self) -> None:
@@ -125,13 +145,13 @@ class ConfigReader:
             raise LoadError(f"{self.where}: " + "; ".join(self.problems))
 
 
-def load_json(path: Path) -> dict[str, Any]:
+def load_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The object in a JSON file; `LoadError` names the file if there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_text(path, max_bytes))
     except FileNotFoundError:
         raise LoadError(f"{path.name} is missing in {path.parent}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise LoadError(f"{path}: cannot be read as JSON ({error})") from None
     if not isinstance(value, dict):
         raise LoadError(f"{path}: must hold a JSON object")

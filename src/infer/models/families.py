@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infer.models.config import ConfigReader, ModelConfig, RopeConfig
+from infer.models.config import MAX_LAYERS, ConfigReader, ModelConfig, RopeConfig
 from infer.models.rope_config import read_rope, read_rope_spec
 
 Windows = tuple[int | None, ...]
@@ -65,8 +65,8 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     }
     reader.raw = {**defaults, **{k: v for k, v in reader.raw.items() if v is not None}}
     config = _decoder(architecture, reader, may_have_bias=True, is_llama=False)
-    scalar = reader.get("query_pre_attn_scalar", (int, float), 256)
-    pattern = reader.raw.get("sliding_window_pattern", 6)
+    scalar = reader.positive("query_pre_attn_scalar", 256)
+    pattern = reader.size("sliding_window_pattern", 6)
     rope, local = _gemma3_ropes(reader, config.max_seq_len)
     return dataclasses.replace(
         config,
@@ -75,7 +75,7 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
         windows=_windows(reader, config.num_layers, lambda i: (i + 1) % pattern != 0),
         rope=rope,
         local_rope=local,
-        final_softcap=reader.get("final_logit_softcapping", (int, float), None),
+        final_softcap=reader.positive("final_logit_softcapping", None),
     )
 
 
@@ -86,17 +86,19 @@ def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
     reader.only("scale_attn_weights", (True,), True)
     reader.only("scale_attn_by_inverse_layer_idx", (False,), False)
     reader.only("add_cross_attention", (False,), False)
+    if hidden % heads:
+        reader.problems.append(f"n_embd ({hidden}) must be a multiple of n_head ({heads})")
     return ModelConfig(
         architecture=architecture,
         vocab_size=reader.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.size("n_inner", 4 * hidden),
-        num_layers=reader.size("n_layer"),
+        num_layers=reader.size("n_layer", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=max(1, hidden // heads),
         max_seq_len=reader.size("n_positions", 1024),
-        norm_eps=reader.get("layer_norm_epsilon", float, 1e-5),
+        norm_eps=reader.positive("layer_norm_epsilon", 1e-5),
         tie_embeddings=reader.get("tie_word_embeddings", bool, True),
         dtype=_dtype(reader),
     )
@@ -115,6 +117,9 @@ def _decoder(
         reader.problems.append(
             f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})"
         )
+    head_dim = reader.size("head_dim", max(1, hidden // heads))
+    if head_dim % 2:
+        reader.problems.append(f"the size of a head must be even, not {head_dim}")
     max_position = reader.size("max_position_embeddings", 2048)
     bias = may_have_bias and reader.get("attention_bias", bool, False)
     return ModelConfig(
@@ -122,12 +127,12 @@ def _decoder(
         vocab_size=reader.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.size("intermediate_size"),
-        num_layers=reader.size("num_hidden_layers"),
+        num_layers=reader.size("num_hidden_layers", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=reader.size("head_dim", hidden // heads),
+        head_dim=head_dim,
         max_seq_len=max_position,
-        norm_eps=reader.get("rms_norm_eps", float, 1e-6),
+        norm_eps=reader.positive("rms_norm_eps", 1e-6),
         tie_embeddings=reader.get("tie_word_embeddings", bool, False),
         dtype=_dtype(reader),
         qkv_bias=bias,
@@ -159,7 +164,7 @@ def _windows(reader: ConfigReader, num_layers: int, slides: Callable[[int], bool
         or any(kind not in known for kind in layer_types)
     ):
         reader.problems.append(
-            f"layer_types must be {num_layers} of {' or '.join(known)}, not {layer_types!r}"
+            f"layer_types must be {num_layers} of {' or '.join(known)}, not {layer_types!r:.200}"
         )
         return ()
     if "sliding_attention" not in layer_types:
@@ -168,16 +173,24 @@ def _windows(reader: ConfigReader, num_layers: int, slides: Callable[[int], bool
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 
+def _spec(reader: ConfigReader, spec: Any) -> Mapping[str, Any]:
+    if isinstance(spec, Mapping):
+        return spec
+    reader.problems.append(f"a specification of RoPE must be an object, not {spec!r:.80}")
+    return {}
+
+
 def _gemma3_ropes(reader: ConfigReader, max_position: int) -> Any:
     """(RoPE of the global layers, RoPE of the sliding ones), from either spelling."""
     raw = reader.raw
     both = raw.get("rope_parameters")
     if isinstance(both, Mapping) and "full_attention" in both:
         wide, local = both["full_attention"] or {}, both.get("sliding_attention") or {}
+        wide, local = _spec(reader, wide), _spec(reader, local)
         theta = wide.get("rope_theta", 1_000_000.0)
         local_theta = local.get("rope_theta", 10_000.0)
     else:
-        wide, local = raw.get("rope_scaling") or {}, {}
+        wide, local = _spec(reader, raw.get("rope_scaling") or {}), {}
         theta = raw.get("rope_theta", 1_000_000.0)
         local_theta = raw.get("rope_local_base_freq", 10_000.0)
     return (

@@ -40,6 +40,9 @@ class Model(Protocol):
 def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Model:
     """A model of that shape with the source's weights; `LoadError` if the two do not fit."""
     decoder = resolve_name(find_architecture(config.architecture).decoder)
+    if rehearsal := source.rehearsal():
+        decoder(config, rehearsal, 1)
+        rehearsal.finish()
     model: Model = decoder(config, source, max_seq_len)
     source.finish()
     return model

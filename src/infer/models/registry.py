@@ -61,7 +61,8 @@ def find_architecture(name: str) -> Architecture:
     """The row of an architecture; `LoadError` lists the known ones."""
     if name not in ARCHITECTURES:
         raise LoadError(
-            f"architecture {name!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+            f"architecture {name!r:.80} is not supported; supported:"
+            f" {', '.join(sorted(ARCHITECTURES))}"
         )
     return ARCHITECTURES[name]
 
@@ -76,7 +77,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     """The config that the fields of a `config.json` describe; `where` begins the error message."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise LoadError(f"{where}: architectures must name one architecture, not {names!r}")
+        raise LoadError(f"{where}: architectures must name one architecture, not {names!r:.200}")
     row = find_architecture(names[0])
     reader = ConfigReader(raw, where)
     if raw.get("quantization_config") is not None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from infer.models.config import ConfigReader, RopeConfig
+from infer.models.config import MAX_NUMBER, ConfigReader, RopeConfig
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _REQUIRED = {
@@ -33,7 +33,7 @@ def read_rope(reader: ConfigReader, *, max_position: int) -> RopeConfig:
     raw = reader.raw
     spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(spec, Mapping):
-        reader.problems.append(f"rope_scaling must be an object, not {spec!r}")
+        reader.problems.append(f"rope_scaling must be an object, not {spec!r:.80}")
         spec = {}
     theta = raw.get("rope_theta", spec.get("rope_theta", 10000.0))
     return read_rope_spec(reader, spec, theta, max_position=max_position)
@@ -46,7 +46,7 @@ def read_rope_spec(
     kind = spec.get("rope_type", spec.get("type", "default"))
     if kind not in KINDS:
         reader.problems.append(
-            f"rope_scaling type {kind!r} is not supported (supported: {', '.join(KINDS)})"
+            f"rope_scaling type {kind!r:.80} is not supported (supported: {', '.join(KINDS)})"
         )
         return RopeConfig()
     numbers: dict[str, Any] = {"theta": theta}
@@ -58,12 +58,13 @@ def read_rope_spec(
         if spec.get(name) is not None:
             numbers[_FIELDS.get(name, name)] = spec[name]
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            reader.problems.append(f"RoPE {name} must be a positive number, not {value!r}")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value < MAX_NUMBER:  # neither NaN nor infinite
+            reader.problems.append(f"RoPE {name} must be a positive number, not {value!r:.80}")
             numbers[name] = 1.0
     if kind == "yarn":
         numbers.setdefault("original_max_position", max_position)
-        numbers["attention_factor"] = _yarn_attention_factor(spec, numbers["factor"])
+        numbers["attention_factor"] = _yarn_attention_factor(reader, spec, numbers["factor"])
         numbers["truncate"] = bool(spec.get("truncate", True))
     if kind == "dynamic":
         # Its frequencies change only beyond max_position_embeddings, which is where this engine's
@@ -72,16 +73,23 @@ def read_rope_spec(
     return RopeConfig(kind=kind, **numbers)
 
 
-def _yarn_attention_factor(spec: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(reader: ConfigReader, spec: Mapping[str, Any], factor: float) -> float:
     """How much attention is sharpened for the longer context."""
+    scales: dict[str, float | None] = {}
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        value = scales[name] = spec.get(name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < MAX_NUMBER):
+            reader.problems.append(f"RoPE {name} must be a number from 0 on, not {value!r:.80}")
+            scales[name] = None
 
     def sharpening(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    given = spec.get("attention_factor")
+    given = scales["attention_factor"]
     if given is not None:
         return float(given)
-    mscale, all_dim = spec.get("mscale"), spec.get("mscale_all_dim")
+    mscale, all_dim = scales["mscale"], scales["mscale_all_dim"]
     if mscale and all_dim:
         return sharpening(mscale) / sharpening(all_dim)
     return sharpening(1.0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from infer.errors import LoadError
+from infer.files import MAX_INDEX_BYTES
 from infer.kernels.native import advise
 from infer.models.config import load_json
 
@@ -40,8 +41,12 @@ class WeightSource:
         dtype: torch.dtype,
         device: torch.device,
         complete: bool = True,
+        stored: Callable[[str], Tensor] | None = None,
     ) -> None:
-        """`read(name, shape)` gives a tensor; `complete`: names outside `names` do not exist."""
+        """`read(name, shape)` gives a tensor; `complete`: names outside `names` do not exist.
+
+        `stored(name)`: a tensor without memory, of the shape that the file announces.
+        """
         self.dtype = dtype
         self.device = device
         self.quantization: str | None = None
@@ -51,8 +56,22 @@ class WeightSource:
         self._left = set(names)
         self._complete = complete
         self._read = read
+        self._stored = stored
         self._missing: list[str] = []
         self._misshapen: list[str] = []
+
+    def rehearsal(self) -> WeightSource | None:
+        """A source of the same tensors without their numbers, on the meta device; None: unknown.
+
+        A model built from it costs no memory and fails where one built from this source would, so
+        a file of a few bytes that claims to be large is refused before anything is allocated.
+        """
+        if self._stored is None:
+            return None
+        stored, meta = self._stored, torch.device("meta")
+        return WeightSource(
+            self._left, lambda name, shape: stored(name), dtype=self.dtype, device=meta
+        )
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor, converted and on the device; noted if it is missing or misshapen."""
@@ -102,8 +121,13 @@ class WeightSource:
 def _listed(what: str, names: list[str]) -> str:
     if not names:
         return ""
+    return f"{len(names)} {what}: {listing(names)}"
+
+
+def listing(names: Sequence[str]) -> str:
+    """The first dozen names, none longer than a line."""
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return f"{len(names)} {what}: {', '.join(names[:12])}{more}"
+    return f"{', '.join(f'{name:.200}' for name in names[:12])}{more}"
 
 
 def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> WeightSource:
@@ -113,14 +137,26 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
     # Tensors that are fused are read one after the other and used together: wait a little.
     recent: deque[Tensor] = deque()
 
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+    def file_of(name: str) -> Any:
         file = files[name]
         if file not in opened:
             opened[file] = _open(folder / file)
+        return opened[file]
+
+    def stored(name: str) -> Tensor:
+        try:
+            part = file_of(name).get_slice(name)
+        except SafetensorError as error:
+            raise LoadError(f"{folder / files[name]}: cannot read {name} ({error})") from None
+        # What type it has is looked at when its numbers are read.
+        return torch.empty(part.get_shape(), dtype=torch.bfloat16, device="meta")
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        file = files[name]
         if len(recent) >= 4:
             _forget_pages(recent.popleft())
         try:
-            tensor: Tensor = opened[file].get_tensor(name)
+            tensor: Tensor = file_of(name).get_tensor(name)
         except SafetensorError as error:
             raise LoadError(f"{folder / file}: cannot read {name} ({error})") from None
         recent.append(tensor)
@@ -128,7 +164,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
 
     # Old writers stored RoPE's frequencies as a buffer; they follow from the config.
     names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    return WeightSource(names, read, dtype=dtype, device=device)
+    return WeightSource(names, read, dtype=dtype, device=device, stored=stored)
 
 
 def _forget_pages(tensor: Tensor) -> None:
@@ -144,15 +180,18 @@ def _forget_pages(tensor: Tensor) -> None:
 def _files_of_names(folder: Path) -> Mapping[str, str]:
     index = folder / INDEX_FILE
     if index.is_file():
-        weight_map = load_json(index).get("weight_map")
+        weight_map = load_json(index, MAX_INDEX_BYTES).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise LoadError(f"{index}: weight_map must map tensor names to files")
-        absent = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
+        values = list(weight_map.values())
+        if wrong := next((file for file in values if not isinstance(file, str)), None):
+            raise LoadError(f"{index}: weight_map names the file {wrong!r:.80}, not a text")
+        files = sorted(set(values))
+        if outside := next((f for f in files if Path(f).name != f or len(f) > 255), None):
+            raise LoadError(f"{index}: {outside!r:.80} is outside the folder, or no name of a file")
+        absent = [file for file in files if not (folder / file).is_file()]
         if absent:
-            raise LoadError(f"{index} names files that are not there: {', '.join(absent)}")
-        for file in weight_map.values():
-            if Path(file).name != file:
-                raise LoadError(f"{index}: {file!r} is outside the folder")
+            raise LoadError(f"{index} names files that are not there: {listing(absent)}")
         return dict(weight_map)
     single = folder / SINGLE_FILE
     if single.is_file():

@@ -7,13 +7,13 @@ one folder, follows no name found in a file, and builds nothing; `Tokenizer.from
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from infer.errors import LoadError
+from infer.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_text
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
                 "mask_token")  # fmt: skip
@@ -93,9 +93,13 @@ class _Folder:
         )
 
     def text(self, name: str) -> str | None:
+        most = (MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES)
         try:
-            return (self.path / name).read_text(encoding="utf-8")
+            return read_text(self.path / name, most[name == "tokenizer.json"])
         except FileNotFoundError:
+            return None
+        except LoadError as error:
+            self.problems.append(str(error))
             return None
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
@@ -105,8 +109,8 @@ class _Folder:
     def json_object(self, name: str) -> dict[str, Any]:
         text = self.text(name)
         try:
-            value = {} if text is None else json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+            value = {} if text is None else parse_json(text)
+        except ValueError as error:
             self.problems.append(f"{name} is not valid JSON: {error}")
             return {}
         if not isinstance(value, dict):
@@ -155,11 +159,11 @@ class _Folder:
             if value is None and isinstance(config.get("text_config"), dict):
                 value = config["text_config"].get("eos_token_id")  # models that also see pictures
             values = value if isinstance(value, list) else [] if value is None else [value]
-            if all(type(one) is int for one in values):
+            if all(type(one) is int and 0 <= one < 2**31 for one in values):
                 ids += values
             else:
                 self.problems.append(
-                    f"eos_token_id in {name} must be an integer or a list of integers,"
+                    f"eos_token_id in {name} must be a token id or a list of them,"
                     f" not {value!r:.80}"
                 )
         return tuple(dict.fromkeys(ids))

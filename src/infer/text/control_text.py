@@ -92,16 +92,27 @@ def _one_of(literals: Iterable[str]) -> str:
     A tree by common beginnings: there can be thousands, and a text full of `<` must not cost a
     comparison with each of them at each character.
     """
-    rests: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for literal in literals:
-        rests.setdefault(literal[:1], []).append(literal[1:])
-    ends_here = rests.pop("", None) is not None
-    branches = [re.escape(char) + _one_of(rests[char]) for char in sorted(rests)]
+        groups.setdefault(literal[:1], []).append(literal)
+    ends_here = groups.pop("", None) is not None
+    branches = []
+    for first in sorted(groups):
+        # All that they have in common at once: literals may be as long as they like.
+        begin = _common_beginning(groups[first])
+        branches.append(re.escape(begin) + _one_of(one[len(begin) :] for one in groups[first]))
     if not branches:
         return "" if ends_here else "(?!)"
     if len(branches) == 1 and not ends_here:
         return branches[0]
     return f"(?:{'|'.join(branches)})" + "?" * ends_here
+
+
+def _common_beginning(literals: list[str]) -> str:
+    low, high = min(literals), max(literals)
+    pairs = enumerate(zip(low, high, strict=False))
+    end = next((i for i, (one, other) in pairs if one != other), min(len(low), len(high)))
+    return low[:end]
 
 
 @dataclass(frozen=True, slots=True)

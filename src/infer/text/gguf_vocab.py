@@ -34,6 +34,10 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endofte
          "<end_of_turn>")  # fmt: skip
 
 
+_MAX_CUT_CHARS = 1 << 26
+"""Characters of all ways to cut all pieces in two; Gemma's 262,000 pieces have 2²⁴."""
+
+
 def _split(max_digits: str) -> Sequence:
     """What Llama 3 and Qwen2 cut text with; they differ in how many digits stay together."""
     pattern = (
@@ -178,6 +182,8 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """
     scores = vocabulary.aligned("scores")
     pieces = {t: i for t, i in vocabulary.ids.items() if vocabulary.types[i] == _NORMAL}
+    if sum(len(token) ** 2 for token in pieces) > _MAX_CUT_CHARS:
+        raise vocabulary.error("tokens are too long for a vocabulary of pieces")
     cuts = [
         (scores[i], token[:cut], token[cut:])
         for token, i in pieces.items()

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 
 from infer.errors import LoadError, RequestError
+from infer.files import reading
 from infer.text.chat_template import ChatTemplate
 from infer.text.checkpoint_files import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
@@ -37,8 +38,14 @@ class Tokenizer:
     """
 
     def __init__(self, files: TextFiles) -> None:
+        with reading("the tokenizer"):
+            self._load(files)
+
+    def _load(self, files: TextFiles) -> None:
         self._parser = _library_tokenizer(files)
         vocab = self._parser.get_vocab()
+        if not vocab:
+            raise LoadError("tokenizer.json has no tokens")
         added = self._parser.get_added_tokens_decoder()
         self.max_token_chars = max(map(len, vocab), default=1)
         self.vocab_size: int = max(vocab.values(), default=-1) + 1

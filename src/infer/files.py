@@ -1,0 +1,79 @@
+"""Reading files that strangers wrote: regular ones, up to a size, with no error but `LoadError`.
+
+A checkpoint comes from anywhere. `read_text` never waits for a pipe and never reads without an end;
+`read_json` adds the limits of a JSON file; `reading` makes a `LoadError` of whatever a library
+raises over a file's contents, so that no start ends in a traceback. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from infer.errors import InferError, LoadError
+
+log = logging.getLogger(__name__)
+
+MAX_CONFIG_BYTES = 16 << 20
+"""Of a file of settings; the largest published ones, with thousands of added tokens, have 1 MB."""
+MAX_INDEX_BYTES = 64 << 20
+"""Of the index of a sharded checkpoint; one of 200,000 tensors has 20 MB."""
+MAX_TOKENIZER_BYTES = 128 << 20
+"""Of a tokenizer.json; those of 262,000 tokens have 33 MB."""
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The UTF-8 text of a regular file of at most `max_bytes`.
+
+    Raises `OSError` as `open` does, `UnicodeDecodeError`, and `LoadError` for anything that is no
+    regular file (a pipe, a device) or is larger.
+    """
+    # Opening a pipe waits for its writer, unless this flag is there.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise LoadError(f"{path}: is not a regular file")
+        content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
+        if status.st_size > max_bytes or len(content) > max_bytes:
+            raise LoadError(
+                f"{path}: is too large ({status.st_size:,} bytes; at most {max_bytes:,} are read)"
+            )
+    return content.decode("utf-8")
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises `ValueError`, also where it is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Whatever is raised inside and is no error of ours becomes a `LoadError` that begins `what`.
+
+    Libraries raise anything over a damaged or hostile file, even what is no `Exception` (a panic in
+    Rust). The traceback is logged at the level DEBUG.
+    """
+    try:
+        yield
+    except InferError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        log.debug("%s cannot be loaded", what, exc_info=True)
+        reason = " ".join(str(error).split())[:500]
+        kind = type(error).__name__
+        raise LoadError(
+            f"{what} cannot be loaded, it is damaged or of an unknown kind: {kind}"
+            + (f" ({reason})" if reason else "")
+        ) from None

@@ -1,0 +1,111 @@
+"""Loads checkpoints, each in a process of its own that may not take long or much: for tests.
+
+`python hostile_files.py` imports the engine once, then forks for each path that it reads from
+stdin and writes what came of it as a line of JSON. `load_all` runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT_S = 5
+LIMIT_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came of loading a checkpoint."""
+
+    kind: str
+    """the name of the exception; "loaded" = there was none, "killed" = it took too much"""
+    message: str
+    cpu_s: float
+    num_bytes: int
+    """of memory at most, above what the process had before"""
+
+
+def load_all(paths: Sequence[Path], timeout_s: float = 300) -> list[Loaded]:
+    """What comes of loading each of them as `LLM` does."""
+    done = subprocess.run(
+        [sys.executable, __file__],
+        input="".join(f"{path}\n" for path in paths),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout_s,
+        check=True,
+    )
+    found = [Loaded(**json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(found) == len(paths)
+    return found
+
+
+def _load(path: str) -> tuple[str, str]:
+    from infer.config import EngineConfig
+    from infer.engine.assemble import assemble
+
+    try:
+        assemble(EngineConfig(model=path, kv_cache_memory_bytes=1 << 22))
+    except BaseException as error:
+        bases = [kind.__name__ for kind in type(error).__mro__]
+        return "LoadError" if "LoadError" in bases else bases[0], str(error)
+    return "loaded", ""
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _child(path: str, out: int, before: int) -> None:
+    # Measured by the system, and so exact: seconds of CPU, not of a loaded machine.
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S * 2, LIMIT_S * 2))
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = mapped + 3 * LIMIT_BYTES  # a bomb ends here, not the machine
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    kind, message = _load(path)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    report = {
+        "kind": kind,
+        "message": message[:2000],
+        "cpu_s": used.ru_utime + used.ru_stime,
+        "num_bytes": _peak_bytes() - before,
+    }
+    os.write(out, json.dumps(report).encode())
+    os._exit(0)
+
+
+def main() -> None:
+    from infer.config import EngineConfig
+    from infer.engine.assemble import plan_for
+
+    plan_for(EngineConfig())  # brings in torch, and what torch puts off, once for all
+
+    before = _peak_bytes()
+    for path in sys.stdin.read().splitlines():
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.close(reading)
+            _child(path, writing, before)
+        os.close(writing)
+        ends_s = time.monotonic() + 60  # what waits for a pipe uses no CPU
+        while not os.waitpid(pid, os.WNOHANG)[0]:
+            if time.monotonic() > ends_s:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.002)
+        with os.fdopen(reading) as file:
+            text = file.read()
+        killed = {"kind": "killed", "message": "", "cpu_s": 99.0, "num_bytes": 0}
+        print(text or json.dumps(killed), flush=True)
+
+
+if __name__ == "__main__":
+    main()
