@@ -167,7 +167,7 @@ def check(case: Case, device: torch.device) -> Step:
     return step
 
 
-MIXED = [(9, 1), (0, 21), (5, 3), (70, 1)]
+MIXED = [(9, 1), (40, 31), (5, 3), (70, 1)]
 DECODE = [(9, 1), (0, 1), (141, 1), (63, 1)]
 
 
@@ -224,6 +224,11 @@ def test_in_the_ordered_mode_a_row_has_the_same_bits_in_any_step(device: torch.d
         alone.qkv = together.qkv[first:last]
         alone.cos, alone.sin = together.cos[first:last], together.sin[first:last]
         assert torch.equal(alone.compute(), whole[first:last]), (first, count)
+
+
+def test_a_chunk_behind_whole_tiles_of_keys(device: torch.device) -> None:
+    """Those that every row sees are met without masks."""
+    check(Case([(130, 12)], kind=KINDS[0]), device)
 
 
 def test_many_single_tokens(device: torch.device) -> None:
