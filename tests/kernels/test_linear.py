@@ -159,7 +159,8 @@ def test_without_it_torch_multiplies(cause: str, monkeypatch: pytest.MonkeyPatch
     if cause == "library":
         monkeypatch.setattr(native, "library", lambda: MISSING)
     else:
-        library = SimpleNamespace(infer_linear_runs_here=lambda _: 0)
+        none = {"infer_linear_runs_here": lambda _: 0, "infer_set_isa": lambda _: None}
+        library = SimpleNamespace(**none)
         monkeypatch.setattr(native, "library", lambda: library)
     monkeypatch.delenv(linear.VARIABLE, raising=False)
     weight, b = layer(48, 20, True)
@@ -167,7 +168,7 @@ def test_without_it_torch_multiplies(cause: str, monkeypatch: pytest.MonkeyPatch
     product = make_linear(weight.split([8, 12]), b)
     assert not isinstance(product, NativeLinear)
     torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, b))
-    reason = MISSING if cause == "library" else "this CPU has no AVX-512 with BF16 and VNNI"
+    reason = MISSING if cause == "library" else "linear layers need AVX-512 with BF16 and VNNI"
     with pytest.raises(RuntimeError, match=reason):
         NativeLinear([weight], b)
     monkeypatch.setenv(linear.VARIABLE, "avx512")

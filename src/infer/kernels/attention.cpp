@@ -560,7 +560,10 @@ void read_cells(void* data) {
 
 extern "C" {
 
-int infer_kernels_version() { return 9; }  // of all interfaces; native.py compares
+int infer_kernels_version() { return 10; }  // of all interfaces; native.py compares
+
+// Nothing above this instruction set is used from now on, by any kernel; a plan of attention keeps its own.
+void infer_set_isa(const char* name) { isa_limit = level_of(name); }
 
 // Names of the instruction sets that run here, best first, with a space after each.
 int infer_attention_isas(char* names, int size) {

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -39,6 +40,21 @@
 #endif
 #define TEXT(...) TEXT_(__VA_ARGS__)
 #define TEXT_(...) #__VA_ARGS__
+
+// The most that the kernels may use of what the machine has: INFER_ISA says so, or infer_set_isa since
+// then. One for the whole library.
+enum class Level { PORTABLE, AVX2, AVX512, AVX512_BF16, AMX };
+
+inline Level level_of(const char* name) {  // a name that is none (Python refuses it) limits nothing
+  constexpr const char* NAMES[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx"};
+  for (int i = 0; name && i < 5; ++i)
+    if (!std::strcmp(name, NAMES[i])) return (Level)i;
+  return Level::AMX;
+}
+
+inline std::atomic<Level> isa_limit{level_of(std::getenv("INFER_ISA"))};
+
+inline bool may_use(Level level) { return level <= isa_limit.load(std::memory_order_relaxed); }
 
 namespace {
 

@@ -83,8 +83,8 @@ END_TARGET
 
 decltype(&portable::draw) fastest() {
 #ifdef X86
-  if (has_avx512()) return avx512::draw;
-  if (__builtin_cpu_supports("avx2")) return avx2::draw;
+  if (may_use(Level::AVX512) && has_avx512()) return avx512::draw;
+  if (may_use(Level::AVX2) && __builtin_cpu_supports("avx2")) return avx2::draw;
 #endif
   return portable::draw;
 }
@@ -99,7 +99,7 @@ struct Drawing {
 };
 
 void draw_rows(void* data) {
-  static const auto draw = fastest();
+  const auto draw = fastest();
   static thread_local Memory memory;
   Drawing& d = *(Drawing*)data;
   float* weights = (float*)memory.reserve(4 * d.n + 8 * ceil_div(d.n, BLOCK));

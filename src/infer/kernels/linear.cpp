@@ -680,7 +680,8 @@ extern "C" {
 
 // Whether it does with tiles, or with vectors.
 int infer_linear_runs_here(int amx) {
-  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+  return may_use(amx ? Level::AMX : Level::AVX512_BF16) && has_avx512() &&
+         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
          (!amx || may_use_tiles());
 }
 

@@ -418,12 +418,14 @@ class NativeLinear:
 def native_obstacle() -> str | None:
     """Why `NativeLinear` cannot be used here; None if it can; `ValueError` if `INFER_LINEAR` asks
     for what is not there."""
-    library, wanted = native.library(), os.environ.get(VARIABLE) or ""
+    wanted = os.environ.get(VARIABLE) or ""
     if wanted not in ("", "amx", "avx512", "onednn"):
         raise ValueError(f"{VARIABLE}={wanted!r}: use amx, avx512 or onednn")
-    reason = library if isinstance(library, str) else None
-    if not isinstance(library, str) and not library.infer_linear_runs_here(wanted == "amx"):
-        reason = f"this CPU has no {'AMX' if wanted == 'amx' else 'AVX-512 with BF16 and VNNI'}"
+    reason = native.available()
+    if reason is None and not native.loaded().infer_linear_runs_here(wanted == "amx"):
+        needed = "AMX" if wanted == "amx" else "AVX-512 with BF16 and VNNI"
+        isa = native.chosen_instruction_set()
+        reason = f"linear layers need {needed}; the kernels use {isa} here"
     if reason and wanted in ("amx", "avx512"):
         raise ValueError(f"{VARIABLE}={wanted} is not possible: {reason}")
     return f"{VARIABLE}={wanted}" if wanted == "onednn" else reason

@@ -3,8 +3,8 @@
 The package installs without a compiler; then `available()` says so and the caller uses
 `SDPABackend`, and `make_linear` torch's products. Threads are those of the OpenMP runtime that
 torch brings: its `GOMP_parallel` is handed to the kernels, because a second pool on the same cores
-makes both slow. The attention's instruction set is chosen when a kernel is made;
-`INFER_ATTENTION_ISA` asks for a certain one (tests do). Pointers are raw addresses here:
+makes both slow. The instruction set is the best that the CPU has, or what `INFER_ISA` says
+(portable, avx2, avx512, avx512_bf16, amx): all kernels obey it. Pointers are raw addresses here:
 `attention.native` and `linear` keep what they point to alive.
 """
 
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-ISA_VARIABLE = "INFER_ATTENTION_ISA"
-VERSION = 9
+ISA_VARIABLE = "INFER_ISA"
+VERSION = 10
 """Of the C interface: a library that was left over from other sources is not used."""
 
 INT8_CACHES = ("amx", "avx512_bf16")
@@ -39,6 +39,7 @@ _TYPES = {
 }
 _SIGNATURES = {  # result, arguments
     "infer_attention_isas": ("i", "si"),
+    "infer_set_isa": ("-", "s"),
     "infer_attention_new": ("p", "siiilifpip"),
     "infer_attention_free": ("-", "p"),
     "infer_attention_plan": ("i", "pippppli"),
@@ -128,11 +129,14 @@ def instruction_sets() -> tuple[str, ...]:
 
 
 def chosen_instruction_set() -> str:
-    """The code path for new kernels; `ValueError` if the environment asks for an impossible one."""
+    """The code path for new kernels; `ValueError` if the environment asks for an impossible one.
+
+    Linear layers, rotation and draws keep to it from now on, too."""
     sets = instruction_sets()
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted and wanted not in sets:
         raise ValueError(f"{ISA_VARIABLE}={wanted!r} does not run here; use {', '.join(sets)}")
+    loaded().infer_set_isa((wanted or "amx").encode())
     return wanted or sets[0]
 
 

@@ -4,6 +4,8 @@
 // are made in 16 fixed lanes, so every copy gives the same bits, and a token's result is the same in
 // any company.
 
+#include <algorithm>
+
 #include "rotary.h"
 
 #include <cmath>
@@ -36,10 +38,10 @@ namespace avx512 {
 END_TARGET
 #endif
 
-decltype(&turn_heads) fastest() {
+decltype(&turn_heads) fastest(Level limit) {
 #ifdef X86
-  if (has_avx512()) return avx512::turn_heads;
-  if (__builtin_cpu_supports("avx2")) return avx2::turn_heads;
+  if (limit >= Level::AVX512 && has_avx512()) return avx512::turn_heads;
+  if (limit >= Level::AVX2 && __builtin_cpu_supports("avx2")) return avx2::turn_heads;
 #endif
   return portable::turn_heads;
 }
@@ -48,6 +50,8 @@ decltype(&turn_heads) fastest() {
 
 void turn_heads(const Rotation& rotation, const uint16_t* from, uint16_t* to, long heads, long token,
                 int which) {
-  static const auto turn = fastest();
+  // Found once: this is called for each token of each layer.
+  static const decltype(&turn_heads) COPIES[] = {fastest(Level::PORTABLE), fastest(Level::AVX2), fastest(Level::AVX512)};
+  const auto turn = COPIES[std::min<int>((int)isa_limit.load(std::memory_order_relaxed), 2)];
   turn(rotation, from, to, heads, token, which);
 }

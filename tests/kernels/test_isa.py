@@ -1,0 +1,104 @@
+"""`INFER_ISA`: every kernel keeps to it, and the copies of a kernel give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from infer.attention.layout import BatchLayout
+from infer.attention.native import NativeBackend
+from infer.kernels import linear, native
+from infer.kernels.linear import Norm, native_obstacle
+from infer.kernels.rotary import HeadNorms, Turn
+from infer.runner.sampler import sample
+from infer.schedule.sequence import Sequence
+from infer.types import Request, SamplingParams
+
+pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+ISAS = native.instruction_sets()
+NUM_TOKENS, HEADS, DIM, PAGE = 40, 3, 64, 16
+
+
+@pytest.fixture(autouse=True)
+def limit_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(linear.VARIABLE, raising=False)
+    yield
+    monkeypatch.undo()
+    native.chosen_instruction_set()
+
+
+def use(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.ISA_VARIABLE, isa)
+    assert native.chosen_instruction_set() == isa
+
+
+def drawn() -> list[int]:
+    """Tokens of 64 rows, each drawn with parameters of its own."""
+    logits = 3 * torch.randn((64, 5000), generator=torch.Generator().manual_seed(1))
+    sequences = []
+    for row in range(64):
+        narrow = {"top_p": 0.3 + row / 100, "min_p": 0.01} if row % 2 else {}
+        params = SamplingParams(temperature=0.5 + row / 64, **narrow)
+        sequences.append(Sequence.from_request(Request("r", (1, row), params, row, 10), row))
+    return [sampled.token_id for sampled in sample(logits, sequences)]
+
+
+def turned_keys() -> torch.Tensor:
+    """Keys with their norm and rotation, as the kernel writes them into the cache."""
+    made = torch.Generator().manual_seed(2)
+    q, k, v = torch.randn((3, NUM_TOKENS, HEADS, DIM), generator=made).bfloat16()
+    angles = 100 * torch.rand((NUM_TOKENS, DIM // 2), generator=made)
+    norm = Norm(1 + torch.rand(DIM, generator=made), 1e-6)
+    turn = Turn(angles.cos(), angles.sin(), HeadNorms(norm, norm))
+    num_pages = -(-NUM_TOKENS // PAGE)
+    # Pages of 16 lie in strips on some CPUs; pages of 8 lie token by token on all of them.
+    shape = (2 * num_pages + 1, PAGE // 2, HEADS, DIM)
+    keys, values = torch.zeros(shape).bfloat16(), torch.zeros(shape).bfloat16()
+    backend = NativeBackend([keys], [values], num_heads=HEADS, scale=1.0)
+    table = torch.arange(1, 2 * num_pages + 1)[None]
+    slots = torch.arange(NUM_TOKENS) + PAGE // 2
+    backend.plan(BatchLayout([0, NUM_TOKENS], [NUM_TOKENS], slots, table))
+    backend(0, q, k, v, turn)
+    return keys.clone()
+
+
+def test_a_draw_is_the_same_token_with_every_instruction_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {}
+    for isa in ISAS:
+        use(isa, monkeypatch)
+        found[isa] = drawn()
+    assert len(set(found[ISAS[0]])) > 32
+    assert all(tokens == found[ISAS[0]] for tokens in found.values()), found
+
+
+def test_a_key_is_turned_to_the_same_bits_with_every_instruction_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = {}
+    for isa in ISAS:
+        use(isa, monkeypatch)
+        found[isa] = turned_keys()
+    assert found[ISAS[0]].float().abs().sum() > 0
+    for isa, keys in found.items():
+        assert torch.equal(keys, found[ISAS[0]]), isa
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_linear_layers_keep_to_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(isa, monkeypatch)
+    obstacle = native_obstacle()
+    if isa in ("portable", "avx2", "avx512"):
+        assert obstacle is not None
+        assert isa in obstacle
+    else:
+        assert obstacle is None
+
+
+def test_an_instruction_set_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.ISA_VARIABLE, "avx1024")
+    with pytest.raises(ValueError, match=r"INFER_ISA='avx1024' does not run here; use .*portable"):
+        native.chosen_instruction_set()
