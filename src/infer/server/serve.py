@@ -29,7 +29,6 @@ import uvicorn
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.engine.launch import Loads
-from infer.engine.launch import launch as launch_process
 from infer.engine.worker import settle
 from infer.errors import ConfigError
 from infer.server.app import create_app, layers
@@ -286,6 +285,8 @@ def serve_config(
         if in_thread:
             from infer.engine.assemble import build_async_llm as launch  # brings in torch
         else:
+            from infer.engine.launch import launch as launch_process
+
             launch = functools.partial(
                 launch_process,
                 hang_s=settings.hang_s,

@@ -22,6 +22,10 @@ from infer.server.failures import HttpError
 
 MAX_TITLE_CHARS = 200
 MAX_LISTED = 1000
+BUSY_S = 2.0
+"""how long a call waits for a SQLite file that somebody else has locked"""
+CONNECT_S = 5
+"""how long a call waits for a server of databases, or for a connection that is free"""
 Message = dict[str, Any]
 
 _tables = sql.MetaData()
@@ -50,7 +54,15 @@ class Sessions:
         """Raises `ConfigError` if the database cannot be used."""
         try:
             # Errors are logged, texts not; and a server of databases may be restarted.
-            self._engine = sql.create_engine(url, hide_parameters=True, pool_pre_ping=True)
+            where = sql.make_url(url)
+            waits: dict[str, Any] = {}
+            if where.get_backend_name() == "sqlite":
+                waits = {"connect_args": {"timeout": BUSY_S}}
+            elif where.get_backend_name() == "postgresql":
+                waits = {"connect_args": {"connect_timeout": CONNECT_S}, "pool_timeout": CONNECT_S}
+            self._engine = sql.create_engine(
+                where, hide_parameters=True, pool_pre_ping=True, **waits
+            )
             _tables.create_all(self._engine)
         except (SQLAlchemyError, ImportError) as error:
             message = f"the database cannot be used ({type(error).__name__})"
