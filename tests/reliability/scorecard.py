@@ -179,8 +179,8 @@ ROWS = (
         "A9",
         "logs, loads, databases",
         (f"{HERE}/test_attack_operations.py", "tests/server/test_database.py"),
-        "A log that nobody reads (10,000 requests), stdout full, closed and missing, loads that hang"
-        " at the start and beneath a waiting client, a database that is locked or read-only",
+        "A log that nobody reads (10,000 requests), stdout full, closed and missing, loads that"
+        " hang at the start and beneath a client that waits, a database locked or read-only",
     ),
     Row(
         "B1",
