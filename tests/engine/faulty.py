@@ -73,3 +73,9 @@ def starts(settings: dict[str, Any]) -> Blueprint:
     with path.open("a") as file:
         file.write("x\n")
     return hash_blueprint(settings)
+
+
+def never(core: object) -> object:
+    """As `INFER_WRAP_CORE`: an engine that is being loaded for ever."""
+    time.sleep(3600)
+    return core

@@ -175,6 +175,30 @@ ROWS = (
         ),
         "Each route without a key, with wrong ones and with that of another",
     ),
+    Row(
+        "A9",
+        "logs, loads, databases",
+        (f"{HERE}/test_attack_operations.py", "tests/server/test_database.py"),
+        "A log that nobody reads (10,000 requests), stdout full, closed and missing, loads that"
+        " hang at the start and beneath a client that waits, a database locked or read-only",
+    ),
+    Row(
+        "B1",
+        "a script's end",
+        ("tests/engine/test_exit.py",),
+        "100 scripts that end right after their first tokens, the preparing of the cache slowed",
+    ),
+    Row(
+        "B2",
+        "older CPUs",
+        (
+            "tests/kernels/test_fusion.py::test_whole_numbers_are_exact_on_older_cpus",
+            "tests/kernels/test_linear.py::test_bfloat16_is_not_packed_where_onednn_refuses_it",
+            "tests/engine/test_plan.py::test_without_arithmetic_for_bfloat16_the_default_is_float32",
+            "tests/engine/test_plan.py::test_whole_numbers_without_kernels_and_onednn_are_refused",
+        ),
+        "oneDNN held to SSE4.1, AVX2 and AVX-512 without VNNI; torch without oneDNN",
+    ),
 )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import re
 import signal
@@ -9,19 +11,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from load import ENV
+
+import infer
 
 SERVE = [sys.executable, "-m", "infer.server", "--port", "0", "--device", "cpu"]
 
 
 @contextmanager
-def started(arguments: list[str], **streams: int) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen([*SERVE, *arguments], env=ENV, text=True, **streams) as process:
+def started(
+    arguments: list[str], env: Mapping[str, str] = ENV, **streams: int
+) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([*SERVE, *arguments], env=env, text=True, **streams) as process:
         try:
             yield process
         finally:
@@ -107,3 +115,97 @@ def test_a_server_starts_without_stdout(stdout: str) -> None:
             process.kill()
             if target is not None:
                 os.close(target)
+
+
+HANGS = {**ENV, "INFER_WRAP_CORE": "faulty:never"}
+DEMO = str(Path(infer.__file__).parent / "demo_model")
+SEVERAL = ["--model", f"a={DEMO}", "--model", f"b={DEMO}"]
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+
+def engine_of(pid: int) -> int:
+    """The engine that a server is starting, once there is one."""
+    until_s = time.monotonic() + 60
+    while not (found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        found = [each for task in tasks for each in (task / "children").read_text().split()]
+        if found:
+            break
+        assert time.monotonic() < until_s
+        time.sleep(0.05)
+    return int(found[0])
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("models", [[], SEVERAL], ids=["single", "several"])
+def test_sigterm_ends_a_load_at_the_start(models: list[str]) -> None:
+    with started(models, HANGS, **PIPES) as process:
+        engine = engine_of(process.pid)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        started_s = time.monotonic()
+        process.wait(30)
+        assert time.monotonic() - started_s < 5
+    until_s = time.monotonic() + 10
+    while not is_gone(engine) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert is_gone(engine)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_sigterm_ends_a_load_that_a_client_waits_for() -> None:
+    """With a typed 503 for the client, and while another one waits behind it."""
+    arguments = [*SEVERAL, "--load-on-first-use"]
+    with started(arguments, HANGS, **PIPES) as process, ThreadPoolExecutor(2) as clients:
+        port = announced_port(process)
+        asked = [clients.submit(completion, port, name) for name in ("b", "a")]
+        engine = engine_of(process.pid)
+        os.kill(engine, signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        started_s = time.monotonic()
+        assert process.wait(30) == 0
+        assert time.monotonic() - started_s < 5
+        for answer in asked:
+            status, error, retry_after = answer.result()
+            assert (status, error["code"]) == (503, "engine_unavailable")
+            assert error["message"] == "the server is shutting down"
+            assert retry_after
+        assert is_gone(engine)
+
+
+def test_a_load_has_a_deadline() -> None:
+    arguments = [*SEVERAL, "--load-on-first-use", "--load-timeout-s", "1"]
+    with started(arguments, HANGS, **PIPES) as process:
+        port = announced_port(process)
+        status, error, _ = completion(port, "b")
+        assert (status, error["message"]) == (503, "the model 'b' could not be loaded")
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert process.wait(30) == 0
+        assert "was not ready after 1 s" in log
+    with started(["--load-timeout-s", "1"], HANGS, **PIPES) as process:
+        assert process.stderr is not None
+        assert "raise --load-timeout-s" in " ".join(process.stderr.read().split())
+        assert process.wait(30) == 2
+
+
+def completion(port: int, model: str) -> tuple[int, dict[str, Any], str | None]:
+    """Status, error and Retry-After of an answer."""
+    body = json.dumps({"model": model, "prompt": "x", "max_tokens": 1})
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        headers = {"content-type": "application/json"}
+        connection.request("POST", "/v1/completions", body, headers)
+        response = connection.getresponse()
+        error = json.loads(response.read())["error"]
+        return response.status, error, response.headers["retry-after"]
+    finally:
+        connection.close()

@@ -192,9 +192,10 @@ def test_main_serves_what_is_assembled(
     configs: list[tuple[str, EngineConfig]] = []
 
     def maker(where: str) -> Any:
-        def make(config: EngineConfig, **how: float) -> Any:
+        def make(config: EngineConfig, loads: Any = None, **how: float) -> Any:
             configs.append((where, config))
-            assert how == ({} if where == "thread" else {"hang_s": 120.0})
+            limits = {"hang_s": 120.0, "load_timeout_s": 3600.0}
+            assert how == ({} if where == "thread" else limits)
             return make_hash_llm()
 
         return make

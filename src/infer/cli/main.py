@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from infer.bench.command import app as bench_app
 from infer.cli.keys import app as keys_app
@@ -167,7 +168,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
-        Console(stderr=True).print(f"[bold red]infer:[/] {error}", highlight=False, soft_wrap=True)
+        # As text: what stands in brackets, like the name of an extra, is no markup.
+        line = Text.assemble(("infer:", "bold red"), f" {error}")
+        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

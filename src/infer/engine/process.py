@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 
 HANG_S = 120.0
 """longer than any step; a step of a large model on a slow CPU takes many seconds"""
+LOAD_TIMEOUT_S = 3600.0
+"""an engine that is not ready by then is given up; it may have a large checkpoint to download"""
+LOADING_LOG_S = 30.0
+"""an engine that is being loaded is mentioned so often"""
 STOP_S = 5.0
 """how long a process may take to end when it is told to"""
 LAST_WORDS_S = 1.0
@@ -116,9 +120,22 @@ class _Life:
                 _log_stderr(lines)
             _log_stderr([rest])
 
-    def events(self, hang_s: float | None) -> Iterator[messages.Event]:
-        """What it reports, until it ends. `hang_s`: the watchdog's hard limit; None = none."""
+    def events(
+        self, hang_s: float | None, *, load_timeout_s: float | None = None
+    ) -> Iterator[messages.Event]:
+        """What it reports, until it ends. `hang_s`: the watchdog's hard limit; None = none.
+        `load_timeout_s`: how long it may take from now until the last of these events."""
+        started_s = time.monotonic()
+        said_s = started_s
         for frame in self._channel.frames(patience_s=HEARTBEAT_S):
+            now_s = time.monotonic()
+            if load_timeout_s is not None and now_s - started_s >= load_timeout_s:
+                self.killed = True
+                self.kill()
+                return
+            if load_timeout_s is not None and now_s - said_s >= LOADING_LOG_S:
+                said_s = now_s
+                log.info("the engine has been loading for %.0f s", now_s - started_s)
             if frame is None:
                 if hang_s is not None:
                     self._watch(self.silence_s, hang_s)
@@ -166,9 +183,15 @@ class EngineProcess:
     """An `EngineClient`; see the module's docstring."""
 
     def __init__(
-        self, factory: str, settings: Mapping[str, Any], *, hang_s: float = HANG_S
+        self,
+        factory: str,
+        settings: Mapping[str, Any],
+        *,
+        hang_s: float = HANG_S,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings`, over there."""
+        self._load_timeout_s = load_timeout_s
         level = logging.getLogger("infer").getEffectiveLevel()
         self._begin = messages.Begin(factory, dict(settings), level)
         self._hang_s = hang_s
@@ -193,13 +216,16 @@ class EngineProcess:
 
         `on_text` is called while it loads its weights; what it raises ends the process.
         """
-        life = _Life(self._begin)
+        life = self._begin_life()
         try:
             ready = self._greet(life, on_text)
         except BaseException:
             life.kill()
             life.reap()
             raise
+        finally:
+            with self._lock:
+                self._starting = None
         self._ready, self._stats = life, ready.stats
         settings = {**self._begin.settings, **ready.settings}
         self._begin = messages.Begin(self._begin.factory, settings, self._begin.log_level)
@@ -332,14 +358,11 @@ class EngineProcess:
         """Returns when there is a process that works, or when it is time to stop."""
         started_s = time.monotonic()
         while not self._stopping.wait(self._pause_s()):
-            life = _Life(self._begin)
-            with self._lock:
-                self._starting = life
-                if self._stopping.is_set():
-                    life.kill()
+            life = self._begin_life()
             try:
                 ready = self._greet(life, lambda text: None)
             except LoadError as error:
+                life.kill()
                 life.reap()
                 if not self._stopping.is_set():
                     log.error("the engine cannot be started again: %s", error)
@@ -373,12 +396,28 @@ class EngineProcess:
                 ends = self._ledger.fail_all(reason)
             self._deliver(ends, None)
 
+    def _begin_life(self) -> _Life:
+        """A process that is starting, which `stop` ends."""
+        life = _Life(self._begin)
+        with self._lock:
+            self._starting = life
+            if self._stopping.is_set():
+                life.kill()
+        return life
+
     def _greet(self, life: _Life, on_text: Callable[[messages.Text], None]) -> messages.Ready:
-        for event in life.events(None):
+        for event in life.events(None, load_timeout_s=self._load_timeout_s):
             if isinstance(event, messages.Text):
                 on_text(event)
             elif isinstance(event, messages.Refused):
                 raise event.error.exception()
             elif isinstance(event, messages.Ready):
                 return event
+        if self._stopping.is_set():
+            raise LoadError("the engine was stopped while it was being loaded")
+        if life.killed:
+            raise LoadError(
+                f"the engine was not ready after {self._load_timeout_s:g} s; where loading takes"
+                " longer than that, raise --load-timeout-s"
+            )
         raise LoadError(f"the engine process ended while it started (exit code {life.reap()})")

@@ -7,9 +7,10 @@ leaves the session as it was, so the same message can be sent again.
 
 from __future__ import annotations
 
-import asyncio
 import json
+import logging
 import os
+import threading
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from infer.errors import UnprocessableError
+from infer.errors import ConfigError, UnprocessableError
 from infer.server import validation
 from infer.server.answer import unnumbered
 from infer.server.body import NUM_BYTES, TextPool
+from infer.server.database_threads import DatabaseError, DatabaseThreads
 from infer.server.openapi import takes
 from infer.server.rendering import json_response
 from infer.server.sessions import Message, Quota, Sessions, busy
@@ -31,6 +33,8 @@ from infer.server.validation import Wire
 from infer.server.visit import Visit
 from infer.server.wire import MAX_MESSAGES
 from infer.server.wire import Message as WireMessage
+
+log = logging.getLogger("infer.server")
 
 
 class SessionBody(Wire):
@@ -49,8 +53,17 @@ class ForkBody(Wire):
 class Turn:
     """A question within a session that is being answered."""
 
-    def __init__(self, sessions: Sessions, owner: str, name: str, before: int, asked: Any) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        threads: DatabaseThreads,
+        owner: str,
+        name: str,
+        before: int,
+        asked: Any,
+    ) -> None:
         self._sessions = sessions
+        self._threads = threads
         self._where = (owner, name, before)
         self._asked: list[Message] = asked
         self._texts: list[str] = []
@@ -71,7 +84,7 @@ class Turn:
         if whole:
             answer = {**answer, "content": text or None, "tool_calls": whole}
         turn = [*self._asked, answer]
-        await asyncio.to_thread(self._sessions.add_turn, *self._where, turn)
+        await self._threads.call(self._sessions.add_turn, *self._where, turn)
 
 
 def _is_whole(call: dict[str, Any]) -> bool:
@@ -94,6 +107,8 @@ class Conversations:
         self._quota = quota or Quota()
         self._pool = pool
         self._busy: set[str] = set()
+        self._threads = DatabaseThreads()
+        self._opening = threading.Lock()
         if url is not None:
             self._sessions  # noqa: B018  a database that cannot be used is known at the start
 
@@ -105,6 +120,21 @@ class Conversations:
         folder = Path(state) / "infer"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return Sessions(f"sqlite:///{folder / 'sessions.db'}", self._quota)
+
+    def _do(self, method: str, *arguments: Any) -> Any:
+        """Of `Sessions`, which are opened by whoever comes first, in a thread."""
+        with self._opening:
+            sessions = self._opened()
+        return getattr(sessions, method)(*arguments)
+
+    def _opened(self) -> Sessions:
+        """Raises `DatabaseError` where the default place cannot be used; a URL was tried before."""
+        try:
+            return self._sessions
+        except (ConfigError, OSError) as error:
+            log.error("the sessions cannot be kept: %s", error)
+            message = "this server cannot keep sessions: its database cannot be used"
+            raise DatabaseError(message) from None
 
     async def begin(self, http: HttpRequest, body: dict[str, Any]) -> Turn | None:
         """Put the session's messages before those of a chat's body, if it names a session."""
@@ -119,8 +149,8 @@ class Conversations:
         if name in self._busy:
             raise busy()
         num_new = http.scope.get(NUM_BYTES, 0)
-        found = await asyncio.to_thread(
-            self._sessions.begin_turn, owner, name, len(asked) + 1, num_new
+        found = await self._threads.call(
+            self._do, "begin_turn", owner, name, len(asked) + 1, num_new
         )
         if name in self._busy:
             raise busy()
@@ -129,7 +159,7 @@ class Conversations:
         body["messages"] = [*found.messages, *asked]
         # What is done with the body from now on takes as long as if all this had been sent.
         http.scope[NUM_BYTES] = num_new + found.num_bytes
-        return Turn(self._sessions, owner, name, len(found.messages), asked)
+        return Turn(self._sessions, self._threads, owner, name, len(found.messages), asked)
 
     @takes(SessionBody)
     async def _create(self, http: HttpRequest) -> Response:
@@ -142,14 +172,14 @@ class Conversations:
     async def _list(self, http: HttpRequest) -> Response:
         """The sessions of this key, the last used first."""
         owner = tenant_of(http.scope).key.id
-        data = await asyncio.to_thread(self._sessions.all, owner)
+        data = await self._threads.call(self._do, "all", owner)
         return JSONResponse({"object": "list", "data": data})
 
     async def _read(self, http: HttpRequest) -> Response:
         """A session with its messages."""
         where = (tenant_of(http.scope).key.id, http.path_params["id"])
-        num_bytes = await asyncio.to_thread(self._sessions.num_bytes, *where)
-        found = await asyncio.to_thread(self._sessions.read, *where)
+        num_bytes = await self._threads.call(self._do, "num_bytes", *where)
+        found = await self._threads.call(self._do, "read", *where)
         return await self._pool.rendered(http, num_bytes, json_response, found)
 
     @takes(RenameBody)
@@ -170,11 +200,12 @@ class Conversations:
         return await self._call(http, "fork", http.path_params["id"], wire.at)
 
     async def _call(self, http: HttpRequest, name: str, *arguments: Any) -> Response:
-        work, owner = getattr(self._sessions, name), tenant_of(http.scope).key.id
-        return JSONResponse(await asyncio.to_thread(work, owner, *arguments))
+        owner = tenant_of(http.scope).key.id
+        return JSONResponse(await self._threads.call(self._do, name, owner, *arguments))
 
     def close(self) -> None:
         """At the end of the server."""
+        self._threads.close()
         if "_sessions" in self.__dict__:
             self._sessions.close()
 

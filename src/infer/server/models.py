@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +83,34 @@ class _Model:
         return "failed" if time.monotonic() < self.refused_until_s else "unloaded"
 
 
+class _Loader:
+    """One thread that launches engines, one after the other, and lives on with them: the system
+    ends a process with the thread that started it. Nobody waits for it at the end of the program,
+    since a load may hang."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[AsyncLLM], Callable[[], AsyncLLM]]] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._run, name="infer-load", daemon=True).start()
+
+    def submit(self, launch: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
+        """What `launch` returns or raises, once it has been its turn."""
+        future: Future[AsyncLLM] = Future()
+        self._queue.put((future, launch))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, launch = self._queue.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(launch())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, launch
+
+
 class Models:
     """See the module's docstring."""
 
@@ -90,13 +120,18 @@ class Models:
         make_app: Callable[[AsyncLLM], Starlette],
         *,
         idle_unload_s: float | None = None,
+        end_loads: Callable[[], None] = lambda: None,
     ) -> None:
-        """`launches`: how each is loaded, in a thread (which lives on: an engine dies with the
-        thread that started it). `make_app`: the app over one engine, without `Edge`."""
+        """`launches`: how each is loaded, in a thread. `make_app`: the app over one engine, without
+        `Edge`. `end_loads` has a launch that runs in another thread raise `LoadError`."""
         self._models = {name: _Model(name, launch) for name, launch in launches.items()}
         self._make_app = make_app
         self._idle_unload_s = idle_unload_s
-        self._loader = ThreadPoolExecutor(1, "infer-load")
+        self._loader = _Loader()
+        self._end_loads = end_loads
+        self._ending = asyncio.Event()
+        """set when nothing is to be loaded any more"""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = TextPool()
         self._created = int(time.time())
         self._draining = False
@@ -116,12 +151,16 @@ class Models:
     def drain(self) -> None:
         """From now on finish what there is and refuse what comes."""
         self._draining = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ending.set)
         for engine in self._engines():
             engine.drain()
 
     async def close(self) -> None:
         """End what runs with an error, then stop the engines."""
         self._draining = True
+        self._ending.set()
+        await asyncio.to_thread(self._end_loads)
         await asyncio.gather(*[engine.close() for engine in self._engines()])
 
     def _engines(self) -> list[AsyncLLM]:
@@ -161,12 +200,21 @@ class Models:
             raise EngineDeadError("the server is shutting down")
         if time.monotonic() < model.refused_until_s:
             raise EngineDeadError(f"the model {model.name!r} could not be loaded")
-        loop = asyncio.get_running_loop()
+        loading = asyncio.wrap_future(self._loader.submit(model.launch))
+        ending = asyncio.create_task(self._ending.wait())
         try:
-            engine = await loop.run_in_executor(self._loader, model.launch)
+            await asyncio.wait((loading, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                await asyncio.to_thread(self._end_loads)
+                raise EngineDeadError("the server is shutting down")
+            engine = loading.result()
         except LoadError as error:
             self._note_failure(model, error)
             raise EngineDeadError(f"the model {model.name!r} could not be loaded") from None
+        finally:
+            ending.cancel()
+            if not loading.done():
+                loading.add_done_callback(_forget)
         await self._begin(model, engine)
 
     async def _begin(self, model: _Model, engine: AsyncLLM) -> None:
@@ -199,6 +247,7 @@ class Models:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
         for model in self._models.values():
             if model.engine is not None:
                 model.used_s = time.monotonic()
@@ -214,7 +263,6 @@ class Models:
             for model in self._models.values():
                 self._save_usage(model)
             self._pool.close()
-            self._loader.shutdown(wait=False, cancel_futures=True)
 
     # ---- answering
 
@@ -290,3 +338,9 @@ class Models:
         if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
             raise EngineDeadError("no model is ready")
         return JSONResponse({"status": "ready", "models": statuses})
+
+
+def _forget(loading: asyncio.Future[AsyncLLM]) -> None:
+    """Of a load that nobody waits for any more: how it ended need not be said."""
+    if not loading.cancelled():
+        loading.exception()

@@ -28,6 +28,7 @@ import uvicorn
 
 from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
+from infer.engine.launch import Loads
 from infer.engine.worker import settle
 from infer.errors import ConfigError
 from infer.server.app import create_app, layers
@@ -290,19 +291,27 @@ def serve_config(
             message = f"{host!r} can be reached from other machines: give --api-keys a file of keys"
             raise ConfigError("host", f"{message}, or say --insecure")
         launch: Callable[[EngineConfig], AsyncLLM]
+        loads = Loads()
         if in_thread:
             from infer.engine.assemble import build_async_llm as launch  # brings in torch
         else:
             from infer.engine.launch import launch as launch_process
 
-            launch = functools.partial(launch_process, hang_s=settings.hang_s)
+            launch = functools.partial(
+                launch_process,
+                hang_s=settings.hang_s,
+                load_timeout_s=settings.load_timeout_s,
+                loads=loads,
+            )
         engine: AsyncLLM | Models
         if isinstance(config, EngineConfig):
             engine = launch(config)
         else:
             launches = {name: functools.partial(launch, each) for name, each in config.items()}
             make_app = functools.partial(create_app, settings=settings, is_inner=True)
-            engine = Models(launches, make_app, idle_unload_s=settings.idle_unload_s)
+            engine = Models(
+                launches, make_app, idle_unload_s=settings.idle_unload_s, end_loads=loads.end
+            )
             if not settings.load_on_first_use:
                 engine.load_all()
         run(engine, sock, settings)

@@ -27,6 +27,10 @@ MAX_TITLE_CHARS = 200
 MAX_LISTED = 1000
 MAX_SESSION_BYTES = 4 * 1024 * 1024
 """of a session that is continued, with what comes: more than the longest context holds"""
+BUSY_S = 2.0
+"""how long a call waits for a SQLite file that somebody else has locked"""
+CONNECT_S = 5
+"""how long a call waits for a server of databases, or for a connection that is free"""
 Message = dict[str, Any]
 
 _tables = sql.MetaData()
@@ -82,7 +86,15 @@ class Sessions:
         try:
             _make_private(url)
             # Errors are logged, texts not; and a server of databases may be restarted.
-            self._engine = sql.create_engine(url, hide_parameters=True, pool_pre_ping=True)
+            where = sql.make_url(url)
+            waits: dict[str, Any] = {}
+            if where.get_backend_name() == "sqlite":
+                waits = {"connect_args": {"timeout": BUSY_S}}
+            elif where.get_backend_name() == "postgresql":
+                waits = {"connect_args": {"connect_timeout": CONNECT_S}, "pool_timeout": CONNECT_S}
+            self._engine = sql.create_engine(
+                where, hide_parameters=True, pool_pre_ping=True, **waits
+            )
             _tables.create_all(self._engine)
             with self._engine.begin() as db:
                 _measure_older_ones(db)

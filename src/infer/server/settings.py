@@ -30,6 +30,9 @@ class ServerSettings:
         600.0, "A request that is not done by then is ended.", low=0.001
     )
     hang_s: float = option(120.0, "A step of the engine that takes longer is a hang.", low=1)
+    load_timeout_s: float = option(
+        3600.0, "An engine that is not ready by then is given up.", low=1
+    )
     unknown_params: str = option(
         "refuse",
         "Fields of a body that nobody knows; ignore = leave out, and list in X-Ignored-Params.",

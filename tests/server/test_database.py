@@ -1,0 +1,105 @@
+"""A database of sessions that is locked, read-only or gone: 503, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+from serving import CHAT, App, chat_body, with_app
+
+from doubles import make_hash_llm
+from infer.server import database_threads
+from infer.server import sessions as module
+
+
+def check(reply: object) -> None:
+    assert reply.status == 503, reply  # type: ignore[attr-defined]
+    error = reply.json()["error"]  # type: ignore[attr-defined]
+    assert (error["code"], error["type"]) == ("database_unavailable", "server_error")
+    assert int(reply.headers["retry-after"]) > 0  # type: ignore[attr-defined]
+    assert "sqlite" not in error["message"].lower()
+
+
+def test_a_locked_database_is_a_503_and_delays_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "BUSY_S", 1.0)
+    file = tmp_path / "sessions.db"
+
+    async def use(app: App) -> None:
+        session = (await app.post("/v1/sessions", {})).json()["id"]
+        with sqlite3.connect(file, isolation_level=None) as other:
+            other.execute("begin exclusive")
+            waiting = [
+                asyncio.ensure_future(app.post("/v1/sessions", {"title": str(i)}))
+                for i in range(12)
+            ]
+            await asyncio.sleep(0.2)
+            started_s = time.monotonic()
+            assert (await app.get("/openapi.json")).status == 200  # made in a thread, too
+            assert time.monotonic() - started_s < 3
+            assert not any(each.done() for each in waiting)
+            for each in waiting:
+                check(await each)
+            check(await app.post(CHAT, chat_body(session_id=session)))
+            other.execute("rollback")
+        # Locked while the answer is being made: what was asked and answered cannot be kept.
+        chat = app.post(CHAT, chat_body(session_id=session, stream=True, max_tokens=40))
+        asking = asyncio.ensure_future(chat)
+        await asyncio.sleep(0.1)
+        with sqlite3.connect(file, isolation_level=None) as other:
+            other.execute("begin exclusive")
+            last = (await asking).body.decode().split("\n\n")[-2]
+            error = json.loads(last.removeprefix("data: "))["error"]
+            assert error["code"] == "database_unavailable"
+            other.execute("rollback")
+        found = await app.get(f"/v1/sessions/{session}")
+        assert (found.status, found.json()["messages"]) == (200, [])
+
+    with_app(make_hash_llm(step_s=0.02), use, sessions=f"sqlite:///{file}")
+
+
+def test_calls_that_wait_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_threads, "MAX_CALLS", 3)
+    monkeypatch.setattr(module, "BUSY_S", 1.0)
+    file = tmp_path / "sessions.db"
+
+    async def use(app: App) -> None:
+        assert (await app.get("/v1/sessions")).status == 200
+        with sqlite3.connect(file, isolation_level=None) as other:
+            other.execute("begin exclusive")
+            waiting = [asyncio.ensure_future(app.get("/v1/sessions")) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            started_s = time.monotonic()
+            check(await app.get("/v1/sessions"))
+            assert time.monotonic() - started_s < 0.8
+            for each in waiting:
+                check(await each)
+            other.execute("rollback")
+        assert (await app.get("/v1/sessions")).status == 200
+
+    with_app(make_hash_llm(), use, sessions=f"sqlite:///{file}")
+
+
+@pytest.mark.parametrize("cause", ["read-only", "no place"])
+def test_a_database_that_cannot_be_written_is_a_503(
+    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "sessions.db"
+    sessions: str | None = f"sqlite:///{file}"
+    if cause == "read-only":
+        module.Sessions(str(sessions)).close()
+        sessions = f"sqlite:///file:{file}?mode=ro&uri=true"
+    else:
+        (tmp_path / "state").write_text("no folder")
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        sessions = None
+
+    async def use(app: App) -> None:
+        check(await app.post("/v1/sessions", {}))
+
+    with_app(make_hash_llm(), use, sessions=sessions)
