@@ -66,8 +66,11 @@ class Intake:
         request_id: str | None = None,
         priority: int = 0,
         shown_token_ids: tuple[int, ...] = (),
+        thoughts: tuple[str, str] | None = None,
     ) -> Request:
-        """A valid request for a text (tokenised as the checkpoint says) or a list of token ids."""
+        """A valid request for a text (tokenised as the checkpoint says) or a list of token ids.
+
+        `shown_token_ids`, `thoughts`: see `Request`."""
         sampling = sampling or SamplingParams()
         token_ids = self.tokenize(prompt)
         self._check_ids(sampling)
@@ -87,6 +90,7 @@ class Intake:
             cache_scope="" if sampling.prompt_logprobs is None else request_id,
             bad_token_ids=self._spellings(sampling.bad_words),
             shown_token_ids=shown_token_ids,
+            thoughts=thoughts,
             grammar_bytes=grammar_bytes,
         )
 
