@@ -65,7 +65,7 @@ def test_a_stop_string_ends_the_request_in_the_core_too() -> None:
             assert text == plain.text[: plain.text.index(stop)]
             # Still inside: it is the stop string that frees the pages, not the leaving.
             await until(lambda: idle(llm))
-            assert llm.stats()["num_finished_abort"] == 1
+            assert llm.stats()["num_finished_stop"] == 1
 
     run(body, step_s=0.002)
 

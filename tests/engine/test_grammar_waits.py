@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -134,3 +135,26 @@ def test_compiled_grammars_are_kept_by_their_bytes() -> None:
     assert len(made) == 8  # a failure is not kept
     kept.matcher(each[5], 2 << 20)  # larger than all that may be kept
     assert (len(kept), kept.num_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("opening", ["", "Once"])
+def test_a_grammar_begins_behind_thoughts(llm: LLM, opening: str) -> None:
+    """Any marks will do: here a sentence of a story is the thoughts."""
+    intake, core = llm._intake, llm._core
+    for seed in range(4):
+        params = SamplingParams(grammar=Grammar.choice(["yes!", "no!"]), seed=seed, max_tokens=150)
+        names = ("alone", "cut")
+        request = intake.make_request("One", params, request_id="alone", thoughts=(opening, "."))
+        core.add(request)
+        ids = [output.token_id for output in core.run_until_complete()]
+        text = llm.tokenizer.decode([token for token in ids if token is not None])
+        thoughts, _, answer = text.rpartition(".")
+        assert answer in ("yes!", "no!"), text
+        assert opening or thoughts
+        # Another engine that goes on with it says the same.
+        cut = len(ids) // 2
+        rest = dataclasses.replace(
+            request, request_id=names[1], output_token_ids=tuple(ids[:cut]), num_crashes=1
+        )
+        core.add(rest)
+        assert [output.token_id for output in core.run_until_complete()] == ids[cut:]

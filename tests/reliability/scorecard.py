@@ -199,6 +199,34 @@ ROWS = (
         ),
         "oneDNN held to SSE4.1, AVX2 and AVX-512 without VNNI; torch without oneDNN",
     ),
+    Row(
+        "A1",
+        "no request ends the API process",
+        (
+            f"{HERE}/test_attack_grammar.py::test_chains_are_refused",
+            f"{HERE}/test_attack_grammar.py::test_chains_are_refused_on_small_stacks",
+            f"{HERE}/test_attack_grammar.py::test_ten_thousand_generated_grammars_leave_every_process",
+            "tests/text/test_grammar_depth.py",
+            "tests/text/test_grammar_checker.py",
+        ),
+    ),
+    Row(
+        "A2",
+        "a request's failure is not the engine's",
+        (
+            f"{HERE}/test_attack_grammar.py::test_failing_requests_never_restart_the_engine",
+            f"{HERE}/test_attack_grammar.py::test_large_grammars_work_or_are_refused",
+            "tests/engine/test_containment.py",
+        ),
+    ),
+    Row(
+        "A8",
+        "grammars by bytes and by time",
+        (
+            f"{HERE}/test_attack_grammar.py::test_a_thousand_unique_grammars",
+            "tests/engine/test_grammar_waits.py",
+        ),
+    ),
 )
 
 

@@ -11,6 +11,7 @@ import pytest
 from serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
 
 from checkpoints import END_ID, write_tokenizer
+from doubles import small_tokenizer
 from infer import Grammar
 from infer.engine.output import OutputProcessor, collected
 from infer.server import intake, validation
@@ -227,3 +228,60 @@ def check(chat: bool, events: list[Any], expected: dict[str, Any]) -> None:
         for name, values in (expected["logprobs"] or {}).items():
             assert [*chain(*(one[name] for one in logprobs))] == values
     assert reason == expected["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "reasoning", "thoughts"),
+    [
+        ({}, "<think>Hm</think>\n\n", "Hm", ("<think>", "</think>")),
+        ({}, "", None, ("<think>", "</think>")),
+        ({"chat_template_kwargs": {"open": True}}, "Hm\n</think>\n", "Hm", ("", "</think>")),
+    ],
+)
+@pytest.mark.parametrize("way", ["schema", "forced"])
+def test_a_grammar_begins_behind_the_thoughts(
+    tokenizer: Tokenizer,
+    options: dict[str, Any],
+    said: str,
+    reasoning: str | None,
+    thoughts: tuple[str, str],
+    way: str,
+) -> None:
+    answer, asked = '{"city": "Ulm"}', {"response_format": {"type": "json_object"}}
+    if way == "forced":
+        answer, asked = CALL, {"tools": [WEATHER], "tool_choice": "required"}  # type: ignore[dict-item]
+    script = [*spelled(said + answer), END_ID]
+    for stream in (False, True):
+        body = chat_body(max_tokens=300, stream=stream, **asked, **options)
+        wire = validation.read(ChatBody, body)
+        [request] = intake.chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        assert request.thoughts == thoughts
+        reply = ask(scripted(script, tokenizer=tokenizer), CHAT, body)
+        if stream:
+            message, reason = streamed(reply.events())
+        else:
+            [choice] = reply.json()["choices"]
+            message, reason = choice["message"], choice["finish_reason"]
+        assert message.get("reasoning_content") == reasoning
+        if way == "forced":
+            assert reason == "tool_calls"
+            [call] = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"city": "Ulm"}
+        else:
+            assert json.loads(message["content"]) == {"city": "Ulm"}
+
+
+def test_where_no_thoughts_can_be_the_grammar_begins_at_once(tokenizer: Tokenizer) -> None:
+    def thoughts(tokenizer: Tokenizer, **fields: Any) -> Any:
+        wire = validation.read(ChatBody, chat_body(**fields))
+        [request] = intake.chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        return request.thoughts
+
+    form = {"response_format": {"type": "json_object"}}
+    assert thoughts(tokenizer) is None  # nothing is restricted
+    closed = [{"role": "user", "content": "<think></think>"}]
+    assert thoughts(tokenizer, **form) is not None
+    ends = {"add_generation_prompt": False, "continue_final_message": True}
+    closed.append({"role": "assistant", "content": "<think>\n\n</think>\n\n"})
+    assert thoughts(tokenizer, **form, **ends, messages=closed) is None
+    assert thoughts(small_tokenizer(), **form) is None  # its template has none

@@ -78,11 +78,12 @@ class Intake:
         priority: int = 0,
         shown_token_ids: tuple[int, ...] = (),
         seed: int | None = None,
+        thoughts: tuple[str, str] | None = None,
     ) -> Request:
         """A valid request for a text (tokenised as the checkpoint says) or a list of token ids.
 
         Many requests with the same sampling share the result of one `check`; `seed`, 64 bits and
-        signed, takes the place of the sampling's.
+        signed, takes the place of the sampling's. `shown_token_ids`, `thoughts`: see `Request`.
         """
         token_ids = self.tokenize(prompt)
         checked = sampling
@@ -104,6 +105,7 @@ class Intake:
             cache_scope="" if sampling.prompt_logprobs is None else request_id,
             bad_token_ids=checked.bad_token_ids,
             shown_token_ids=shown_token_ids,
+            thoughts=thoughts,
             grammar_bytes=checked.grammar_bytes,
         )
 

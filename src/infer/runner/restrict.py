@@ -27,6 +27,8 @@ from torch import Tensor
 from infer.grammar import Grammar
 from infer.schedule.sequence import Plan, Sampled, Sequence
 from infer.text.grammar import Compiler, Constraint, compiling_thread
+from infer.text.grammar_thoughts import BehindThoughts
+from infer.types import Request
 
 log = logging.getLogger(__name__)
 
@@ -121,13 +123,16 @@ class Restrictions:
         if not isinstance(following, _Following):
             grammar = sequence.request.sampling.grammar
             assert isinstance(grammar, Grammar)
-            size = sequence.request.grammar_bytes
-            compiled = self._compiling.submit(self._compile, grammar, size)
+            compiled = self._compiling.submit(self._compile, grammar, sequence.request)
             sequence.constraint = following = _Following(compiled)
         return following
 
-    def _compile(self, grammar: Grammar, num_bytes: int) -> Constraint:
-        return self._compiler.result().constraint(grammar, num_bytes)
+    def _compile(self, grammar: Grammar, request: Request) -> Constraint:
+        compiler = self._compiler.result()
+        constraint = compiler.constraint(grammar, request.grammar_bytes)
+        if request.thoughts is None:
+            return constraint
+        return BehindThoughts(constraint, compiler.token_bytes(), *request.thoughts)
 
     def _begin_mask(self, sequence: Sequence, following: _Following) -> Future[_Mask]:
         # Its list may go on while the mask is being made.

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from infer.engine.async_llm import AsyncLLM
-from infer.server.intake import tool_format
+from infer.server.intake import prompt_end, tool_format
 from infer.server.logprobs import ChoiceLogprobs
 from infer.server.rendering import BYTES_A_LOGPROB
 from infer.server.wire import ChatBody, CompletionBody, Generation, StreamOptions
@@ -278,10 +278,7 @@ class ChatAnswer(CompletionAnswer):
     ) -> None:
         super().__init__(engine, wire, requests, answer_id)
         template, tools = engine.tokenizer.tool_template, tool_format(engine, wire)
-        first = requests[0]
-        end = ""  # of the prompt; a grammar is about the answer, so it leaves no room for thoughts
-        if first.sampling.grammar is None:
-            end = engine.tokenizer.decode(first.prompt_token_ids[-16:], skip_special_tokens=False)
+        end = prompt_end(engine, requests[0].prompt_token_ids)
         source = template.source if template else ""
         names = [tool["function"]["name"] for tool in wire.forced_tools or wire.shown_tools]
         forced = bool(wire.forced_tools)

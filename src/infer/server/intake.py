@@ -45,7 +45,8 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
     with _chat_sampling(engine, wire) as sampling:
         ids = engine.render_chat(messages, **wire.template_arguments)
         shown = _read_tokens(engine, wire)
-        return list(_choices(engine, wire, [tuple(ids)], sampling, answer_id, shown))
+        thoughts = None if sampling.grammar is None else _thoughts_before(engine, ids)
+        return list(_choices(engine, wire, [tuple(ids)], sampling, answer_id, shown, thoughts))
 
 
 def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
@@ -83,6 +84,23 @@ def _read_tokens(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
     thoughts = thoughts_in(template.source) if template else None
     marks = (*(thoughts or ()), *(way.all_marks if way else ()))
     return engine.tokenizer.special_ids_of(marks) if wire.skip_special_tokens else ()
+
+
+def _thoughts_before(engine: AsyncLLM, prompt: Sequence[int]) -> tuple[str, str] | None:
+    """The thoughts that may stand before a grammar's text; see `Request.thoughts`."""
+    template = engine.tokenizer.tool_template
+    marks = thoughts_in(template.source) if template else None
+    if marks is None:
+        return None
+    end = prompt_end(engine, prompt).rstrip()
+    if end.endswith(marks.closing):  # the template has closed them: there are to be none
+        return None
+    return ("" if end.endswith(marks.opening) else marks.opening, marks.closing)
+
+
+def prompt_end(engine: AsyncLLM, prompt: Sequence[int]) -> str:
+    """The last characters of a prompt, by which it shows what it has begun."""
+    return engine.tokenizer.decode(prompt[-16:], skip_special_tokens=False)
 
 
 @contextmanager
@@ -153,6 +171,7 @@ def _choices(
     sampling: SamplingParams,
     answer_id: str,
     shown_token_ids: tuple[int, ...] = (),
+    thoughts: tuple[str, str] | None = None,
 ) -> Iterator[Request]:
     ids = (f"{answer_id}-{index}" for index in itertools.count())
     checked = engine.check_sampling(sampling)  # once, however many choices
@@ -168,6 +187,7 @@ def _choices(
                 priority=wire.priority,
                 shown_token_ids=shown_token_ids,
                 seed=seed,
+                thoughts=thoughts,
             )
             prompt = request.prompt_token_ids  # tokenized once
             yield request

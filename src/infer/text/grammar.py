@@ -15,7 +15,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -179,12 +179,33 @@ class CompiledGrammars:
         return kept[0]
 
 
+class TokenBytes:
+    """A vocabulary as text."""
+
+    def __init__(self, pieces: list[bytes], num_logits: int, ends: Iterable[int]) -> None:
+        """`pieces`: the bytes of each token, a control token's are its name; `ends`: tokens that
+        end an answer."""
+        self.pieces = pieces
+        self.num_logits = num_logits
+        self.ends = sorted(end for end in ends if end < num_logits)
+        self._containing: dict[bytes, list[int]] = {}
+
+    def containing(self, byte: bytes) -> list[int]:
+        """The tokens in which a byte occurs; searched for once."""
+        if byte not in self._containing:
+            found = [token for token, piece in enumerate(self.pieces) if byte in piece]
+            self._containing[byte] = found
+        return self._containing[byte]
+
+
 class Compiler:
     """Grammars of one model. Not safe for several threads at once."""
 
     def __init__(self, vocabulary: Vocabulary, *, cache_bytes: int = CACHE_BYTES) -> None:
         self._width = vocabulary.num_logits
         size = max(self._width, vocabulary.num_tokens)
+        self._bytes: TokenBytes | None = None
+        self._ends = vocabulary.eos_token_ids
         ends = list(vocabulary.eos_token_ids) or [size]  # a model without an end needs one here
         size = max(size, *(end + 1 for end in ends))
         self._tokenizer = LLTokenizer(vocabulary.tokenizer_json, n_vocab=size, eos_token=ends)
@@ -209,6 +230,15 @@ class Compiler:
         """For one sequence; raises `ValueError` for what has a `problem`. `num_bytes`: what it
         takes when it is compiled."""
         return Constraint(self.cache.matcher(grammar, num_bytes).deep_copy(), self._width)
+
+    def token_bytes(self) -> TokenBytes:
+        """What the tokens of this model are, made when it is first asked for."""
+        if self._bytes is None:
+            decode = self._tokenizer.decode_bytes
+            num = min(self._width, self._tokenizer.vocab_size)
+            pieces = [decode([token]).removeprefix(b"\xff") for token in range(num)]
+            self._bytes = TokenBytes(pieces, self._width, self._ends)
+        return self._bytes
 
     def problem(self, grammar: Grammar) -> tuple[str, Any]:
         """(why no text can be made with it, or "", what has been compiled and is to be dropped)."""

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,8 @@ class _Process:
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         self._is_ready = False
+        # Whoever forgets about it, and the end of the interpreter.
+        self._finalizer = weakref.finalize(self, _kill, self._process)
 
     @property
     def pid(self) -> int:
@@ -89,14 +92,20 @@ class _Process:
         """Its exit code, or minus the signal that ended it."""
         with contextlib.suppress(OSError):
             self._in.close()
-        try:
-            # It ends by itself when it can; in a compiler it cannot.
-            return self._process.wait(0.5 if self._is_ready else 0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
-        finally:
-            self._out.close()
+        # It ends by itself when it can; in a compiler it cannot.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5 if self._is_ready else 0)
+        self._finalizer()
+        return self._process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):
+            pipe.close()
+    process.kill()
+    process.wait()
 
 
 class GrammarChecker:

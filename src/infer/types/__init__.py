@@ -64,6 +64,9 @@ class Request:
     """`bad_words`: of each the last token is not sampled where the others have just been"""
     shown_token_ids: tuple[int, ...] = ()
     """special tokens that are text all the same: marks of thoughts and calls, which are read"""
+    thoughts: tuple[str, str] | None = None
+    """marks around thoughts, behind which the text of the grammar begins; an empty first one: the
+    prompt has begun them"""
     grammar_bytes: int = 0
     """of memory that its grammar takes when it is compiled"""
     output_token_ids: tuple[int, ...] = ()

@@ -1,0 +1,290 @@
+"""Scorecard A1, A2, A8: grammars that end processes, fail in the engine, or take too much.
+
+A real server with the model that ships; its processes are looked at before and after.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from load import Findings, Served, follow, model_server, percentile, served
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@contextmanager
+def counting(row: str, load: str) -> Iterator[dict[str, Any]]:
+    """What is put in it is the row's finding, if nothing goes wrong."""
+    counted: dict[str, Any] = {}
+    yield counted
+    Findings().note(int(row[1:]), row, load, **counted)
+
+
+def chain(count: int) -> str:
+    rules = [f'r{i}: "a" r{i + 1}' for i in range(count)]
+    return "\n".join(["start: r0", *rules, f'r{count}: "b"'])
+
+
+def references(count: int, how: str) -> dict[str, Any]:
+    def step(name: str) -> Any:
+        ref = {"$ref": f"#/$defs/{name}"}
+        return {how: ref if how == "items" else [ref]}
+
+    links = {f"a{i}": step(f"a{i - 1}") for i in range(1, count)}
+    return {"$defs": {"a0": {"type": "string"}, **links}, "$ref": f"#/$defs/a{count - 1}"}
+
+
+def forced(schema: Any) -> dict[str, Any]:
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    messages = [{"role": "user", "content": "a"}]
+    return {"messages": messages, "max_tokens": 3, "tools": [tool], "tool_choice": "required"}
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "x", "max_tokens": 3, **fields}
+
+
+REPRODUCERS = {
+    "rules": (COMPLETIONS, completion(guided_grammar=chain(3000))),
+    "$ref by items": (COMPLETIONS, completion(guided_json=references(1200, "items"))),
+    "$ref by anyOf": (COMPLETIONS, completion(guided_json=references(1100, "anyOf"))),
+    "a forced tool, also too long a prompt": (CHAT, forced(references(1200, "items"))),
+    "$ref by allOf": (COMPLETIONS, completion(guided_json=references(1100, "allOf"))),
+    "40,000 rules": (COMPLETIONS, completion(guided_grammar=chain(40_000))),
+    "40,000 $refs": (COMPLETIONS, completion(guided_json=references(40_000, "items"))),
+    "100,000 rules": (COMPLETIONS, completion(guided_grammar=chain(100_000))),
+    "100,000 $refs": (COMPLETIONS, completion(guided_json=references(100_000, "items"))),
+}
+
+
+def ask(server: Served, path: str, body: Any) -> tuple[int, dict[str, Any], float]:
+    """Status, answer, and seconds from the last byte that was sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
+    try:
+        data = json.dumps({"model": "infer-demo", **body}).encode()
+        connection.request("POST", path, data, {"Content-Type": "application/json"})
+        sent_s = time.monotonic()
+        response = connection.getresponse()
+        text = response.read()
+        return response.status, json.loads(text), time.monotonic() - sent_s
+    finally:
+        connection.close()
+
+
+def num_restarts(server: Served) -> int:
+    found = re.search(rb"engine_restarts_total\{.*\} (\S+)", server.get("/metrics")[1])
+    assert found
+    return int(float(found[1]))
+
+
+def pids(server: Served) -> tuple[int | None, int | None]:
+    """Of the server, None if it has ended, and of its engine."""
+    assert server.process.poll() is None, "the server has ended"
+    return server.process.pid, server.engine_pid()
+
+
+@contextmanager
+def a_server(log: Path, *options: str, stack_bytes: int | None = None) -> Iterator[Served]:
+    """`stack_bytes`: of each thread that does not say what it needs."""
+    limits = resource.getrlimit(resource.RLIMIT_STACK)
+    if stack_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, limits[1]))
+    try:
+        running = served(model_server("--max-batch-size", "8", *options), log)
+        server = running.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, limits)
+    try:
+        yield server
+    finally:
+        running.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with a_server(tmp_path_factory.mktemp("grammars") / "log") as server:
+        yield server
+
+
+# ---- A1
+
+
+def refused_deep(server: Served) -> dict[str, float]:
+    """Send all reproducers; milliseconds for each."""
+    before, took_ms = pids(server), {}
+    for name, (path, body) in REPRODUCERS.items():
+        status, answer, took_s = ask(server, path, body)
+        assert status == (413 if name.startswith("100,000") else 400), (name, answer)
+        took_ms[name] = round(1000 * took_s)
+        if "," not in name:  # the others are refused for their length
+            assert "nested too deeply" in answer["error"]["message"]
+    assert pids(server) == before
+    return took_ms
+
+
+def test_chains_are_refused(server: Served) -> None:
+    with counting("A1", "chains of rules and references") as counted:
+        took_ms = refused_deep(server)
+        counted["refused in ms"] = took_ms
+
+
+@pytest.mark.slow
+def test_chains_are_refused_on_small_stacks(tmp_path: Path) -> None:
+    with (
+        counting("A1", "the same where threads have stacks of 1 MiB") as counted,
+        a_server(tmp_path / "log", stack_bytes=1 << 20) as server,
+    ):
+        counted["refused in ms"] = refused_deep(server)
+        deepest = completion(guided_grammar=chain(490), max_tokens=40)
+        assert ask(server, COMPLETIONS, deepest)[0] == 200
+        deepest = completion(guided_json=references(450, "items"), max_tokens=40)
+        assert ask(server, COMPLETIONS, deepest)[0] == 200
+        assert num_restarts(server) == 0
+
+
+# ---- A2
+
+
+def test_failing_requests_never_restart_the_engine(server: Served) -> None:
+    before = pids(server)
+    failing = completion(
+        structured_outputs={"choice": ["yes"]}, allowed_token_ids=[5], bad_words=["yes"]
+    )
+    statuses: Counter[int] = Counter()
+    with counting("A2", "requests in a row that fail, nobody else there") as counted:
+        for _ in range(100):
+            status, answer, _ = ask(server, COMPLETIONS, failing)
+            statuses[status] += 1
+            assert "no token is left" in answer["error"]["message"]
+        assert statuses == {400: 100}
+        assert num_restarts(server) == 0
+        assert pids(server) == before
+        counted["statuses"] = {str(status): n for status, n in statuses.items()}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"structured_outputs": {"choice": [f"{i:04d}" for i in range(2001)]}},
+        {"guided_choice": [f"{i:05d}" for i in range(6000)]},
+        {"guided_json": {"properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}},
+        {"guided_regex": "a?" * 8000 + "a" * 1400},
+        {"guided_regex": "(a?){1000}" * 9},
+    ],
+)
+def test_large_grammars_work_or_are_refused(server: Served, fields: dict[str, Any]) -> None:
+    before = pids(server)
+    for _ in range(4):
+        status, answer, _ = ask(server, COMPLETIONS, completion(**fields))
+        assert status in (200, 400), answer
+    assert pids(server) == before
+    assert num_restarts(server) == 0
+
+
+# ---- A8
+
+
+def unique_grammar(number: int) -> dict[str, Any]:
+    """Of about 60 KiB, in one of three forms."""
+    if number % 3 == 0:
+        return {"guided_choice": [f"{number} {i:05d}" for i in range(4000)]}
+    if number % 3 == 1:
+        names = {f"p{number}_{i}": {"type": "integer"} for i in range(1500)}
+        return {"guided_json": {"type": "object", "properties": names, "required": list(names)[:9]}}
+    return {"guided_grammar": f'start: "{number}" r\nr: ' + " | ".join(
+        f'"{i:05d}" r' for i in range(3500)) + ' | "."'}  # fmt: skip
+
+
+def gaps_beside(server: Served, seconds: float, work: Any) -> list[float]:
+    """Gaps between the tokens of a stream while `work` runs, in a thread, for so long."""
+    import asyncio
+    import threading
+
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,))
+    gaps: list[float] = []
+
+    async def read() -> None:
+        while not stop.is_set():
+            body = {"prompt": "One day", "max_tokens": 200, "ignore_eos": True, "stream": True}
+            gaps.extend((await follow(server.port, body)).gaps_s)
+
+    thread.start()
+    timer = threading.Timer(seconds, stop.set)
+    timer.start()
+    asyncio.run(read())
+    timer.cancel()
+    thread.join()
+    return gaps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_unique_grammars(tmp_path: Path) -> None:
+    """Memory is bounded, and a neighbour is not held up."""
+    num_grammars = int(os.environ.get("INFER_ATTACK_GRAMMARS", "1000"))
+    with (
+        counting("A8", f"{num_grammars:,} different grammars of 60 KiB") as counted,
+        a_server(tmp_path / "log") as server,
+    ):
+        for i in range(12):
+            ask(server, COMPLETIONS, completion(guided_choice=[str(i)]))
+
+        async def memory() -> tuple[int, int]:
+            stats = await server.stats()
+            return stats["memory"], stats["engine_memory"]
+
+        import asyncio
+
+        before = asyncio.run(memory())
+        statuses: Counter[str] = Counter()
+        alone = gaps_beside(server, 20, lambda stop: stop.wait())
+        numbers = iter(range(num_grammars))
+
+        def send(stop: Any) -> None:
+            for number in numbers:
+                status, _, _ = ask(server, COMPLETIONS, completion(**unique_grammar(number)))
+                statuses[str(status)] += 1
+            stop.set()
+
+        beside = gaps_beside(server, 3600, send)
+        after = asyncio.run(memory())
+        assert sum(statuses.values()) == num_grammars
+        assert not [status for status in statuses if status.startswith("5")]
+        grown = [(is_ - was) >> 20 for is_, was in zip(after, before, strict=True)]
+        counted["statuses"] = dict(statuses)
+        counted["more MiB, API and engine"] = grown
+        p99_ms = [round(1000 * percentile(gaps, 99), 1) for gaps in (alone, beside)]
+        counted["the neighbour's P99 gap in ms, alone and beside"] = p99_ms
+        counted["at_most"] = {"P99 beside": (p99_ms[1], 2 * p99_ms[0])}
+        print(counted)
+        assert grown[1] < 300
+        assert grown[0] < 100
+        assert num_restarts(server) == 0
+
+
+# ---- what the fuzzer sends
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+def test_ten_thousand_generated_grammars_leave_every_process() -> None:
+    import sys
+
+    sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
+    from run import run
+
+    with counting("A1", "10,000 generated grammars") as counted:
+        found = run(["grammars"], 240, 1, max_calls=10_000)
+        counted.update(found)
