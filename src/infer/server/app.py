@@ -132,9 +132,13 @@ class Endpoints:
             return requests, kind(engine, wire, requests, answer_id)
 
         num_choices = wire.num_choices
-        num_queued = self._stories.num_queued(key.id)
-        # From here to the stories' beginning a choice is counted as one that is being made.
-        with tenant.queueing(num_choices, num_queued, engine), engine.reserved(num_choices):
+        counts = {
+            "num_queued": self._stories.num_queued(key.id),
+            "num_taken": self._stories.num_choices + engine.num_reserved,
+            "num_seats": engine.num_seats,
+        }
+        # From here on a choice counts as one that is being made; then its story begins, at once.
+        with tenant.queueing(num_choices, **counts), engine.reserved(num_choices):
             requests, answer = await self._pool.computed(http, prepare, heavy=wire.is_heavy)
         if isinstance(wire, ChatBody) and (warning := intake.tool_warning(engine, wire)):
             visit.headers.append(("x-warning", warning))
@@ -152,10 +156,11 @@ class Endpoints:
             return EventStream(engine, requests, events, keep_alive_s, keep, rendered)
         outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
         num_bytes = sum(map(answer.size_of, outputs))
-        body = await self._pool.rendered(http, num_bytes, answer.body, outputs)
+        whole = answer.body(outputs)
+        response = await self._pool.rendered(http, num_bytes, json_response, whole)
         if turn:
             await turn.keep()
-        return await self._pool.rendered(http, num_bytes, json_response, body)
+        return response
 
     def _set_deadline(self, story: Story, timeout_s: float | None) -> None:
         limit_s = self._settings.request_timeout_s

@@ -196,6 +196,11 @@ class Stories:
                 if owner in (None, story.owner):
                     yield story
 
+    @property
+    def num_choices(self) -> int:
+        """Of everybody's requests, that have not ended."""
+        return sum(track.reason is None for track in self._tracks.values())
+
     def num_queued(self, owner: str) -> int:
         """Choices of an owner's requests that wait for a seat. Not counted where nobody has a key:
         it looks at everything that is open."""
