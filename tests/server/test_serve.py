@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -193,7 +194,7 @@ def test_main_serves_what_is_assembled(
 
     def maker(where: str) -> Any:
         def make(config: EngineConfig, **how: float) -> Any:
-            configs.append((where, config))
+            configs.append((where, replace(config, seed=None)))  # the server has drawn one
             assert how == ({} if where == "thread" else {"hang_s": 120.0})
             return make_hash_llm()
 

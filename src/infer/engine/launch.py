@@ -27,7 +27,9 @@ def launch(config: EngineConfig, *, hang_s: float = HANG_S) -> AsyncLLM:
     Raises `LoadError` / `ConfigError` if that cannot be. `hang_s`: a step that takes longer is
     taken for a hang, and the process is replaced.
     """
-    return launch_factory(_FACTORY, dataclasses.asdict(config), seed=config.seed, hang_s=hang_s)
+    return launch_factory(
+        _FACTORY, dataclasses.asdict(config), seed=config.seed or 0, hang_s=hang_s
+    )
 
 
 def launch_factory(

@@ -37,9 +37,10 @@ from infer.server.metrics import CONTENT_TYPE, Metrics
 from infer.server.openapi import JSON, document, each, takes
 from infer.server.prefixes import PublicPrefixes
 from infer.server.rendering import json_response, render
+from infer.server.requests import cancelled, listed, shown
 from infer.server.sessions import Quota
 from infer.server.settings import ServerSettings
-from infer.server.story import Stories, Story, summary, view
+from infer.server.story import Stories, Story
 from infer.server.stream import Events, EventStream, all_of, unless_gone
 from infer.server.tenants import Gate, tenant_of
 from infer.server.tracing import make_tracing
@@ -70,16 +71,16 @@ class Endpoints:
         self._engine = engine
         self._pool = pool
         self._settings = settings
-        self._stories = Stories(engine)
+        self.stories = Stories(engine)
         if settings.tracing:
-            self._stories.on_end.append(make_tracing(engine.model_name))
+            self.stories.on_end.append(make_tracing(engine.model_name))
         self._prefixes = PublicPrefixes(settings.public_prefixes, engine)
         quota = Quota(
             settings.max_sessions, settings.max_session_messages, settings.max_session_bytes
         )
         self.conversations = Conversations(settings.sessions, pool, quota)
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
-        self.metrics = Metrics(engine, self._stories, settings.metrics_prefix, usage)
+        self.metrics = Metrics(engine, self.stories, settings.metrics_prefix, usage)
         self._started = int(time.time())
         self._document: bytes | None = None
         """`/openapi.json`, once somebody has asked for it"""
@@ -133,8 +134,8 @@ class Endpoints:
 
         num_choices = wire.num_choices
         counts = {
-            "num_queued": self._stories.num_queued(key.id),
-            "num_taken": self._stories.num_choices + engine.num_reserved,
+            "num_queued": self.stories.num_queued(key.id),
+            "num_taken": self.stories.num_choices + engine.num_reserved,
             "num_seats": engine.num_seats,
         }
         # From here on a choice counts as one that is being made; then its story begins, at once.
@@ -145,7 +146,7 @@ class Endpoints:
         if turn:
             answer.on_new = turn.add
         settle = tenant.reserve(requests, visit)
-        story = self._stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
+        story = self.stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
         visit.leaving.callback(settle, story)
         self._set_deadline(story, wire.timeout)
         if wire.stream:
@@ -168,28 +169,22 @@ class Endpoints:
         message = f"the request was not done after {limit_s:g} s"
         error = DeadlineError(message, code="deadline_exceeded")
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(limit_s, self._stories.cancel, story, error)
+        timer = loop.call_later(limit_s, self.stories.cancel, story, error)
         story.visit.leaving.callback(timer.cancel)
 
     # ---- asking about requests
 
     async def requests(self, http: HttpRequest) -> Response:
         """The requests that run, and the latest that have ended."""
-        data = [summary(story) for story in self._stories.all(tenant_of(http.scope).sight)]
-        return JSONResponse({"object": "list", "data": data})
+        return listed([self.stories], http)
 
     async def request(self, http: HttpRequest) -> Response:
         """The story of one: what it waited for, and why."""
-        return JSONResponse(view(self._found(http)))
+        return shown([self.stories], http)
 
     async def cancel(self, http: HttpRequest) -> Response:
         """End one."""
-        story = self._found(http)
-        cancelled = self._stories.cancel(story)
-        return JSONResponse({"id": story.id, "object": "request.cancel", "cancelled": cancelled})
-
-    def _found(self, http: HttpRequest) -> Story:
-        return self._stories.find(http.path_params["id"], tenant_of(http.scope).sight)
+        return cancelled([self.stories], http)
 
     # ---- asking the tokenizer
 
@@ -395,5 +390,5 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.metrics = endpoints.metrics
+    app.state.metrics, app.state.stories = endpoints.metrics, endpoints.stories
     return app

@@ -13,7 +13,7 @@ import logging
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,30 @@ _COUNTERS = {
     "engine_steps": "num_steps",
     "engine_restarts": "num_restarts",
 }
+
+
+class _Together:
+    """A collector of several: what has one name is one family, since a scrape has each once."""
+
+    def __init__(self, all_metrics: Sequence[Metrics]) -> None:
+        self._all = all_metrics
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metrics in self._all:
+            for family in metrics.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
+def text_of(all_metrics: Sequence[Metrics]) -> bytes:
+    """The answer to a scrape of several engines; their samples differ in `model_name`."""
+    registry = CollectorRegistry()
+    registry.register(_Together(all_metrics))
+    return generate_latest(registry)
 
 
 class Metrics:
