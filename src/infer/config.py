@@ -127,7 +127,12 @@ class EngineConfig:
     max_waiting_requests: int = option(
         256, "Requests that may wait for a seat; further ones are refused (503).", low=0
     )
-    seed: int = option(0, "Seeds of requests that bring none are derived from it.", low=0)
+    seed: int | None = option(
+        None,
+        "Seeds of requests that bring none are derived from it; default: 0, and for a server one"
+        " that the system draws at its start.",
+        low=0,
+    )
     batching_mode: str = option(
         "continuous", "When waiting requests may join the batch.", one_of=BATCHING_MODES
     )

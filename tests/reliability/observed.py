@@ -3,7 +3,8 @@
 `python observed.py OPTIONS` is `python -m infer.server OPTIONS` on the model that ships;
 `python observed.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
 answers in microseconds). `GET /test/stats` tells counts, memory, files, threads, tasks, and since
-the last look the longest time that the event loop was not there, and how long each 503 took.
+the last look the longest time that the event loop was not there (and how long its thread computed
+between two turns, which the machine's load does not change), and how long each 503 took.
 """
 
 from __future__ import annotations
@@ -34,21 +35,23 @@ class Observer:
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
-        self._lag_s = 0.0
+        self._lag_s = self._busy_s = 0.0
         self._watching: asyncio.Task[None] | None = None
         self.refused_s: list[float] = []
 
     async def _watch(self) -> None:
         while True:
-            before_s = time.monotonic()
-            await asyncio.sleep(0.01)
-            self._lag_s = max(self._lag_s, time.monotonic() - before_s - 0.01)
+            before_s, worked_s = time.monotonic(), time.thread_time()
+            await asyncio.sleep(0.002)
+            self._busy_s = max(self._busy_s, time.thread_time() - worked_s)
+            self._lag_s = max(self._lag_s, time.monotonic() - before_s - 0.002)
 
     async def stats(self, _: Request) -> JSONResponse:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         engine = getattr(self._engine._worker, "pid", None)
         lag_s, self._lag_s = self._lag_s, 0.0
+        busy_s, self._busy_s = self._busy_s, 0.0
         refused_s, self.refused_s = self.refused_s, []
         return JSONResponse(
             {
@@ -59,6 +62,7 @@ class Observer:
                 "threads": len(list(Path("/proc/self/task").iterdir())),
                 "tasks": len(asyncio.all_tasks()),
                 "lag_s": lag_s,
+                "busy_s": busy_s,
                 "refused_s": refused_s,
                 "engine_pid": engine,
             }

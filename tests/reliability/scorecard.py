@@ -227,6 +227,30 @@ ROWS = (
             "tests/engine/test_grammar_waits.py",
         ),
     ),
+    Row(
+        "A3",
+        "attack: the event loop",
+        (
+            f"{HERE}/test_attack_http.py::test_the_event_loop_is_there",
+            f"{HERE}/test_attack_http.py::test_what_choices_share_is_spelled_once",
+            f"{HERE}/test_attack_http.py::test_an_echo_is_decoded_once_a_prompt",
+            f"{HERE}/test_attack_http.py::test_a_sessions_history_decides_where_the_work_is_done",
+        ),
+    ),
+    Row(
+        "A6",
+        "attack: what a key can spend",
+        (
+            f"{HERE}/test_attack_http.py::test_a_greedy_key_beside_another",
+            f"{HERE}/test_attack_http.py::test_all_that_costs_counts",
+            f"{HERE}/test_attack_http.py::test_text_and_grammars_count_as_tokens",
+            f"{HERE}/test_attack_http.py::test_what_one_request_may_use_is_bounded",
+            f"{HERE}/test_attack_http.py::test_long_bodies_of_one_key_leave_places_to_others",
+            f"{HERE}/test_attack_http.py::test_bodies_that_come_late_do_not_pass_the_queues_limit",
+            f"{HERE}/test_attack_http.py::test_quotas_of_sessions",
+            f"{HERE}/test_attack_http.py::test_files_are_their_owners_alone",
+        ),
+    ),
 )
 
 

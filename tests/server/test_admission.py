@@ -40,7 +40,7 @@ def test_a_refused_request_costs_no_tokenising(
 
     monkeypatch.setattr(Intake, "tokenize", tokenize)
     body = completion_body(prompt="x" * length, max_tokens=20, stream=True, ignore_eos=True)
-    engine = make_hash_llm(max_batch_size=4, max_waiting_requests=4, step_s=0.002)
+    engine = make_hash_llm(max_batch_size=4, max_waiting_requests=4, step_s=0.01)
 
     async def use(app: App) -> None:
         replies = await asyncio.gather(*[app.post(COMPLETIONS, body) for _ in range(50)])

@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -193,7 +194,7 @@ def test_main_serves_what_is_assembled(
 
     def maker(where: str) -> Any:
         def make(config: EngineConfig, loads: Any = None, **how: float) -> Any:
-            configs.append((where, config))
+            configs.append((where, replace(config, seed=None)))  # the server has drawn one
             limits = {"hang_s": 120.0, "load_timeout_s": 3600.0}
             assert how == ({} if where == "thread" else limits)
             return make_hash_llm()

@@ -16,6 +16,7 @@ from infer.cli.main import app as command
 from infer.config import EngineConfig
 from infer.errors import ConfigError, RequestError
 from infer.server import metrics, serve
+from infer.server import story as story_module
 from infer.server.keys import Key, Keys, Limits
 from infer.server.settings import ServerSettings
 from infer.server.story import Story, Track
@@ -162,6 +163,34 @@ def test_the_story_does_not_name_others(file: Path) -> None:
     with_app(make_hash_llm(max_batch_size=1), use, api_keys=str(file))
 
 
+def test_stories_of_one_key_do_not_push_out_those_of_another(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(story_module, "MAX_RECENT", 5)
+    monkeypatch.setattr(story_module, "MAX_RECENT_IN_ALL", 9)
+    keys = {name: make(file, name) for name in "abc"}
+
+    async def use(app: App) -> None:
+        async def post(name: str) -> str:
+            reply = await app.post(COMPLETIONS, completion_body(), headers=keys[name])
+            return str(reply.json()["id"])
+
+        async def ids(name: str) -> list[str]:
+            listed = (await app.get("/v1/requests", **keys[name])).json()["data"]
+            return [each["id"] for each in listed]
+
+        first = await post("a")
+        own = [await post("b") for _ in range(8)]
+        assert await ids("a") == [first]
+        assert await ids("b") == own[:2:-1]
+        others = [await post("c") for _ in range(5)]  # then there would be eleven
+        assert await ids("a") == [first]
+        assert len(await ids("b")) + len(await ids("c")) == 8
+        assert others[-1] in await ids("c")
+
+    with_app(make_hash_llm(), use, api_keys=str(file))
+
+
 def test_limits(file: Path) -> None:
     key = make(file, "a", max_concurrent=2)
     few = make(file, "b", requests_per_minute=2)
@@ -274,3 +303,20 @@ def test_without_keys_only_this_machine(
             serve.serve_config(EngineConfig(), ServerSettings(), host, 0)
     else:
         serve.serve_config(EngineConfig(), ServerSettings(), host, 0)
+
+
+def test_a_server_draws_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers without a seed are not the same after each start, unless that is asked for."""
+    seeds: list[int | None] = []
+
+    def launch(config: EngineConfig, **_: Any) -> Any:
+        seeds.append(config.seed)
+        return make_hash_llm()
+
+    monkeypatch.setattr("infer.engine.launch.launch", launch)
+    monkeypatch.setattr(serve, "run", lambda *_, **__: None)
+    for config in (EngineConfig(), EngineConfig(), EngineConfig(seed=7)):
+        serve.serve_config(config, ServerSettings(), port=0)
+    assert None not in seeds
+    assert len(set(seeds)) == 3
+    assert seeds[2] == 7

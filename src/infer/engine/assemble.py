@@ -74,7 +74,7 @@ def assemble(config: EngineConfig) -> EngineParts:
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
     core, limits = blueprint.build()
-    return EngineParts(core, Intake(tokenizer, limits, config.seed), blueprint.model_name)
+    return EngineParts(core, Intake(tokenizer, limits, config.seed or 0), blueprint.model_name)
 
 
 def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:

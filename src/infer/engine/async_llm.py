@@ -160,9 +160,9 @@ class AsyncLLM:
         return len(self._mailboxes)
 
     @property
-    def num_taken(self) -> int:
-        """Places that are taken: by open requests, and by those that are being made."""
-        return len(self._mailboxes) + self._num_reserved
+    def num_reserved(self) -> int:
+        """Places of requests that are being made."""
+        return self._num_reserved
 
     def drain(self) -> None:
         """From now on finish what there is and refuse what comes."""
@@ -255,7 +255,7 @@ class AsyncLLM:
         return {**stats, "num_open": self.num_open, **counts}
 
     def _check_room(self, count: int) -> None:
-        num_taken = self.num_taken
+        num_taken = len(self._mailboxes) + self._num_reserved
         error: EngineDeadError | OverloadedError
         if not self.is_alive:
             error = EngineDeadError("the engine is not running")

@@ -101,7 +101,8 @@ def main(fd: int, parent: int) -> int:
     channel.send(messages.Ready(limits, core.stats(), blueprint.pinned(core)))
 
     def report(outputs: list[StepOutput], facts: StepFacts | None) -> None:
-        channel.send(messages.Report(outputs, core.stats(), facts))
+        for part in messages.reports(outputs, core.stats(), facts):
+            channel.send(part)
 
     try:
         EngineLoop(core, report, commands).run()

@@ -70,7 +70,7 @@ def launch(
     engine = launch_factory(
         _FACTORY,
         dataclasses.asdict(config),
-        seed=config.seed,
+        seed=config.seed or 0,
         hang_s=hang_s,
         load_timeout_s=load_timeout_s,
         loads=loads,

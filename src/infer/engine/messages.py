@@ -63,6 +63,21 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
     outputs: list[StepOutput]
     stats: dict[str, int | float]
     facts: StepFacts | None = None
+    more: bool = False
+    """the rest of the step follows"""
+
+
+def reports(
+    outputs: list[StepOutput], stats: dict[str, int | float], facts: StepFacts | None
+) -> Iterator[Report]:
+    """A step's outputs. The log-probabilities of a prompt go in a frame of their own: reading
+    those of eight long prompts at once would keep the interpreter for 50 ms."""
+    large = [output for output in outputs if output.prompt_logprobs]
+    for output in large:
+        yield Report([output], stats, more=True)
+    yield Report(
+        [each for each in outputs if each not in large] if large else outputs, stats, facts
+    )
 
 
 class Alone(msgspec.Struct, array_like=True, tag="alone"):

@@ -321,18 +321,21 @@ class EngineProcess:
 
     def _follow(self, life: _Life) -> None:
         """Pass on what a process reports, until it ends; and put down what it leaves behind."""
+        step: list[StepOutput] = []
         for event in life.events(self._hang_s):
             if isinstance(event, messages.Alone):
                 life.alone = event.request_id
             elif isinstance(event, messages.Report):
                 life.alone, self._stats = "", event.stats
-                outputs: list[StepOutput] = []
                 if event.outputs:
                     self._num_failures = 0
                     with self._lock:
-                        outputs = self._ledger.record(event.outputs)
-                if outputs or event.facts:
-                    self._deliver(outputs, event.facts)
+                        step += self._ledger.record(event.outputs)
+                if not event.more and (step or event.facts):
+                    self._deliver(step, event.facts)
+                    step = []
+        if step:  # it died before the step was told to its end
+            self._deliver(step, None)
         with self._lock:
             self._ready = None
         ended = {name: value for name, value in self._stats.items() if name not in GAUGES}

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from infer.engine.async_llm import AsyncLLM
 from infer.server.intake import prompt_end, tool_format
 from infer.server.logprobs import ChoiceLogprobs
-from infer.server.rendering import BYTES_A_LOGPROB
+from infer.server.rendering import BYTES_A_LOGPROB, Later
 from infer.server.wire import ChatBody, CompletionBody, Generation, StreamOptions
 from infer.text.calls import parser_for
 from infer.text.formats import thoughts_in
@@ -146,8 +146,11 @@ class CompletionAnswer:
         return 0
 
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer in one piece."""
-        choices = []
+        """The answer in one piece, for `rendering`: its choices are made one by one, since the
+        log-probabilities of all are very many objects."""
+        return {**self._head, "choices": self._choices(outputs), "usage": Later(self.usage)}
+
+    def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:
         for index, output in enumerate(outputs):
             self.count(index, output)
             ids = self._ids(index, output, first=not self.prompt_is_shared)
@@ -161,8 +164,7 @@ class CompletionAnswer:
             }
             if self._wire.prompt_logprobs is not None and not self.prompt_is_shared:
                 choice["prompt_logprobs"] = self._prompt_logprobs(index, output)
-            choices.append(choice)
-        return {**self._head, "choices": choices, "usage": self.usage()}
+            yield choice
 
     def _prompt_ids(self) -> dict[str, Any]:
         """Of a prompt that all choices share, if `return_token_ids` asks for them."""
@@ -306,7 +308,7 @@ class ChatAnswer(CompletionAnswer):
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         body = super().body(outputs) | self._prompt_ids()
         if self._wire.prompt_logprobs is not None:
-            body["prompt_logprobs"] = self._prompt_logprobs(0, outputs[0])
+            body["prompt_logprobs"] = Later(lambda: self._prompt_logprobs(0, outputs[0]))
         return body
 
     def opening(self) -> Iterator[bytes]:

@@ -34,13 +34,14 @@ from infer.server.conversations import Conversations
 from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
 from infer.server.keys import Keys
 from infer.server.logs import log_visit
-from infer.server.metrics import CONTENT_TYPE, Metrics
+from infer.server.metrics import CONTENT_TYPE, Metrics, text_of
 from infer.server.openapi import JSON, document, each, takes
 from infer.server.prefixes import PublicPrefixes
 from infer.server.rendering import json_response, render
+from infer.server.requests import cancelled, listed, shown
 from infer.server.sessions import Quota
 from infer.server.settings import ServerSettings
-from infer.server.story import Stories, Story, summary, view
+from infer.server.story import Stories, Story
 from infer.server.stream import Events, EventStream, all_of, unless_gone
 from infer.server.tenants import Gate, tenant_of
 from infer.server.tracing import make_tracing
@@ -71,16 +72,16 @@ class Endpoints:
         self._engine = engine
         self._pool = pool
         self._settings = settings
-        self._stories = Stories(engine)
+        self.stories = Stories(engine)
         if settings.tracing:
-            self._stories.on_end.append(make_tracing(engine.model_name))
+            self.stories.on_end.append(make_tracing(engine.model_name))
         self._prefixes = PublicPrefixes(settings.public_prefixes, engine)
         quota = Quota(
             settings.max_sessions, settings.max_session_messages, settings.max_session_bytes
         )
         self.conversations = Conversations(settings.sessions, pool, quota)
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
-        self.metrics = Metrics(engine, self._stories, settings.metrics_prefix, usage)
+        self.metrics = Metrics(engine, self.stories, settings.metrics_prefix, usage)
         self._started = int(time.time())
         self._document: bytes | None = None
         """`/openapi.json`, once somebody has asked for it"""
@@ -133,16 +134,20 @@ class Endpoints:
             return requests, kind(engine, wire, requests, answer_id)
 
         num_choices = wire.num_choices
-        num_queued = self._stories.num_queued(key.id)
-        # From here to the stories' beginning a choice is counted as one that is being made.
-        with tenant.queueing(num_choices, num_queued, engine), engine.reserved(num_choices):
+        counts = {
+            "num_queued": self.stories.num_queued(key.id),
+            "num_taken": self.stories.num_choices + engine.num_reserved,
+            "num_seats": engine.num_seats,
+        }
+        # From here on a choice counts as one that is being made; then its story begins, at once.
+        with tenant.queueing(num_choices, **counts), engine.reserved(num_choices):
             requests, answer = await self._pool.computed(http, prepare, heavy=wire.is_heavy)
         if isinstance(wire, ChatBody) and (warning := intake.tool_warning(engine, wire)):
             visit.headers.append(("x-warning", warning))
         if turn:
             answer.on_new = turn.add
         settle = tenant.reserve(requests, visit)
-        story = self._stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
+        story = self.stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
         visit.leaving.callback(settle, story)
         self._set_deadline(story, wire.timeout)
         if wire.stream:
@@ -153,10 +158,11 @@ class Endpoints:
             return EventStream(engine, requests, events, keep_alive_s, keep, rendered)
         outputs = await unless_gone(http.receive, all_of(map(engine.generate, requests)))
         num_bytes = sum(map(answer.size_of, outputs))
-        body = await self._pool.rendered(http, num_bytes, answer.body, outputs)
+        whole = answer.body(outputs)
+        response = await self._pool.rendered(http, num_bytes, json_response, whole)
         if turn:
             await turn.keep()
-        return await self._pool.rendered(http, num_bytes, json_response, body)
+        return response
 
     def _set_deadline(self, story: Story, timeout_s: float | None) -> None:
         limit_s = self._settings.request_timeout_s
@@ -164,28 +170,22 @@ class Endpoints:
         message = f"the request was not done after {limit_s:g} s"
         error = DeadlineError(message, code="deadline_exceeded")
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(limit_s, self._stories.cancel, story, error)
+        timer = loop.call_later(limit_s, self.stories.cancel, story, error)
         story.visit.leaving.callback(timer.cancel)
 
     # ---- asking about requests
 
     async def requests(self, http: HttpRequest) -> Response:
         """The requests that run, and the latest that have ended."""
-        data = [summary(story) for story in self._stories.all(tenant_of(http.scope).sight)]
-        return JSONResponse({"object": "list", "data": data})
+        return listed([self.stories], http)
 
     async def request(self, http: HttpRequest) -> Response:
         """The story of one: what it waited for, and why."""
-        return JSONResponse(view(self._found(http)))
+        return shown([self.stories], http)
 
     async def cancel(self, http: HttpRequest) -> Response:
         """End one."""
-        story = self._found(http)
-        cancelled = self._stories.cancel(story)
-        return JSONResponse({"id": story.id, "object": "request.cancel", "cancelled": cancelled})
-
-    def _found(self, http: HttpRequest) -> Story:
-        return self._stories.find(http.path_params["id"], tenant_of(http.scope).sight)
+        return cancelled([self.stories], http)
 
     # ---- asking the tokenizer
 
@@ -298,7 +298,7 @@ class Endpoints:
     @takes(answers=("text/plain",))
     async def metrics_text(self, http: HttpRequest) -> Response:
         """For Prometheus."""
-        text = self.metrics.text(connections_of(http.scope))
+        text = text_of([self.metrics], connections_of(http.scope))
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def stats(self, _: HttpRequest) -> Response:
@@ -392,5 +392,5 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.metrics = endpoints.metrics
+    app.state.metrics, app.state.stories = endpoints.metrics, endpoints.stories
     return app

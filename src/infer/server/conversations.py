@@ -47,7 +47,7 @@ class RenameBody(Wire):
 
 
 class ForkBody(Wire):
-    at: int | None = None
+    at: int | None = Field(None, ge=0)
 
 
 class Turn:
@@ -161,7 +161,7 @@ class Conversations:
         http.scope[NUM_BYTES] = num_new + found.num_bytes
         return Turn(self._sessions, self._threads, owner, name, len(found.messages), asked)
 
-    @takes(SessionBody)
+    @takes(SessionBody, refuses=(429,))
     async def _create(self, http: HttpRequest) -> Response:
         """A conversation that is kept here."""
         body = await self._pool.read_object(http)
@@ -193,7 +193,7 @@ class Conversations:
         await self._call(http, "delete", name := http.path_params["id"])
         return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
 
-    @takes(ForkBody)
+    @takes(ForkBody, refuses=(429,))
     async def _fork(self, http: HttpRequest) -> Response:
         """A new session that begins with the first `at` messages of this one."""
         wire = validation.read(ForkBody, await self._pool.read_object(http))

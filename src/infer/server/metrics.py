@@ -13,7 +13,7 @@ import logging
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,53 @@ _COUNTERS = {
 }
 
 
-class _Families:
-    """A collector of what is known already."""
+DEFAULT_PREFIX = "infer"
 
-    def __init__(self, families: list[Metric]) -> None:
-        self._families = families
 
-    def collect(self) -> list[Metric]:
-        return self._families
+class _Together:
+    """A collector of several: what has one name is one family, since a scrape has each once."""
+
+    def __init__(self, all_metrics: Sequence[Metrics]) -> None:
+        self._all = all_metrics
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metrics in self._all:
+            for family in metrics.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
+class _OfConnections:
+    """A collector of what belongs to the server, whatever its models are."""
+
+    def __init__(self, prefix: str, connections: Connections) -> None:
+        self._prefix = prefix
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        prefix, found = self._prefix, self._connections
+        text = "connections that are open"
+        yield GaugeMetricFamily(f"{prefix}:open_connections", text, found.num_open)
+        text = "connections that gave way to new ones"
+        yield CounterMetricFamily(f"{prefix}:connections_gave_way", text, found.num_gave_way)
+        text = "what was refused before it was a request"
+        refusals = CounterMetricFamily(f"{prefix}:protocol_refusals", text, labels=["reason"])
+        for reason, count in found.refusals.counts.items():
+            refusals.add_metric([reason], count)
+        yield refusals
+
+
+def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
+    """The answer to a scrape; the samples of several engines differ in `model_name`."""
+    prefix = next((metrics.prefix for metrics in all_metrics), DEFAULT_PREFIX)
+    registry = CollectorRegistry()
+    registry.register(_Together(all_metrics))
+    registry.register(_OfConnections(prefix, connections))
+    return generate_latest(registry)
 
 
 class Metrics:
@@ -92,7 +131,7 @@ class Metrics:
         server that dies the last `SAVE_S` are lost; two servers need a file each."""
         self._engine = engine
         self._stories = stories
-        self._prefix = prefix
+        self.prefix = prefix
         self._times = {name: Histogram(_SECONDS) for name in _TIMES}
         self._sizes = {name: Histogram(_COUNTS) for name in _SIZES}
         self._per_token = Histogram(GAP_BUCKETS_S)
@@ -105,21 +144,8 @@ class Metrics:
         known = self._saved().get(engine.model_name, {})
         self._by_key = {key: Counter(counts) for key, counts in known.items()}
         self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
         stories.on_step.append(self._stepped)
         stories.on_end.append(self._ended)
-
-    def text(self, connections: Connections) -> bytes:
-        """The answer to a scrape; `connections` are those of the server, whatever the model."""
-        registry = CollectorRegistry()
-        registry.register(_Families(list(self._of_connections(connections))))
-        return generate_latest(self._registry) + generate_latest(registry)
-
-    def _of_connections(self, connections: Connections) -> Iterator[Metric]:
-        yield self._one(GaugeMetricFamily, "open_connections", connections.num_open)
-        yield self._one(CounterMetricFamily, "connections_gave_way", connections.num_gave_way)
-        yield self._labelled("protocol_refusals", "reason", connections.refusals.counts)
 
     def _stepped(self, facts: StepFacts) -> None:
         chunks = [fact.total for fact in facts.happenings if fact.kind == "chunk"]
@@ -221,20 +247,20 @@ class Metrics:
             yield self._histogram(name, histogram)
 
     def _one(self, kind: type[Any], name: str, value: float) -> Metric:
-        family = kind(f"{self._prefix}:{name}", name.replace("_", " "), labels=["model_name"])
+        family = kind(f"{self.prefix}:{name}", name.replace("_", " "), labels=["model_name"])
         family.add_metric([self._engine.model_name], value)
         assert isinstance(family, Metric)
         return family
 
     def _labelled(self, name: str, label: str, counts: dict[str, int]) -> Metric:
-        name, words = f"{self._prefix}:{name}", name.replace("_", " ")
+        name, words = f"{self.prefix}:{name}", name.replace("_", " ")
         family = CounterMetricFamily(name, words, labels=["model_name", label])
         for value, count in counts.items():
             family.add_metric([self._engine.model_name, value], count)
         return family
 
     def _histogram(self, name: str, histogram: Histogram) -> Metric:
-        name, words = f"{self._prefix}:{name}", name.replace("_", " ")
+        name, words = f"{self.prefix}:{name}", name.replace("_", " ")
         family = HistogramMetricFamily(name, words, labels=["model_name"])
         bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
         buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))

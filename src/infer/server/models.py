@@ -1,9 +1,10 @@
 """`Models`: several models behind one address, each with an engine and an app of its own.
 
 A request's `model` says whose app answers it (a GET says it in the query; the first one is the
-default). Engines are loaded one at a time, at the start or when the first request comes, and
-unloaded when nobody has used them for a while. One that cannot be loaded, or crashes, is a 503 for
-those who ask for it and nothing to the others. To `serve.Server` this is what an engine is.
+default); what is asked about requests, and for numbers, is answered from all. Engines are loaded
+one at a time, at the start or when the first request comes, and unloaded when nobody has used them
+for a while. One that cannot be loaded, or crashes, is a 503 for those who ask for it and nothing to
+the others. To `serve.Server` this is what an engine is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ from infer.config import EngineConfig
 from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, InferError, LoadError
 from infer.server.body import PARSED, TextPool
+from infer.server.connections import connections_of
 from infer.server.failures import HttpError, respond
+from infer.server.metrics import CONTENT_TYPE, text_of
+from infer.server.requests import cancelled, listed, shown
+from infer.server.story import Stories
 from infer.server.visit import Visit
 
 log = logging.getLogger("infer.server")
@@ -272,6 +277,12 @@ class Models:
             routes=[
                 Route("/v1/models", self._list, methods=["GET"]),
                 Route("/v1/models/{name:path}", self._one, methods=["GET"]),
+                Route("/v1/requests", self._requests, methods=["GET"]),
+                Route("/v1/requests/{id}", self._request, methods=["GET"]),
+                Route("/v1/requests/{id}", self._cancel, methods=["DELETE"]),
+                Route("/v1/requests/{id}/cancel", self._cancel, methods=["POST"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
+                Route("/stats", self._stats, methods=["GET"]),
                 Route("/health", self._health, methods=["GET"]),
                 Route("/health/live", self._health, methods=["GET"]),
                 Route("/health/ready", self._ready, methods=["GET"]),
@@ -307,6 +318,35 @@ class Models:
             message = f"there is no such model here; this server has {self.model_name}"
             raise HttpError(404, message, param="model", code="model_not_found")
         return self._models[name]
+
+    def _states(self, request: Request) -> dict[str, Any]:
+        """Of the apps that are loaded, by name; if the query names one, of that one alone."""
+        names = [name for name in (request.query_params.get("model"),) if name is not None]
+        models = list(map(self._find, names)) or list(self._models.values())
+        return {model.name: model.app.state for model in models if model.app is not None}
+
+    def _stories(self, request: Request) -> list[Stories]:
+        return [state.stories for state in self._states(request).values()]
+
+    async def _requests(self, request: Request) -> Response:
+        return listed(self._stories(request), request)
+
+    async def _request(self, request: Request) -> Response:
+        return shown(self._stories(request), request)
+
+    async def _cancel(self, request: Request) -> Response:
+        return cancelled(self._stories(request), request)
+
+    async def _metrics(self, request: Request) -> Response:
+        found = [state.metrics for state in self._states(request).values()]
+        text = text_of(found, connections_of(request.scope))
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def _stats(self, request: Request) -> Response:
+        stats = {name: state.metrics.stats() for name, state in self._states(request).items()}
+        if "model" in request.query_params and stats:
+            return JSONResponse(next(iter(stats.values())))
+        return JSONResponse({"models": stats})
 
     async def _list(self, _: Request) -> Response:
         data = [self._shown(model) for model in self._models.values()]

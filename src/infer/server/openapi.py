@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
-from infer.server.tenants import OPEN_PATHS
+from infer.server.tenants import OPEN_PATHS, costs
 from infer.server.validation import Wire
 from infer.version import VERSION
 
@@ -60,6 +60,7 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
         bodies, refuses, answers = getattr(route.endpoint, "told", ((), (), (JSON,)))
         is_open = not has_keys or route.path in OPEN_PATHS
         statuses = ANY_REQUEST | {*refuses} | (ANY_BODY if bodies else set())
+        statuses |= {429} if not is_open and costs(method, route.path) else set()
         statuses |= ({404} if route.param_convertors else set()) | (
             set() if is_open else {401, 403}
         )

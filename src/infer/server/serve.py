@@ -16,12 +16,14 @@ import gc
 import ipaddress
 import logging
 import os
+import secrets
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
@@ -305,9 +307,11 @@ def serve_config(
             )
         engine: AsyncLLM | Models
         if isinstance(config, EngineConfig):
-            engine = launch(config)
+            engine = launch(_with_seed(config))
         else:
-            launches = {name: functools.partial(launch, each) for name, each in config.items()}
+            launches = {
+                name: functools.partial(launch, _with_seed(each)) for name, each in config.items()
+            }
             make_app = functools.partial(create_app, settings=settings, is_inner=True)
             engine = Models(
                 launches, make_app, idle_unload_s=settings.idle_unload_s, end_loads=loads.end
@@ -315,6 +319,11 @@ def serve_config(
             if not settings.load_on_first_use:
                 engine.load_all()
         run(engine, sock, settings)
+
+
+def _with_seed(config: EngineConfig) -> EngineConfig:
+    """Answers that nobody has seeded must not be the same after each start."""
+    return config if config.seed is not None else replace(config, seed=secrets.randbits(62))
 
 
 def run(

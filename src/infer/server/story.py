@@ -1,7 +1,8 @@
 """`Stories`: what happened to each request, told by the engine's steps, for whoever asks why.
 
 An `Observer` of the engine. A story is kept from the moment when a request is accepted until
-`MAX_RECENT` others have ended after it; it has at most `MAX_EVENTS` events and the `NUM_GAPS`
+`MAX_RECENT` others of its owner have ended after it (or so many of all that those with the most
+give theirs up); it has at most `MAX_EVENTS` events and the `NUM_GAPS`
 slowest gaps between two tokens, each with what the slowest step in it was doing. What is paid for
 each token of each request is one look-up, one subtraction and two comparisons. Ids are those that
 the server makes; the names of other owners' requests are not shown.
@@ -26,6 +27,8 @@ from infer.types import FinishReason, Request, StepOutput
 from infer.types.ends import outcome_of
 
 MAX_RECENT = 256
+"""of one owner"""
+MAX_RECENT_IN_ALL = 1024
 MAX_EVENTS = 128
 NUM_GAPS = 5
 MAX_STEPS = 256
@@ -125,6 +128,8 @@ class Stories:
         self._engine = engine
         self._open: dict[str, Story] = {}
         self._ended: dict[str, Story] = {}
+        self._ended_of: dict[str, dict[str, None]] = {}
+        """the ids of those of each owner, the oldest first"""
         self._tracks: dict[str, Track] = {}
         self._steps: deque[StepFacts] = deque(maxlen=MAX_STEPS)
         self.on_step: list[Callable[[StepFacts], None]] = []
@@ -159,12 +164,24 @@ class Stories:
         story.tell(story.ended_s, 0, "finished", outcome=story.outcome)
         del self._open[story.visit.id]
         self._ended[story.visit.id] = story
-        if len(self._ended) > MAX_RECENT:
-            oldest = self._ended.pop(next(iter(self._ended)))
-            oldest.tracks.clear()  # they hold it: only the garbage collector would find it
+        own = self._ended_of.setdefault(story.owner, {})
+        own[story.visit.id] = None
+        if len(own) > MAX_RECENT:
+            self._forget(story.owner)
+        elif len(self._ended) > MAX_RECENT_IN_ALL:
+            self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
         story.visit.told = summary(story)
         for listener in self.on_end:
             listener(story)
+
+    def _forget(self, owner: str) -> None:
+        """The oldest one of an owner."""
+        own = self._ended_of[owner]
+        oldest = self._ended.pop(next(iter(own)))
+        oldest.tracks.clear()  # they hold it: only the garbage collector would find it
+        del own[oldest.visit.id]
+        if not own:
+            del self._ended_of[owner]
 
     def cancel(self, story: Story, error: RequestError | None = None) -> bool:
         """End a request that runs; its client gets `error`. False if it has ended already."""
@@ -182,8 +199,7 @@ class Stories:
         key = name.rpartition("-")[2]
         story = self._open.get(key) or self._ended.get(key)
         if story is None or name not in (key, story.id) or owner not in (None, story.owner):
-            message = "there is no such request; the server remembers those that run and"
-            raise HttpError(404, f"{message} {MAX_RECENT} more", code="request_not_found")
+            raise not_found()
         return story
 
     def all(self, owner: str | None) -> Iterator[Story]:
@@ -192,6 +208,11 @@ class Stories:
             for story in reversed(stories.values()):
                 if owner in (None, story.owner):
                     yield story
+
+    @property
+    def num_choices(self) -> int:
+        """Of everybody's requests, that have not ended."""
+        return sum(track.reason is None for track in self._tracks.values())
 
     def num_queued(self, owner: str) -> int:
         """Choices of an owner's requests that wait for a seat. Not counted where nobody has a key:
@@ -289,9 +310,15 @@ class Stories:
         del story.gaps[NUM_GAPS:]
 
 
+def not_found() -> HttpError:
+    """There is none of this name, or it is somebody else's."""
+    message = "there is no such request; the server remembers those that run and"
+    return HttpError(404, f"{message} {MAX_RECENT} more", code="request_not_found")
+
+
 def summary(story: Story) -> dict[str, Any]:
     """What a list shows."""
-    return {
+    return story.visit.told or {
         "id": story.id,
         "object": "request",
         "client_request_id": story.visit.client_id,

@@ -18,7 +18,6 @@ from dataclasses import replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.engine.async_llm import AsyncLLM
 from infer.server.failures import HttpError, describe, log
 from infer.server.keys import ANYBODY, Key, Keys
 from infer.server.story import Story
@@ -33,7 +32,7 @@ MAX_MINUTES = 4
 """of a key's tokens, that one request may use; what exceeds one minute is a debt"""
 
 
-def _costs(method: str, path: str) -> bool:
+def costs(method: str, path: str) -> bool:
     """Whether a request counts for its key: not where it only looks at what is at hand, or ends
     something."""
     if path.startswith("/v1/requests"):
@@ -102,17 +101,19 @@ class Tenant:
         self._num_open -= 1
 
     @contextmanager
-    def queueing(self, num_choices: int, num_queued: int, engine: AsyncLLM) -> Iterator[None]:
+    def queueing(
+        self, num_choices: int, *, num_queued: int, num_taken: int, num_seats: int
+    ) -> Iterator[None]:
         """Choices take their places: inside of the block they are counted as waiting, besides the
-        `num_queued` of this key that were there before. Raises 429 where more would have to wait
-        than may; 400 where they always would."""
-        most, num_seats = self.key.limits.max_queued, engine.num_seats
+        `num_queued` of this key that were there before; of everybody there are `num_taken`. Raises
+        429 where more would have to wait than may; 400 where they always would."""
+        most = self.key.limits.max_queued
         if num_choices > most + num_seats:
             message = f"this key may have {most} choices waiting, beside {num_seats} that run: send"
             message += f" at most {most + num_seats} in one request, not {num_choices}"
             raise HttpError(400, message, code="too_many_choices")
         num_own = num_queued + self._num_making + num_choices
-        num_left_over = engine.num_taken + num_choices - num_seats
+        num_left_over = num_taken + num_choices - num_seats
         if min(num_own, num_left_over) > most:
             raise too_many(f"this key may have {most} choices waiting", 1)
         self._num_making += num_choices
@@ -221,7 +222,7 @@ class Gate:
                 error = HttpError(403, "this is for keys of admins", code="permission_denied")
                 await describe(error)(scope, receive, send)
                 return
-            if _costs(scope["method"], path):
+            if costs(scope["method"], path):
                 try:
                     tenant.enter(visit)
                 except HttpError as error:

@@ -92,8 +92,12 @@ class Tokenizer:
 
         No "clean-up" of spaces is done, even if the configuration asks for it: it loses text.
         """
+        ids = list(token_ids)
         try:
-            return self._parser.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+            if len(ids) > LONG_CHARS:  # other threads of this program can run meanwhile
+                (text,) = self._parser.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+                return str(text)
+            return self._parser.decode(ids, skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError):
             raise RequestError(
                 "token ids must be integers from 0 to 2**32 - 1", param="tokens"
