@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import h11
 import pytest
 from load import Findings, Served, hash_server, model_server, percentile, served
 from observed import memory
@@ -27,7 +28,7 @@ from serving import COMPLETIONS, App, Reply, completion_body, is_idle, live, unt
 
 from doubles import make_hash_llm
 from infer.errors import ConfigError, OverloadedError
-from infer.server import connections, serve
+from infer.server import connections, protocol, serve
 from infer.server.body_budget import BodyBudget
 from infer.server.connections import ConnectionLimits, Connections, Use
 from infer.server.hosts import HostGuard
@@ -294,6 +295,25 @@ def test_framing_longer_than_the_body(chunk: bytes, status: int) -> None:
             assert b"framing" in answer
             assert sock.recv(1) == b""
             assert refusals(url) == {"chunk_framing": 1}
+
+
+def test_a_turn_has_an_end() -> None:
+    """Whatever has come, so many chunks are parsed in a turn, and the rest in the next ones."""
+    conn = protocol.BoundedConnection()
+    conn.receive_data(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+    conn.receive_data(b"9\r\n123456789\r\n" * 500 + b"0\r\n\r\n")
+    turns: list[list[Any]] = []
+    while not turns or conn.is_behind:
+        conn.begin_turn()
+        turns.append([])
+        while (event := conn.next_event()) is not h11.NEED_DATA and event is not h11.PAUSED:
+            turns[-1].append(event)
+            if type(event) is h11.EndOfMessage:
+                break
+    assert len(turns) == 8
+    assert {len(turn) for turn in turns[:-1]} == {protocol.EVENTS_A_TURN}
+    data = [event.data for turn in turns for event in turn if type(event) is h11.Data]
+    assert b"".join(data) == b"123456789" * 500
 
 
 @pytest.mark.parametrize(
