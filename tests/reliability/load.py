@@ -259,7 +259,7 @@ async def send(port: int, body: Mapping[str, Any], **how: Any) -> tuple[Any, asy
     address = {} if how else {"host": "127.0.0.1", "port": port}
     reader, writer = await asyncio.open_connection(**address, **how)
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
     head += "content-type: application/json\r\nconnection: close\r\n\r\n"
     writer.write(head.encode() + data)
     return reader, writer

@@ -251,6 +251,41 @@ ROWS = (
             f"{HERE}/test_attack_http.py::test_files_are_their_owners_alone",
         ),
     ),
+    Row(
+        "A4",
+        "what is refused costs nothing more",
+        (
+            f"{HERE}/test_attack_connections.py::test_an_error_before_the_whole_body_ends_the_connection",
+            f"{HERE}/test_attack_connections.py::test_framing_longer_than_the_body",
+            f"{HERE}/test_attack_connections.py::test_refusals_of_the_protocol_are_counted_and_logged",
+            f"{HERE}/test_attack_connections.py::test_the_budget_of_bodies",
+            f"{HERE}/test_attack_connections.py::test_chunk_floods_without_a_key",
+            f"{HERE}/test_attack_connections.py::test_a_thousand_bodies_that_never_end",
+        ),
+    ),
+    Row(
+        "A5",
+        "connections",
+        (
+            f"{HERE}/test_attack_connections.py::test_what_is_accepted_does_not_wait_for_acknowledgements",
+            f"{HERE}/test_attack_connections.py::test_who_gives_way",
+            f"{HERE}/test_attack_connections.py::test_places_fit_into_the_descriptors",
+            f"{HERE}/test_attack_connections.py::test_two_thousand_idle_connections",
+            f"{HERE}/test_attack_connections.py::test_a_kept_connection",
+            f"{HERE}/test_attack_connections.py::test_a_client_that_closes_its_side_gets_its_answer",
+            "tests/server/test_limits.py::test_too_many_connections",
+        ),
+    ),
+    Row(
+        "A7",
+        "Host and Origin",
+        (
+            f"{HERE}/test_hostile.py::test_every_route_and_no_other",
+            f"{HERE}/test_attack_connections.py::test_origins",
+            f"{HERE}/test_attack_connections.py::test_hosts_where_there_are_keys_or_others_may_come",
+            f"{HERE}/test_attack_connections.py::test_what_pages_may_send_and_see",
+        ),
+    ),
 )
 
 

@@ -150,7 +150,8 @@ async def throw(server: Served, parallel: int) -> dict[str, Any]:
         else:
             headers = {**headers, "content-length": str(len(data))}
         lines = "".join(f"{key}: {value}\r\n" for key, value in headers.items())
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n{lines}\r\n"
+        lines += "content-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{lines}\r\n"
         answer = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
         writer.write(head.encode() + data)
         try:
@@ -222,6 +223,18 @@ PRIVATE = (
 )
 
 
+FOREIGN = (403, "host_not_allowed")
+OWN_HOSTS = (
+    *(None, "127.0.0.1", "127.8.9.1:8000", "LocalHost", "localhost.:8000"),
+    *("[::1]", "[::1]:8000", "[::ffff:127.0.0.1]"),
+)
+FOREIGN_HOSTS = (
+    *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
+    *("user@127.0.0.1", "127.0.0.1@evil.example", "x/health?", "", "0.0.0.0", "192.168.0.1"),
+    *("127.0.0.1:80:80", "localhost..", "[::1", "[fe80::1]", "2130706433", "127.0.0.1 evil"),
+)
+
+
 def test_every_route_and_no_other() -> None:
     """Routes answer to their method only, and nothing that looks like one is taken for one."""
     statuses: Counter[int] = Counter()
@@ -243,14 +256,25 @@ def test_every_route_and_no_other() -> None:
             for path in (*tricky, *PRIVATE):
                 if path in sample or path.startswith(NAMES):
                     continue
-                for host in ("x", "x/health?", "127.0.0.1@evil"):
+                for host in ("localhost", "x/health?"):
                     headers = {"host": host, "content-type": "application/json"}
                     reply = await app.send("GET", path, headers=headers)
                     statuses[reply.status] += 1
-                    assert reply.status == 404, (path, reply.status)
-                    assert reply.error()["code"] == "not_found"
+                    expected = (404, "not_found") if host == "localhost" else FOREIGN
+                    assert (reply.status, reply.error()["code"]) == expected, path
+            for method, path in OPEN:
+                for host in (*OWN_HOSTS, *FOREIGN_HOSTS):
+                    headers = {} if host is None else {"host": host}
+                    reply = await app.send(method, path, headers=headers)
+                    is_foreign = host in FOREIGN_HOSTS
+                    assert (reply.status == 403) is is_foreign, (method, path, host)
+                    if is_foreign:
+                        statuses[reply.status] += 1
+                        assert reply.error()["code"] == "host_not_allowed"
+                        assert "--allowed-hosts" in reply.error()["message"]
             await app.idle()
 
     asyncio.run(main())
-    load = f"{len(OPEN)} routes, 8 methods, {len(TRICKS)} path tricks, 3 Hosts"
+    num_hosts = len(OWN_HOSTS) + len(FOREIGN_HOSTS)
+    load = f"{len(OPEN)} routes, 8 methods, {len(TRICKS)} path tricks, {num_hosts} Hosts"
     Findings().note(32, "route sweep", load, **{str(k): v for k, v in statuses.items()})

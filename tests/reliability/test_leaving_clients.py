@@ -208,7 +208,7 @@ async def slowloris(server: Served, count: int) -> dict[str, Any]:
         return heard
 
     before = await traffic(5)
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     slow_body = head + b'content-length: 1000\r\n\r\n{"prompt'
 
     async def slow_in_the_body() -> float:

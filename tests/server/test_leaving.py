@@ -49,7 +49,7 @@ def connected(url: str) -> Iterator[socket.socket]:
 
 def post(sock: socket.socket, path: str, body: Any) -> None:
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     sock.sendall(head.encode() + f"content-length: {len(data)}\r\n\r\n".encode() + data)
 
 
@@ -99,7 +99,7 @@ def test_leaving_in_the_middle_of_the_body() -> None:
     with live(engine) as url:
         with connected(url) as sock:
             sock.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
                 b'content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"prompt'
             )
             time.sleep(0.05)

@@ -34,7 +34,7 @@ def connect(url: str) -> socket.socket:
 
 def post(sock: socket.socket, body: Any) -> None:
     data = json.dumps(body).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
 
@@ -60,7 +60,7 @@ def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     with live(make_hash_llm()) as url, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(url)) for _ in range(3)]
         for sock in held:
-            sock.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\n".encode())
+            sock.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\n".encode())
             sock.sendall(b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{")
         time.sleep(0.2)
         with connect(url) as fourth:
@@ -71,7 +71,7 @@ def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
             # Nothing has come from two that may stay, so a third one may not.
             check(read_all(third), 503, "overloaded")
             for probe in (first, second):
-                probe.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+                probe.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 reply = read_all(probe)
                 assert reply.startswith(b"HTTP/1.1 200 ")
                 assert b"connection: close" in reply.lower()
@@ -79,7 +79,9 @@ def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda: urllib.request.urlopen(f"{url}/v1/models", timeout=5).status == 200)
 
 
-@pytest.mark.parametrize("opening", [b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: x\r\nx-a: "])
+@pytest.mark.parametrize(
+    "opening", [b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: localhost\r\nx-a: "]
+)
 def test_headers_that_do_not_come(monkeypatch: pytest.MonkeyPatch, opening: bytes) -> None:
     monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
     with live(make_hash_llm()) as url, connect(url) as sock:
@@ -116,7 +118,7 @@ def test_a_body_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, answ
     monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2 if b"408" in answer else 9)
     monkeypatch.setattr(protocol, "LINGER_S", 0.3)
     length = 100 if b"408" in answer else 10**9
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with live(make_hash_llm()) as url, connect(url) as sock:
         sock.sendall(f"{head}content-length: {length}\r\n\r\n{{".encode())
         sending = threading.Thread(target=drip, args=(sock, b"x" * 60))
@@ -205,7 +207,7 @@ def test_the_end_with_an_engine_process(
                         post(late, completion_body())
                         assert b"HTTP/1.1 503 " in late.recv(65536)
                     with connect(url) as probe:
-                        probe.sendall(b"GET /health/ready HTTP/1.1\r\nhost: x\r\n\r\n")
+                        probe.sendall(b"GET /health/ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
                         assert b"HTTP/1.1 503 " in probe.recv(65536)
                 for sock in streams:
                     assert last in read_all(sock)

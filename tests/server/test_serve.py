@@ -263,7 +263,8 @@ def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes)
                 body = completion_body(max_tokens=num_tokens, stream=True, ignore_eos=True)
                 data = str(body).replace("'", '"').replace("True", "true").encode()
                 sock.sendall(
-                    f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                    f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\n"
+                    "content-type: application/json\r\n"
                     f"content-length: {len(data)}\r\n\r\n".encode()
                     + data
                 )

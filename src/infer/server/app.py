@@ -32,6 +32,7 @@ from infer.server.body import NUM_BYTES, TextPool
 from infer.server.connections import connections_of
 from infer.server.conversations import Conversations
 from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
+from infer.server.hosts import HostGuard
 from infer.server.keys import Keys
 from infer.server.logs import log_visit
 from infer.server.metrics import CONTENT_TYPE, Metrics, text_of
@@ -329,14 +330,22 @@ def layers(
 ) -> list[Middleware]:
     """What is around an app, from the outside in."""
     found = [Middleware(Edge, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_visit))]
+    found.append(
+        Middleware(
+            HostGuard,
+            has_keys=settings.api_keys is not None,
+            hosts=settings.hosts,
+            origins=settings.origins,
+        )
+    )
     if settings.origins:
         found.append(
             Middleware(
                 CORSMiddleware,
                 allow_origins=settings.origins,
-                allow_methods=["GET", "POST", "DELETE"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
-                expose_headers=["x-request-id", "retry-after"],
+                allow_methods=["GET", "POST", "PATCH", "DELETE"],
+                allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
+                expose_headers=["x-request-id", "x-warning", "retry-after"],
             )
         )
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None

@@ -33,7 +33,7 @@ T = TypeVar("T")
 PARSED = "infer.body"
 """in a scope: the object, where somebody has read it before"""
 MAX_BODY_BYTES = 2 * 1024 * 1024
-_BLOCK_BYTES = 256 * 1024
+_BLOCK_BYTES = 16 * 1024
 BODY_TIMEOUT_S = 30.0
 """a body that is not there by then is answered with 408"""
 NUM_BYTES = "infer.num_bytes"
@@ -192,9 +192,9 @@ async def _read(request: Request, grow_to: Callable[[int], None]) -> bytes:
             raise too_large
         grow_to(length)
         last += piece
-        if len(last) >= _BLOCK_BYTES:  # one array for all would be an eighth larger than the body
+        if len(last) >= _BLOCK_BYTES:  # one array for all would be larger than the body
             blocks.append(bytes(last))
-            last = bytearray()
+            last.clear()
     return b"".join([*blocks, last])
 
 

@@ -11,9 +11,11 @@ from contextlib import contextmanager
 
 from infer.errors import OverloadedError
 
-MAX_BYTES = 64 * 1024 * 1024
 UNCOUNTED_BYTES = 8 * 1024
 """of each body"""
+MAX_BYTES = 36 * 1024 * 1024
+"""64 MiB for all bodies, less those first bytes of 1,024 connections and what the protocol holds of
+each: a piece that is parsed, one that has been, and their copies"""
 
 
 class BodyBudget:

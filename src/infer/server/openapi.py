@@ -23,7 +23,7 @@ E = TypeVar("E", bound=Callable[..., Any])
 
 JSON = "application/json"
 REF = "#/components/schemas/{model}"
-ANY_REQUEST = {400, 431, 500, 503}
+ANY_REQUEST = {400, 403, 431, 500, 503}
 ANY_BODY = {404, 408, 413, 415, 422}  # 404: it names a model that is not there
 _TYPES = {"message": "string", "type": "string", "param": ["string", "null"]}
 _MEMBERS = {name: {"type": kind} for name, kind in {**_TYPES, "code": _TYPES["param"]}.items()}
@@ -61,9 +61,7 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
         is_open = not has_keys or route.path in OPEN_PATHS
         statuses = ANY_REQUEST | {*refuses} | (ANY_BODY if bodies else set())
         statuses |= {429} if not is_open and costs(method, route.path) else set()
-        statuses |= ({404} if route.param_convertors else set()) | (
-            set() if is_open else {401, 403}
-        )
+        statuses |= ({404} if route.param_convertors else set()) | (set() if is_open else {401})
         responses = {str(status): _response(status, (JSON,)) for status in sorted(statuses)}
         operation = {
             "summary": summary,
@@ -72,7 +70,7 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
                 for name in route.param_convertors
             ],
             "responses": {"200": _response(200, answers), **responses},
-            "security": [] if is_open else [{"key": []}],
+            "security": [] if is_open else [{"key": []}, {"header": []}],
         }
         if bodies:
             models |= dict.fromkeys(bodies)
@@ -86,7 +84,10 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": {**named["$defs"], "Error": _ERRORS},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 

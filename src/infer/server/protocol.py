@@ -343,7 +343,7 @@ class BoundedProtocol(H11Protocol):
         passes over. Where this cannot be seen, and after half a request, the client counts as gone.
         """
         cycle = self.cycle
-        if self._is_refused or cycle is None or cycle.response_complete:
+        if self._is_refused or cycle is None or cycle.response_complete or self.scheme == "https":
             return None
         if self.conn.their_state in (h11.IDLE, h11.SEND_BODY) or self._is_gone():
             return None

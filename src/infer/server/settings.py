@@ -76,16 +76,31 @@ class ServerSettings:
     cors_origins: str | None = option(
         None, "Origins, separated by commas, whose pages in a browser may use this server."
     )
+    allowed_hosts: str | None = option(
+        None,
+        "Names, separated by commas, that a Host header may have beside localhost, as behind a"
+        " proxy; looked at without keys, on loopback.",
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError("metrics_prefix", "must be letters, digits and _")
         for origin in self.origins:
-            if not re.fullmatch(r"https?://[^/*]+", origin):
+            if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
                 raise ConfigError("cors_origins", f"{origin!r} is not an origin like https://a.org")
+        for host in self.hosts:
+            if not re.fullmatch(r"[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]", host):
+                raise ConfigError(
+                    "allowed_hosts", f"{host!r} is not a name like models.example.org"
+                )
 
     @property
     def origins(self) -> list[str]:
         """`cors_origins` as a list."""
         return self.cors_origins.split(",") if self.cors_origins else []
+
+    @property
+    def hosts(self) -> list[str]:
+        """`allowed_hosts` as a list."""
+        return self.allowed_hosts.split(",") if self.allowed_hosts else []

@@ -210,7 +210,8 @@ class Gate:
             headers = Headers(scope=scope)
             key = self._key_of(headers)
             if key is None:  # OpenAI's words, by which LiteLLM tells it from other refusals
-                found = "Incorrect" if "authorization" in headers else "No"
+                is_sent = "authorization" in headers or "x-api-key" in headers
+                found = "Incorrect" if is_sent else "No"
                 message = f"{found} API key provided; send one that this server knows as"
                 message += " `Authorization: Bearer KEY`"
                 error = HttpError(401, message, code="invalid_api_key")
@@ -232,8 +233,13 @@ class Gate:
 
     def _key_of(self, headers: Headers) -> Key | None:
         assert self._keys is not None
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not token:
+        authorization = headers.get("authorization")
+        if authorization is None:
+            token = headers.get("x-api-key", "")
+        else:
+            scheme, _, token = authorization.partition(" ")
+            token = token if scheme.lower() == "bearer" else ""
+        if not token:
             return None
         try:
             return self._keys.find(token.strip())
