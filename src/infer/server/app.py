@@ -38,7 +38,7 @@ from infer.server.prefixes import PublicPrefixes
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story, summary, view
 from infer.server.stream import Events, EventStream, all_of, unless_gone
-from infer.server.tenants import Gate, tenant_of
+from infer.server.tenants import Gate, revoked, tenant_of
 from infer.server.tracing import make_tracing
 from infer.server.visit import Visit
 from infer.server.wire import (
@@ -128,6 +128,7 @@ class Endpoints:
         story = self._stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
         visit.leaving.callback(settle, story)
         self._set_deadline(story, wire.timeout)
+        visit.on_revoked = lambda: self._stories.cancel(story, revoked())
         if wire.stream:
             events: Events = TypedEvents(answer) if wire.stream_format == "events" else answer
             keep = turn.keep if turn else None

@@ -85,6 +85,14 @@ def _as_text(call: dict[str, Any]) -> str:
     return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}'
 
 
+def default_url() -> str:
+    """Of the database in the user's state folder, which is made if it is not there."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(state) / "infer"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return f"sqlite:///{folder / 'sessions.db'}"
+
+
 class Conversations:
     """Sessions as the server offers them."""
 
@@ -99,10 +107,7 @@ class Conversations:
     def _sessions(self) -> Sessions:
         if self._url is not None:
             return Sessions(self._url)
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        folder = Path(state) / "infer"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Sessions(f"sqlite:///{folder / 'sessions.db'}")
+        return Sessions(default_url())
 
     async def begin(self, http: HttpRequest, body: dict[str, Any]) -> Turn | None:
         """Put the session's messages before those of a chat's body, if it names a session."""

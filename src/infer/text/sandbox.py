@@ -101,7 +101,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(finalize=self._shown, **options)
         self._budget = _Budget()
-        self.concat = self._concatenated  # type: ignore[assignment,method-assign]
+        self.concat = self._concatenated  # type: ignore[method-assign]
         self.globals["range"] = _limited_range
         self.globals["namespace"] = _Namespace
         del self.globals["lipsum"]  # random text of any length
