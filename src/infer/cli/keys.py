@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
+from infer.cli.plain import plain
 from infer.server.keys import Keys, Limits
 from infer.server.options import with_options
 
@@ -38,7 +38,7 @@ def list_keys(file: File = DEFAULT) -> None:
         created = time.strftime("%Y-%m-%d", time.gmtime(key.created))
         given = {n: v for n, v in dataclasses.asdict(key.limits).items() if v not in (None, False)}
         limits = ", ".join(name if v is True else f"{name}={v}" for name, v in given.items())
-        table.add_row(*map(Text, (key.name, key.id, created, limits)))
+        table.add_row(*map(plain, (key.name, key.id, created, limits)))
     Console(highlight=False, markup=False).print(table)
 
 

@@ -11,9 +11,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from infer.bench.command import app as bench_app
 from infer.cli.keys import app as keys_app
+from infer.cli.plain import plain
 from infer.config import EngineConfig
 from infer.errors import ConfigError, InferError
 from infer.server.options import Host, Port, Served, with_engine_options, with_server_options
@@ -167,7 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
-        Console(stderr=True).print(f"[bold red]infer:[/] {error}", highlight=False, soft_wrap=True)
+        told = Text.assemble(("infer:", "bold red"), " ", plain(error))
+        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -154,7 +154,7 @@ class Metrics:
                 totals = self._saved()
                 ours = totals.setdefault(self._engine.model_name, {})
                 for key, counts in self._by_key.items():
-                    theirs, known = ours.get(key, {}), self._written.get(key, {})
+                    theirs, known = ours.get(key, {}), self._written.get(key, Counter())
                     ours[key] = {
                         name: theirs.get(name, 0) + count - known.get(name, 0)
                         for name, count in counts.items()

@@ -141,5 +141,6 @@ class BoundedProtocol(H11Protocol):
         if len(self.connections) > 2 * MAX_CONNECTIONS:
             self.transport.close()
         else:  # a close with something unread is a reset, and the client might not see the answer
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS cannot
+                self.transport.write_eof()
             self.loop.call_later(REFUSED_S, self.transport.close)
