@@ -35,31 +35,36 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endofte
          "<end_of_turn>")  # fmt: skip
 
 
-def _tekken() -> Sequence:
+def _tekken_pattern() -> str:
     """What Mistral's newer models cut text with: words end where capitals begin, each digit is
     alone, and slashes stay with the punctuation before them."""
     capital, small = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     first = r"[^\r\n\p{L}\p{N}]?"
-    pattern = (
+    return (
         f"{first}[{capital}]*[{small}]+|{first}[{capital}]+[{small}]*"
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
-    words = Split(Regex(pattern), "isolated")
-    return Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 _MAX_CUT_CHARS = 1 << 26
 """Characters of all ways to cut all pieces in two; Gemma's 262,000 pieces have 2²⁴."""
 
 
-def _split(max_digits: str) -> Sequence:
+def _llama3_pattern(max_digits: str) -> str:
     """What Llama 3 and Qwen2 cut text with; they differ in how many digits stay together."""
-    pattern = (
+    return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + max_digits +
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )  # fmt: skip
+
+
+def _split(pattern: str) -> Sequence:
     words = Split(Regex(pattern), "isolated")
     return Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+PATTERNS = frozenset({_llama3_pattern("{1,3}"), _llama3_pattern(""), _tekken_pattern()})
+"""That take no longer than a text is long."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,10 @@ class _Pre:
 _WORDS = ByteLevel(add_prefix_space=False)
 _GPT2 = _Pre(_WORDS)
 _SMOLLM = _Pre(Sequence([Digits(individual_digits=True), _WORDS]))
-_LLAMA3 = _Pre(_split("{1,3}"), add_bos=True, ignore_merges=True)
-_QWEN2 = _Pre(_split(""), normalizer=normalizers.NFC())
+_LLAMA3 = _Pre(_split(_llama3_pattern("{1,3}")), add_bos=True, ignore_merges=True)
+_QWEN2 = _Pre(_split(_llama3_pattern("")), normalizer=normalizers.NFC())
 _SMAUG = _Pre(_LLAMA3.splits)
-_TEKKEN = _Pre(_tekken(), add_bos=True, ignore_merges=True)
+_TEKKEN = _Pre(_split(_tekken_pattern()), add_bos=True, ignore_merges=True)
 _PRE_TOKENIZERS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),

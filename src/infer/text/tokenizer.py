@@ -186,11 +186,18 @@ def _encode(
             f" U+{ord(text[error.start]):04X}",
             param=param,
         ) from None
-    if len(text) <= LONG_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    # Other threads of this program can run meanwhile, and no offsets are made.
-    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    return encoding.ids
+    try:
+        if len(text) <= LONG_CHARS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Other threads of this program can run meanwhile, and no offsets are made.
+        (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+    except BaseException as error:  # a panic in Rust, as of a pattern that gives up
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(
+            "the tokenizer of this model cannot cut this text", param=param
+        ) from None
 
 
 def _library_tokenizer(files: TextFiles) -> tokenizers.Tokenizer:
