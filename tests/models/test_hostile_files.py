@@ -440,4 +440,4 @@ def check(kinds: dict[str, dict[str, Change]], folder: Path) -> dict[str, dict[s
 @pytest.mark.timeout(300)
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     """Some of each kind; all of them are in the scorecard's row A10."""
-    check(every(8), tmp_path)
+    check(every(12), tmp_path)
