@@ -99,7 +99,7 @@ def write(
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
         order = None
-        if arch == "llama" and (".q_proj" in name or ".k_proj" in name):
+        if arch in ("llama", "mistral3") and (".q_proj" in name or ".k_proj" in name):
             order = row_order(len(values) // size, size)
             values = values[order]
         shift = float(arch == "gemma3" and name.endswith("norm.weight"))
@@ -114,6 +114,41 @@ def write(
         seen = gguf.quants.dequantize(data, stored).reshape(values.shape) - np.float32(shift)
         back = seen if order is None else seen[np.argsort(order)]
         parameter.data = torch.from_numpy(back.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def write_gpt2(path: Path, model: Any, kind: Q = Q.F32, *, with_head: bool = False) -> Any:
+    """GPT-2, as llama.cpp's converter writes it: linear weights turned to [out, in].
+
+    `with_head`: the tied head is stored too, as older converters did. The model is left with the
+    weights that the file has.
+    """
+    config = model.config
+    writer = gguf.GGUFWriter(path, "gpt2")
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    add_text(writer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().numpy()
+        is_turned = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+        stored = kind if values.ndim > 1 else Q.F32
+        data = gguf.quants.quantize(np.ascontiguousarray(values.T if is_turned else values), stored)
+        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert written, name
+        writer.add_tensor(written, data, raw_dtype=stored)
+        if with_head and written == "token_embd.weight":
+            writer.add_tensor("output.weight", data, raw_dtype=stored)
+        seen = gguf.quants.dequantize(data, stored)
+        parameter.data = torch.from_numpy((seen.T if is_turned else seen).copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

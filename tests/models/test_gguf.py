@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Q
-from gguf_files import write
+from gguf_files import write, write_gpt2
 from parity import deviation, reference, tokens_of
 from shapes import LINEAR, LLAMA3, YARN
 
@@ -22,7 +22,7 @@ from checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
 from infer.kernels.rotary import Turn
-from infer.models.gguf_file import GGUFFile
+from infer.models.gguf_file import GGUFFile, _readable_types
 from infer.models.model import build_model
 
 TOLERANCE = 2e-4
@@ -90,6 +90,44 @@ def test_logits(case: str, tmp_path: Path) -> None:
     theirs = write(tmp_path / "m.gguf", arch, make_model(arch, **shape), **keys)
     assert GGUFFile(tmp_path / "m.gguf").config.dtype == "float32"
     assert_same(tmp_path / "m.gguf", theirs)
+
+
+def test_mistral3(tmp_path: Path) -> None:
+    shape = {
+        "head_dim": 24,
+        "sliding_window": None,
+        "rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 0.25},
+    }
+    theirs = write(tmp_path / "m.gguf", "mistral3", make_model("mistral", **shape))
+    assert GGUFFile(tmp_path / "m.gguf").config.architecture == "MistralForCausalLM"
+    assert_same(tmp_path / "m.gguf", theirs)
+    write(tmp_path / "m.gguf", "mistral3", make_model("mistral"),
+          float32=("mistral3.attention.temperature_scale", 0.1))  # fmt: skip
+    with pytest.raises(LoadError, match=r"attention\.temperature_scale = 0\.1"):
+        GGUFFile(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_gpt2(with_head: bool, tmp_path: Path) -> None:
+    theirs = write_gpt2(tmp_path / "m.gguf", make_model("gpt2"), with_head=with_head)
+    assert_same(tmp_path / "m.gguf", theirs)
+
+
+def test_gpt2_quantised_in_the_whole_engine(tmp_path: Path) -> None:
+    theirs = write_gpt2(tmp_path / "m.gguf", make_model("gpt2"), Q.Q8_0)
+    with LLM(str(tmp_path / "m.gguf"), dtype="float32") as llm:
+        (answer,) = llm.generate(["abc"], SamplingParams(max_tokens=8, temperature=0))
+    prompt = [*answer.prompt_token_ids]
+    ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False,
+                          eos_token_id=EOS_ID)[0].tolist()  # fmt: skip
+    assert list(answer.token_ids) == ids[len(prompt) :]
+
+
+def test_the_types_that_load_are_named() -> None:
+    names = _readable_types()
+    assert len(names) >= 26
+    assert {"F32", "F16", "BF16", "Q8_0", "Q2_K", "Q6_K", "IQ4_XS", "MXFP4"} <= set(names)
+    assert not {"I32", "F64", "Q8_1"} & set(names)
 
 
 KINDS = [
@@ -182,7 +220,7 @@ def test_a_file_cut_short(good: Path, share: float, tmp_path: Path) -> None:
 WRONG_NUMBERS = {  # the name before it, how many bytes lie between, the number, the message
     "length of a list": (b"tokenizer.ggml.token_type", 8, 1 << 60, "is cut short or damaged"),
     "integers": (b"token_embd.weight", 20, 26, "m.gguf: token_embd.weight is stored as I32, which"
-                 " cannot be read (F32, F16, BF16, Q8_0, Q4_0, Q4_K and Q6_K can)"),
+                 " cannot be read (these can: F32, F16, Q4_0"),
     "not UTF-8": (b"tokenizer.ggml.model", 12, 0xFFFFFFFF, "is cut short or damaged: 'utf-8'"),
     "a type to come": (b"token_embd.weight", 20, 99, "is not a valid GGMLQuantizationType"),
 }  # fmt: skip
@@ -225,7 +263,7 @@ def replaced(good: Path, path: Path, old: bytes, new: bytes) -> Path:
 
 MESSAGES = {
     "architecture": (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba",
-                     "'mamba' is not supported (supported: llama, qwen2, qwen3, gemma3)"),
+                     "'mamba' is not supported (supported: llama, qwen2, qwen3, gemma3, mistral3,"),
     "missing key": (b"llama.block_count", b"llama.block_COUNT", "lacks llama.block_count"),
     "no embedding": (b"token_embd.weight", b"token_EMBD.weight", "lacks token_embd.weight"),
     "missing tensor": (b"blk.1.attn_v.weight", b"blk.1.attn_V.weight",

@@ -286,6 +286,20 @@ ROWS = (
             f"{HERE}/test_attack_connections.py::test_what_pages_may_send_and_see",
         ),
     ),
+    Row(
+        "A10",
+        "hostile checkpoints and operators",
+        (
+            f"{HERE}/test_attack_files.py",
+            "tests/text/test_text_chat.py::test_what_a_normaliser_makes_of_text_is_no_control_token",
+            "tests/server/test_keys.py",
+            "tests/server/test_transport.py",
+            "tests/cli/test_plain.py",
+        ),
+        "170 files: each is a `LoadError` in less than 5 s of CPU and 1 GiB; 20 keys made and 20"
+        " revoked at once; a revoked key's stream ends within 1 s; markup and escape sequences in"
+        " all that the terminal shows",
+    ),
 )
 
 

@@ -23,6 +23,7 @@ from text_checkpoints import (
 )
 
 from infer.errors import RequestError
+from infer.models.hub import SHIPPED_FOLDER
 from infer.text.control_text import ControlText, Marked
 from infer.text.tokenizer import Tokenizer
 
@@ -351,3 +352,35 @@ def test_deep_nesting_is_an_error_not_a_crash(chat_pairs: dict[tuple[str, str], 
         chat_pairs["gemma", "chatml"].ours.apply_chat_template(
             [{"role": "user", "content": "a", "data": deep}]
         )
+
+
+def _look_alikes(literal: str) -> list[str]:
+    wide = "".join(chr(ord(c) + 0xFEE0) if c in "<>|" else c for c in literal)
+    return [wide, literal[:2] + "\u200b" + literal[2:], "\u200b".join(literal)]
+
+
+def test_what_a_normaliser_makes_of_text_is_no_control_token(tmp_path: Path) -> None:
+    raw = json.loads((SHIPPED_FOLDER / "tokenizer.json").read_text())
+    zero_width = {"type": "Replace", "pattern": {"String": "\u200b"}, "content": ""}
+    raw["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, zero_width]}
+    for token in raw["added_tokens"]:
+        token["normalized"] = True
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).write_bytes((SHIPPED_FOLDER / name).read_bytes())
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    controls = [token["content"] for token in raw["added_tokens"]]
+
+    def num_special(content: str) -> int:
+        _, ids = tokenizer.apply_chat_template([{"role": "user", "content": content}])
+        return sum(i in tokenizer.special_token_ids for i in ids)
+
+    plain = num_special("hello")
+    assert plain > 1
+    for control in controls:
+        for text in _look_alikes(control):
+            assert set(tokenizer.encode(text, parse_special_tokens=True)) & (
+                tokenizer.special_token_ids
+            ), "the normaliser makes nothing of it"
+            assert num_special(text) == plain
+            assert num_special(f"{text} and {control}") == plain

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers.convert_slow_tokenizer import generate_merges
 
 from infer.errors import LoadError
-from infer.text.gguf_vocab import text_files
+from infer.text.gguf_vocab import _PRE_TOKENIZERS, text_files
 from infer.text.tokenizer import Tokenizer as OurTokenizer
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
@@ -240,7 +240,7 @@ def test_chat_templates(metadata: dict[str, Any], tmp_path: Path) -> None:
 REFUSED = [
     ({"model": "t5"}, "model 't5' is not supported (supported: 'gpt2', 'llama')"),
     ({"model": None}, "m.gguf: the tokenizer cannot be used: tokenizer.ggml.model is missing"),
-    ({"pre": "tekken"}, "pre 'tekken' is not supported (supported: 'llama-bpe', "),
+    ({"pre": "viking"}, "pre 'viking' is not supported (supported: 'llama-bpe', "),
     ({"pre": None}, "pre is missing; it must be a str"),
     ({"merges": None}, "merges is missing; it must be a list"),
     ({"tokens": "abc"}, "tokens is 'abc'; it must be a list"),
@@ -258,3 +258,28 @@ def test_refusals(changes: dict[str, Any], message: str, metadata: dict[str, Any
     with pytest.raises(LoadError) as error:
         text_files(metadata, "m.gguf")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tekken", ["Hello", "World", " ", "1", "2", "3", "!/\n", "don", "'t", " ÉTÉs"]),
+        ("smaug-bpe", ["HelloWorld", " ", "123", "!/\n", "don", "'t", " ÉTÉs"]),
+        ("starcoder", ["HelloWorld", " ", "1", "2", "3", "!/", "\n", "don", "'t", " ÉTÉs"]),
+    ],
+)
+def test_what_words_end_at(name: str, words: list[str]) -> None:
+    splits = _PRE_TOKENIZERS[name].splits
+    text = "HelloWorld 123!/\ndon't ÉTÉs"
+    found = [text[start:end] for _, (start, end) in splits.pre_tokenize_str(text)]
+    assert found == words
+
+
+def test_names_for_the_same_thing() -> None:
+    same = (("llama-bpe", "falcon3"), ("qwen2", "megrez"), ("smaug-bpe", "dbrx"),
+            ("smollm", "command-r"), ("gpt-2", "olmo"))  # fmt: skip
+    for one, other in same:
+        assert _PRE_TOKENIZERS[one] is _PRE_TOKENIZERS[other]
+    tekken, smaug = _PRE_TOKENIZERS["tekken"], _PRE_TOKENIZERS["smaug-bpe"]
+    assert (tekken.add_bos, tekken.ignore_merges) == (True, True)
+    assert (smaug.add_bos, smaug.ignore_merges) == (False, False)

@@ -81,11 +81,6 @@ def test_raise_exception_is_shown_as_it_is() -> None:
         ("{{ messages[0].content + 1 }}", "can only concatenate str"),
         ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
         ("{% set ns = namespace() %}{% set ns._x = 1 %}", "_x"),
-        ("{% for i in range(10**6) %}{% endfor %}", "loops more than"),
-        ("{{ 'a' * 10**9 }}", "repeats a value too often"),
-        ("{{ [1] * 10**9 }}", "repeats a value too often"),
-        ("{{ 10 ** 10 ** 10 }}", "too large"),
-        ("{% for i in range(9000) %}{{ 'a' * 9000 }}{% endfor %}", "longer than"),
         ("{{ {} | dictsort | first }}{{ messages.append(1) }}", "cannot render"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
         ("{% include 'other.jinja' %}", "cannot render"),
@@ -98,6 +93,36 @@ def test_what_fails_while_rendering_is_the_callers_error(source: str, told: str)
     assert told in caught.value.message
     assert caught.value.param == "messages"
     assert "/" not in caught.value.message.replace("//", "")  # no paths
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("{% for i in range(10**6) %}{% endfor %}", "loops more than"),
+        ("{{ 'a' * 10**9 }}", "too much work"),
+        ("{{ [1] * 10**9 }}", "too much work"),
+        ("{{ 10 ** 10 ** 10 }}", "too large"),
+        ("{% for i in range(9000) %}{{ 'a' * 9000 }}{% endfor %}", "too much work"),
+    ],
+)
+def test_work_without_end_is_refused_at_load_and_in_a_request(source: str, told: str) -> None:
+    with pytest.raises(LoadError, match=told):
+        ChatTemplate(source, {})
+    later = "{% if messages[0].content == 'go' %}" + source + "{% endif %}"
+    assert render(later, [{"role": "user", "content": "hi"}]) == ""
+    with pytest.raises(RequestError, match=told) as caught:
+        render(later, [{"role": "user", "content": "go"}])
+    assert caught.value.param == "messages"
+
+
+def test_a_long_chat_is_within_the_budget() -> None:
+    loop = "{% for m in messages %}{% set c = m.content | trim %}"
+    loop += "{{ '<|' ~ m.role ~ '|>' ~ c.split('</think>')[-1].lstrip() + '\\n' }}{% endfor %}"
+    words = "word " * 20_000
+    text = render(loop, [{"role": "user", "content": words}] * 40)
+    assert len(text) > 3_900_000
+    text = render(loop, [{"role": "user", "content": "a"}] * 20_000)
+    assert len(text) == 20_000 * len("<|user|>a\n")
 
 
 def test_the_limit_of_the_output_counts_while_rendering(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,7 @@ def _show(document: dict[str, Any], notes: Console) -> None:
     """The summary for a person."""
     summary, target = document["summary"], document["target"]
     notes.print(
-        f"[bold]{document['label']}[/] · {document['workload']['name']}:"
+        f"[bold]{escape(document['label'])}[/] · {escape(document['workload']['name'])}:"
         f" {summary['num_answered']} of {summary['num_requests']} requests answered in"
         f" {summary['duration_s']:.2f} s; prompts as {target['prompts']}",
         highlight=False,
@@ -179,7 +179,7 @@ def _show(document: dict[str, Any], notes: Console) -> None:
     for kind, count in summary["errors"].items():
         records = document["runs"][document["median_run"]]["requests"]
         message = next(record["message"] for record in records if record["error"] == kind)
-        lines.append(f"[red]{count} × {kind}[/]: {escape(message)}")
+        lines.append(f"[red]{count} × {escape(kind)}[/]: {escape(message)}")
     for line in lines:
         notes.print(line, highlight=False)
 
@@ -192,7 +192,9 @@ def _group_table(groups: dict[str, Any]) -> Table:
     for group, rows in groups.items():
         cells = [rows.get(key) for key, _ in shown]
         found = zip(cells, shown, strict=True)
-        table.add_row(group, *(f"{cell[rank]:,.1f}" if cell else "" for cell, (_, rank) in found))
+        table.add_row(
+            escape(group), *(f"{cell[rank]:,.1f}" if cell else "" for cell, (_, rank) in found)
+        )
     return table
 
 
@@ -285,8 +287,9 @@ def machine(
     notes.print(table)
     if floor := found.get("floor"):
         notes.print(
-            f"[bold]{floor['model']}[/]: a token reads {floor['bytes_per_token'] / 1e6:,.1f} MB of"
-            f" weights; from memory, not a cache, that is at most"
+            f"[bold]{escape(floor['model'])}[/]: a token reads"
+            f" {floor['bytes_per_token'] / 1e6:,.1f} MB of weights; from memory, not a cache,"
+            f" that is at most"
             f" [bold]{floor['one_stream_tok_s']:,.1f}[/] tok/s in one stream. The products alone"
             f" allow [bold]{floor['prefill_tok_s']:,.0f}[/] prompt tok/s.",
             highlight=False,

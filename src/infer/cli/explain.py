@@ -6,10 +6,12 @@ slowest pauses last. Parts of a prompt that follow each other are one line.
 
 from __future__ import annotations
 
-import json
+import io
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from http.client import HTTPException
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -17,56 +19,97 @@ from urllib.parse import quote
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from infer.cli.plain import plain
 from infer.errors import InferError
+from infer.files import parse_json
 
 Fields = dict[str, Any]
+TIMEOUT_S = 30.0
+MAX_STORY_BYTES = 16 << 20
+"""A story of 1,000 events has 200 KB."""
 
 
 def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
-    """The story as the server tells it."""
+    """The story as the server tells it; `InferError`, one sentence, whatever answers there."""
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     address = f"{url.rstrip('/')}/v1/requests/{quote(request_id, safe='')}"
+    if not url.startswith(("http://", "https://")):
+        raise InferError(f"{url} is not the address of a server, as http://127.0.0.1:8000")
     try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers)) as reply:
-            story: Fields = json.load(reply)
-            return story
+        request = urllib.request.Request(address, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            story = _read_json(reply)
     except urllib.error.HTTPError as error:
-        raise InferError(json.load(error)["error"]["message"]) from None
-    except (OSError, ValueError) as error:
-        raise InferError(f"no server of ours answers at {url}: {error}") from None
+        raise InferError(_message_of(error, url)) from None
+    except (OSError, ValueError, HTTPException) as error:
+        raise InferError(f"no server of ours answers at {url}: {_line(error)}") from None
+    if not isinstance(story, dict):
+        raise InferError(f"no server of ours answers at {url}: its answer is no story")
+    return story
+
+
+def _read_json(reply: Any) -> Any:
+    """Of an answer that has an end in time and length. Raises `ValueError`."""
+    content, ends_s = b"", time.monotonic() + TIMEOUT_S
+    while piece := reply.read1(1 << 16):
+        content += piece
+        if len(content) > MAX_STORY_BYTES or time.monotonic() > ends_s:
+            raise ValueError("its answer does not end")
+    return parse_json(content.decode("utf-8"))
+
+
+def _message_of(error: urllib.error.HTTPError, url: str) -> str:
+    try:
+        message = _read_json(error)["error"]["message"]
+    except (OSError, ValueError, LookupError, TypeError, HTTPException):
+        message = None
+    if isinstance(message, str):
+        return _line(message)
+    return f"no server of ours answers at {url}: it says {error.code}"
+
+
+def _line(problem: object) -> str:
+    return " ".join(str(problem).split())[:500]
 
 
 def run_explain(url: str, request_id: str, api_key: str | None) -> None:
     """`infer explain`."""
-    write(fetch(url, request_id, api_key), Console(highlight=False))
+    story = fetch(url, request_id, api_key)
+    page = Console(highlight=False, markup=False, file=io.StringIO())
+    try:
+        write(story, page)  # whole, before anything of it is shown
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        raise InferError(f"no server of ours answers at {url}: its answer is no story") from None
+    write(story, Console(highlight=False, markup=False))
 
 
 def write(story: Fields, console: Console) -> None:
     """Print a story."""
     end = story["outcome"] or f"still {story['state']}"
-    console.print(f"[bold]{story['id']}[/]  {story['path']}  [bold]{end}[/]")
+    first = (plain(story["id"], "bold"), "  ", plain(story["path"]), "  ", plain(end, "bold"))
+    console.print(Text.assemble(*first))
     cached = f", {story['cached_tokens']} of them cached" if story["cached_tokens"] else ""
-    console.print(
-        f"{story['prompt_tokens']} prompt tokens{cached}; {story['completion_tokens']} generated"
-    )
+    counts = f"{story['prompt_tokens']} prompt tokens{cached}; {story['completion_tokens']}"
+    console.print(plain(f"{counts} generated"))
     marks = [0.0, story["admitted_ms"], story["first_token_ms"], story["total_ms"]]
     parts = []
     for name, start, stop in zip(("waiting", "prompt", "answer"), marks, marks[1:], strict=False):
         if start is not None and stop is not None:
-            parts.append(f"{name} [bold]{_ms(stop - start)}[/]")
-    console.print(" + ".join(parts) + (f" = {_ms(marks[-1])}" if marks[-1] else ""))
+            parts.append(Text.assemble(f"{name} ", (_ms(stop - start), "bold")))
+    console.print(Text(" + ").join(parts) + (f" = {_ms(marks[-1])}" if marks[-1] else ""))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(justify="right", style="cyan", no_wrap=True)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for at_ms, kind, text in _lines(story["events"]):
-        table.add_row(_ms(at_ms), kind, text)
+        table.add_row(_ms(at_ms), plain(kind), plain(text))
     console.print(table)
     if story["events_left_out"]:
-        console.print(f"[dim]… and {story['events_left_out']} more events[/]")
+        console.print(plain(f"… and {story['events_left_out']} more events", "dim"))
     if story["slowest_gaps"]:
-        console.print("[dim]the slowest pauses:[/]")
+        console.print(plain("the slowest pauses:", "dim"))
     for gap in story["slowest_gaps"]:
         console.print(_gap(gap))
 
@@ -105,13 +148,16 @@ def _text(event: Fields) -> str:
     return ""
 
 
-def _gap(gap: Fields) -> str:
+def _gap(gap: Fields) -> Text:
     step = gap["slowest_step"]
     doing = f"{step['sequences']} sequence{'s' if step['sequences'] != 1 else ''}"
     if step["prompt_tokens"]:
         doing += f", {step['prompt_tokens']} prompt tokens of {', '.join(step['prompts_of'])}"
     several = "" if gap["steps"] == 1 else f" ({gap['steps']} steps)"
-    return (
-        f"[yellow]{_ms(gap['gap_ms'])}[/] before token {gap['token']}{several}:"
-        f" step {step['step']} took {_ms(step['step_ms'])} with {doing}"
+    return Text.assemble(
+        plain(_ms(gap["gap_ms"]), "yellow"),
+        plain(
+            f" before token {gap['token']}{several}:"
+            f" step {step['step']} took {_ms(step['step_ms'])} with {doing}"
+        ),
     )

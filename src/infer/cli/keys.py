@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from infer.cli.plain import plain
 from infer.server.keys import Keys, Limits
 from infer.server.options import with_options
 
@@ -37,11 +38,31 @@ def list_keys(file: File = DEFAULT) -> None:
         created = time.strftime("%Y-%m-%d", time.gmtime(key.created))
         given = {n: v for n, v in dataclasses.asdict(key.limits).items() if v not in (None, False)}
         limits = ", ".join(name if v is True else f"{name}={v}" for name, v in given.items())
-        table.add_row(key.name, key.id, created, limits)
-    Console(highlight=False).print(table)
+        table.add_row(*map(plain, (key.name, key.id, created, limits)))
+    Console(highlight=False, markup=False).print(table)
 
 
 @app.command()
 def revoke(name: Name, file: File = DEFAULT) -> None:
-    """Remove a key: from now on it is not let in."""
+    """Remove a key: from now on it is not let in, and what it runs is ended."""
     Keys(file).revoke(name)
+
+
+@app.command()
+def purge(
+    file: File = DEFAULT,
+    sessions: Annotated[
+        str | None,
+        typer.Option(help="Database URL of the sessions, as infer serve is given it."),
+    ] = None,
+) -> None:
+    """Delete the sessions of keys that are not in the file any more: nobody can reach them."""
+    from infer.server.conversations import default_url
+    from infer.server.sessions import Sessions
+
+    keys = Keys(file).all()
+    store = Sessions(sessions or default_url())
+    try:
+        print(f"{store.purge([key.id for key in keys])} sessions deleted")
+    finally:
+        store.close()

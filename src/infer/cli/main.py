@@ -15,6 +15,7 @@ from rich.text import Text
 
 from infer.bench.command import app as bench_app
 from infer.cli.keys import app as keys_app
+from infer.cli.plain import plain
 from infer.config import EngineConfig
 from infer.errors import ConfigError, InferError
 from infer.server.options import Host, Port, Served, with_engine_options, with_server_options
@@ -168,9 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
-        # As text: what stands in brackets, like the name of an extra, is no markup.
-        line = Text.assemble(("infer:", "bold red"), f" {error}")
-        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+        told = Text.assemble(("infer:", "bold red"), " ", plain(error))
+        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from infer.cli.plain import plain
 from infer.config import EngineConfig
 from infer.models.hub import cached_checkpoints
 from infer.models.registry import ARCHITECTURES
@@ -27,7 +28,7 @@ def run_plan(config: EngineConfig, as_json: bool, free_gib: float | None) -> boo
     table.add_column()
     for what, how_much in plan.rows():
         style = None if what != "verdict" else "green" if plan.fits else "red"
-        table.add_row(what, how_much, style=style)
+        table.add_row(what, plain(how_much), style=style)
     Console().print(table)
     return plan.fits
 
@@ -50,6 +51,8 @@ def run_models() -> None:
     for checkpoint in cached:
         known = "" if checkpoint.architecture in ARCHITECTURES else " (not supported)"
         local.add_row(
-            checkpoint.name, checkpoint.architecture + known, f"{checkpoint.num_bytes / 1e9:.2f} GB"
+            plain(checkpoint.name),
+            plain(checkpoint.architecture + known),
+            f"{checkpoint.num_bytes / 1e9:.2f} GB",
         )
     console.print(local)

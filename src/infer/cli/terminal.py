@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
+from infer.cli.plain import note, write
 from infer.config import EngineConfig
 from infer.engine.llm import LLM
 from infer.errors import RequestError
@@ -50,8 +51,7 @@ def write_stream(pieces: Iterable[TextDelta]) -> tuple[str, Speed]:
                 speed.first_token_s = speed.total_s
             speed.num_tokens += len(piece.token_ids)
             text += piece.text
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
+            write(piece.text)
     except KeyboardInterrupt:
         pass
     print()
@@ -63,16 +63,16 @@ def run_generate(config: EngineConfig, prompt: str, sampling: SamplingParams) ->
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
         pieces = llm.stream(prompt, sampling)
-        sys.stdout.write(prompt)
+        write(prompt)
         _, speed = write_stream(pieces)
-    notes.print(f"[dim]{speed}[/]")
+    note(notes, speed)
 
 
 def run_chat(config: EngineConfig, system: str | None, sampling: SamplingParams) -> None:
     """`infer chat`."""
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
-        notes.print(f"[dim]{llm.model_name} — {COMMANDS}[/]")
+        note(notes, f"{llm.model_name} — {COMMANDS}")
         beginning = [{"role": "system", "content": system}] if system else []
         history = list(beginning)
         while True:
@@ -81,19 +81,19 @@ def run_chat(config: EngineConfig, system: str | None, sampling: SamplingParams)
                 return
             if line == "/reset":
                 history = list(beginning)
-                notes.print("[dim]a new conversation[/]")
+                note(notes, "a new conversation")
             elif line.startswith("/"):
-                notes.print(f"[dim]{line.split()[0]} is not a command; {COMMANDS}[/]")
+                note(notes, f"{line.split()[0]} is not a command; {COMMANDS}")
             elif line:
                 history.append({"role": "user", "content": line})
                 try:
                     answer, speed = write_stream(llm.stream(history, sampling))
                 except RequestError as error:
                     history.pop()
-                    notes.print(f"[yellow]{error}; /reset begins a new conversation[/]")
+                    note(notes, f"{error}; /reset begins a new conversation", "yellow")
                     continue
                 history.append({"role": "assistant", "content": answer})
-                notes.print(f"[dim]{speed}[/]")
+                note(notes, speed)
 
 
 def _read_line() -> str | None:

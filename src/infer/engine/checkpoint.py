@@ -24,6 +24,7 @@ from infer.models.registry import read_model_config
 from infer.models.weights import WeightSource, dummy_source, open_checkpoint
 from infer.text.checkpoint_files import TextFiles, read_text_files
 from infer.text.gguf_vocab import text_files
+from infer.text.trial import try_patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
     """
     with reading(f"the tokenizer of {checkpoint.name}"):
         files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
+        try_patterns(files.tokenizer_json)
     if config.chat_template is None:
         return files
     path = Path(config.chat_template)

@@ -2,10 +2,11 @@
 
 `GGUFFile` turns the metadata into the fields of a Hugging Face `config.json`, so that the registry
 does all checking, and hands tensors out under their Hugging Face names, so that the decoders are
-used unchanged. Three things are undone on the way: llama.cpp's order of query and key rows (Llama
-only), Gemma's `1 + w` in the norms, and Llama 3's RoPE scaling, which is stored as one factor for
-each frequency. The file stays memory-mapped; a tensor is dequantised when it is taken, some rows at
-a time. Parsing and dequantising are the `gguf` package's. `engine.assemble` opens files.
+used unchanged. Four things are undone on the way: llama.cpp's order of query and key rows (Llama
+and Mistral only), GPT-2's turned weights, Gemma's `1 + w` in the norms, and Llama 3's RoPE scaling,
+which is stored as one factor for each frequency. The file stays memory-mapped; a tensor is
+dequantised when it is taken, some rows at a time. Parsing and dequantising are the `gguf`
+package's. `engine.assemble` opens files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, GGUFValueType, ReaderTensor
+from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFValueType, ReaderTensor
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -31,7 +32,11 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "mistral3": "MistralForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
 }
+_LLAMA_ROWS = ("llama", "mistral3")
+"""Whose query and key rows llama.cpp's converter puts in another order."""
 _REQUIRED = {  # the key, without the architecture in front → the field in config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -39,6 +44,14 @@ _REQUIRED = {  # the key, without the architecture in front → the field in con
     "context_length": "max_position_embeddings",
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_GPT2_REQUIRED = {
+    "embedding_length": "n_embd",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "context_length": "n_positions",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
 _OPTIONAL = {
     "attention.head_count_kv": "num_key_value_heads",
@@ -54,6 +67,7 @@ _ROPE_SCALING = {
 _NEUTRAL = {
     **dict.fromkeys(("expert_count", "logit_scale", "attn_logit_softcapping"), 0),
     **{f"attention.{name}": 0 for name in ("scale", "clamp_kqv", "max_alibi_bias")},
+    "attention.temperature_scale": 0,
     **{f"rope.scaling.{name}": 0 for name in ("alpha", "yarn_log_multiplier")},
     **{f"rope.scaling.{name}": 1 for name in ("attn_factor", "yarn_attn_factor")},
     "rope.scaling.yarn_ext_factor": 1,
@@ -76,6 +90,20 @@ _GEMMA_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_GPT2_NAMES = {
+    "token_embd": "wte",
+    "position_embd": "wpe",
+    "output_norm": "ln_f",
+    "output": "lm_head",
+    "attn_norm": "ln_1",
+    "attn_qkv": "attn.c_attn",
+    "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2",
+    "ffn_up": "mlp.c_fc",
+    "ffn_down": "mlp.c_proj",
+}
+_GPT2_TURNED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+"""Weights that are [out, in] here and [in, out] in Hugging Face's files."""
 _TENSOR_NAME = re.compile(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_27B_LAYERS = 62
@@ -118,13 +146,17 @@ class GGUFFile:
         names = {self._hugging_face_name(name): name for name in self._tensors}
 
         def read(name: str, shape: tuple[int, ...]) -> Tensor:
-            values = self._read(names[name], shape, dtype)
+            stored_name = names[name]
+            is_turned = self._is_turned(stored_name)
+            values = self._read(stored_name, shape[::-1] if is_turned else shape, dtype)
+            values = values.T if is_turned else values
             fits = tuple(values.shape) == shape  # if not, the source says so
-            return self._as_in_hugging_face(names[name], values) if fits else values
+            return self._as_in_hugging_face(stored_name, values) if fits else values
 
         def stored(name: str) -> Tensor:
             shape = tuple(int(size) for size in reversed(self._tensors[names[name]].shape))
-            return torch.empty(shape, dtype=dtype, device="meta")
+            tensor = torch.empty(shape, dtype=dtype, device="meta")
+            return tensor.T if self._is_turned(names[name]) else tensor
 
         source = WeightSource(names, read, dtype=dtype, device=device, stored=stored)
         if self.config.rope.frequency_divisors:
@@ -136,10 +168,19 @@ class GGUFFile:
 
     def _config_fields(self) -> dict[str, Any]:
         """The metadata as the fields of a `config.json`."""
-        missing = [f"{self._arch}.{key}" for key in _REQUIRED if self._get(key) is None]
+        required = _GPT2_REQUIRED if self._arch == "gpt2" else _REQUIRED
+        missing = [f"{self._arch}.{key}" for key in required if self._get(key) is None]
         missing += [] if "token_embd.weight" in self._tensors else ["token_embd.weight"]
         if missing:
             raise LoadError(f"{self.path} lacks {', '.join(missing)}; convert the model again")
+        if self._arch == "gpt2":
+            return {
+                **{field: self._get(key) for key, field in required.items()},
+                "architectures": [_ARCHITECTURES[self._arch]],
+                "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
+                "tie_word_embeddings": "output.weight" not in self._tensors,
+                "dtype": self._dtype(),
+            }
         names = {**_REQUIRED, **_OPTIONAL}
         fields = {field: self._get(key) for key, field in names.items()}
         hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
@@ -201,7 +242,7 @@ class GGUFFile:
 
     def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
         tensor = self._tensors.get(_ROPE_FACTORS)
-        if tensor is None or self._arch != "llama":  # a stray one is listed as unexpected
+        if tensor is None or self._arch not in _LLAMA_ROWS:  # a stray one is listed as unexpected
             return ()
         factors = self._read(_ROPE_FACTORS, (head_dim // 2,), torch.float32)
         if factors.is_meta or not bool((factors > 0).all()):
@@ -218,11 +259,16 @@ class GGUFFile:
     def _hugging_face_name(self, name: str) -> str:
         """A name that is not known stays what it is, and is then reported as unexpected."""
         match = _TENSOR_NAME.fullmatch(name)
-        parts = _GEMMA_NAMES if self._arch == "gemma3" else _NAMES
+        parts = {"gemma3": _GEMMA_NAMES, "gpt2": _GPT2_NAMES}.get(self._arch, _NAMES)
         if match is None or match[3] not in parts:
             return name
-        layer = "" if match[1] is None else f"model.layers.{match[2]}."
+        layers = "h" if self._arch == "gpt2" else "model.layers"
+        layer = "" if match[1] is None else f"{layers}.{match[2]}."
         return f"{layer}{parts[match[3]]}.{match[4]}"
+
+    def _is_turned(self, name: str) -> bool:
+        part, kind = name.split(".")[-2:] if "." in name else (name, "")
+        return self._arch == "gpt2" and kind == "weight" and part in _GPT2_TURNED
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """As stored: matrices in `dtype`, vectors in float32; if of another shape, no values."""
@@ -239,7 +285,7 @@ class GGUFFile:
             except NotImplementedError:
                 raise LoadError(
                     f"{self.path}: {name} is stored as {tensor.tensor_type.name}, which cannot be"
-                    " read (F32, F16, BF16, Q8_0, Q4_0, Q4_K and Q6_K can)"
+                    f" read (these can: {', '.join(_readable_types())})"
                 ) from None
             target[start : start + step] = torch.from_numpy(np.require(rows, requirements="W"))
         return out
@@ -250,11 +296,24 @@ class GGUFFile:
             return values - 1.0  # the file has 1 + w, the decoder adds the 1
         heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
         part = name.split(".")[-2]
-        if self._arch == "llama" and part in heads:
+        if self._arch in _LLAMA_ROWS and part in heads:
             # Neighbouring rows are a pair to rotate there; here, the two halves of a head are.
             pairs = values.view(heads[part], -1, 2, *values.shape[1:])
             return pairs.transpose(1, 2).reshape(values.shape)
         return values
+
+
+def _readable_types() -> list[str]:
+    """The names of the block types that the package can dequantise."""
+    found = []
+    for kind, (_, num_bytes) in GGML_QUANT_SIZES.items():
+        try:
+            with np.errstate(all="ignore"):
+                dequantize(np.zeros((1, num_bytes), dtype=np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind.name)
+    return found
 
 
 class _Reader(GGUFReader):

@@ -184,8 +184,8 @@ def _files_of_names(folder: Path) -> Mapping[str, str]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise LoadError(f"{index}: weight_map must map tensor names to files")
         values = list(weight_map.values())
-        if wrong := next((file for file in values if not isinstance(file, str)), None):
-            raise LoadError(f"{index}: weight_map names the file {wrong!r:.80}, not a text")
+        if wrong := [file for file in values if not isinstance(file, str)]:
+            raise LoadError(f"{index}: weight_map names the file {wrong[0]!r:.80}, not a text")
         files = sorted(set(values))
         if outside := next((f for f in files if Path(f).name != f or len(f) > 255), None):
             raise LoadError(f"{index}: {outside!r:.80} is outside the folder, or no name of a file")

@@ -44,7 +44,7 @@ from infer.server.sessions import Quota
 from infer.server.settings import ServerSettings
 from infer.server.story import Stories, Story
 from infer.server.stream import Events, EventStream, all_of, unless_gone
-from infer.server.tenants import Gate, tenant_of
+from infer.server.tenants import Gate, revoked, tenant_of
 from infer.server.tracing import make_tracing
 from infer.server.visit import Visit
 from infer.server.wire import (
@@ -151,6 +151,7 @@ class Endpoints:
         story = self.stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
         visit.leaving.callback(settle, story)
         self._set_deadline(story, wire.timeout)
+        visit.on_revoked = lambda: self.stories.cancel(story, revoked())
         if wire.stream:
             events: Events = TypedEvents(answer) if wire.stream_format == "events" else answer
             keep = turn.keep if turn else None

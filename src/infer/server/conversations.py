@@ -99,6 +99,14 @@ def _as_text(call: dict[str, Any]) -> str:
     return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}'
 
 
+def default_url() -> str:
+    """Of the database in the user's state folder, which is made if it is not there."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(state) / "infer"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return f"sqlite:///{folder / 'sessions.db'}"
+
+
 class Conversations:
     """Sessions as the server offers them."""
 
@@ -116,10 +124,7 @@ class Conversations:
     def _sessions(self) -> Sessions:
         if self._url is not None:
             return Sessions(self._url, self._quota)
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        folder = Path(state) / "infer"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return Sessions(f"sqlite:///{folder / 'sessions.db'}", self._quota)
+        return Sessions(default_url(), self._quota)
 
     def _do(self, method: str, *arguments: Any) -> Any:
         """Of `Sessions`, which are opened by whoever comes first, in a thread."""

@@ -2,20 +2,31 @@
 
 A key is 256 bits of chance, shown once when it is made; the file holds its SHA-256. Each key of the
 file is compared, in constant time, whichever fits. The file is read again when it has changed, so
-making and revoking keys takes effect in a server that runs. Written by `infer keys`.
+making and revoking keys takes effect in a server that runs. Written by `infer keys`, under a lock
+beside the file (`locked`), so that nothing is lost where several write at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
 import json
+import logging
 import os
+import re
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # Windows; there files are not locked
+    fcntl = None  # type: ignore[assignment]
 
 from infer.config import check_fields, option
 from infer.errors import ConfigError
@@ -59,6 +70,10 @@ class Key:
         return f"shared:{self.limits.share_cache}" if self.limits.share_cache else self.id
 
 
+log = logging.getLogger(__name__)
+
+MAX_WAIT_S = 10.0
+"""For the lock of a file of keys."""
 _UNLIMITED = Limits(max_concurrent=10**9, max_queued=10**9, admin=True)
 ANYBODY = Key(id="", name="", sha256="", limits=_UNLIMITED)
 """where there are no keys"""
@@ -80,9 +95,7 @@ class Keys:
 
     def find(self, token: str) -> Key | None:
         """Whose secret this is."""
-        status = os.stat(self._path)
-        if (status.st_mtime_ns, status.st_ino) != self._stamp:
-            self._read()
+        self.refresh()
         digest = _digest(token)
         found = None
         for key in self._keys:
@@ -94,41 +107,101 @@ class Keys:
         """Add a key; returns its secret, which is not kept."""
         if not name or not name.isprintable() or len(name) > 64:
             raise ConfigError("name", "must be 1 to 64 printable characters")
-        if any(key.name == name for key in self._keys):
-            raise ConfigError("name", f"there is a key {name!r}; revoke it or choose another name")
         token = f"sk-{secrets.token_urlsafe(32)}"
         created, digest = int(time.time()), _digest(token)
         key_id = f"key-{secrets.token_hex(8)}"
-        self._keys.append(Key(id=key_id, name=name, sha256=digest, created=created, limits=limits))
-        self._write()
+        new = Key(id=key_id, name=name, sha256=digest, created=created, limits=limits)
+        with self._changing():
+            if any(key.name == name for key in self._keys):
+                raise ConfigError(
+                    "name", f"there is a key {name!r}; revoke it or choose another name"
+                )
+            self._keys.append(new)
         return token
 
     def revoke(self, name: str) -> None:
         """Remove a key."""
-        left = [key for key in self._keys if key.name != name]
-        if len(left) == len(self._keys):
-            raise ConfigError("name", f"there is no key {name!r} in {self._path.name}")
-        self._keys = left
-        self._write()
+        with self._changing():
+            left = [key for key in self._keys if key.name != name]
+            if len(left) == len(self._keys):
+                raise ConfigError("name", f"there is no key {name!r} in {self._path.name}")
+            self._keys = left
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; `OSError` / `ConfigError` if it cannot be."""
+        status = os.stat(self._path)
+        if (status.st_mtime_ns, status.st_ino) != self._stamp:
+            self._read()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The file as it is now, for changing; written at the end, and nobody else meanwhile."""
+        try:
+            with locked(self._path):
+                if self._path.exists():
+                    self._read()
+                yield
+                keys = [dataclasses.asdict(key) for key in self._keys]
+                write_private(self._path, json.dumps({"keys": keys}, indent=1))
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError("api_keys", f"{self._path} cannot be written: {reason}") from None
 
     def _read(self) -> None:
         try:
             status = os.stat(self._path)
             entries = json.loads(self._path.read_text())["keys"]
-            self._keys = [Key(**{**e, "limits": Limits(**e.get("limits", {}))}) for e in entries]
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            message = f"{self._path.name} is not a file of keys ({type(error).__name__})"
+            keys = [_read_key(entry) for entry in entries]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            message = f"{self._path.name} is not a file of keys ({reason})"
             raise ConfigError("api_keys", f"{message}; make one with infer keys create") from None
+        self._keys = keys
         self._stamp = (status.st_mtime_ns, status.st_ino)
+        if os.name == "posix" and status.st_mode & 0o077:
+            mode = f"{status.st_mode & 0o777:04o}"
+            log.warning(
+                "%s can be read or written by others than its owner (mode %s): chmod 600 it",
+                self._path,
+                mode,
+            )
 
-    def _write(self) -> None:
-        keys = [dataclasses.asdict(key) for key in self._keys]
-        write_private(self._path, json.dumps({"keys": keys}, indent=1))
+
+def _read_key(entry: dict[str, Any]) -> Key:
+    key = Key(**{**entry, "limits": Limits(**entry.get("limits", {}))})
+    texts = isinstance(key.id, str) and isinstance(key.name, str) and isinstance(key.sha256, str)
+    if not texts or not key.id or type(key.created) is not int:
+        raise ValueError("an entry lacks an id, a name or a time")
+    if not re.fullmatch("[0-9a-f]{64}", key.sha256):
+        raise ValueError(f"the sha256 of the key {key.name!r:.80} is none")
+    return key
+
+
+@contextlib.contextmanager
+def locked(path: Path, max_wait_s: float = MAX_WAIT_S) -> Iterator[None]:
+    """Nobody else who locks this file has it meanwhile, in any process. `TimeoutError`."""
+    if fcntl is None:
+        yield
+        return
+    path = path.resolve()
+    ends_s = time.monotonic() + max_wait_s
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends_s:
+                    raise TimeoutError(f"another process keeps {path.name} locked") from None
+                time.sleep(0.01)
+        yield
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file, at once; nobody but its owner may read it."""
-    beside = path.with_name(f".{path.name}.new")
+    """Replace a file, at once; nobody but its owner may read it. A symbolic link stays one."""
+    path = path.resolve()
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     beside.unlink(missing_ok=True)
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         os.fchmod(file.fileno(), 0o600)  # a umask may have taken the owner's rights

@@ -30,7 +30,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.facts import StepFacts
 from infer.server.connections import Connections
-from infer.server.keys import write_private
+from infer.server.keys import locked, write_private
 from infer.server.story import GAP_BUCKETS_S, Histogram, Stories, Story
 from infer.server.visit import Visit
 
@@ -128,7 +128,7 @@ class Metrics:
         self, engine: AsyncLLM, stories: Stories, prefix: str, usage: Path | None = None
     ) -> None:
         """`usage`: a file where the totals of the keys outlive the server, by model and key. Of a
-        server that dies the last `SAVE_S` are lost; two servers need a file each."""
+        server that dies the last `SAVE_S` are lost. Servers with one file add to each other's."""
         self._engine = engine
         self._stories = stories
         self.prefix = prefix
@@ -143,6 +143,8 @@ class Metrics:
         self._saved_s = 0.0
         known = self._saved().get(engine.model_name, {})
         self._by_key = {key: Counter(counts) for key, counts in known.items()}
+        self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
+        """what of it the file has"""
         self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
         stories.on_step.append(self._stepped)
         stories.on_end.append(self._ended)
@@ -192,8 +194,17 @@ class Metrics:
             return
         self._saved_s = time.monotonic()
         try:
-            totals = {**self._saved(), self._engine.model_name: self._by_key}
-            write_private(self._usage, json.dumps(totals))
+            with locked(self._usage, max_wait_s=0.2):
+                totals = self._saved()
+                ours = totals.setdefault(self._engine.model_name, {})
+                for key, counts in self._by_key.items():
+                    theirs, known = ours.get(key, {}), self._written.get(key, Counter())
+                    ours[key] = {
+                        name: theirs.get(name, 0) + count - known.get(name, 0)
+                        for name, count in counts.items()
+                    }
+                write_private(self._usage, json.dumps(totals))
+            self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
         except (OSError, ConfigError) as error:
             log.error("the usage of the keys is not saved: %s", error)
 

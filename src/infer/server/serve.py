@@ -19,11 +19,14 @@ import os
 import secrets
 import signal
 import socket
+import ssl
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -33,6 +36,7 @@ from infer.engine.async_llm import AsyncLLM
 from infer.engine.launch import Loads
 from infer.engine.worker import settle
 from infer.errors import ConfigError
+from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers
 from infer.server.connections import Connections, connection_limits
 from infer.server.logs import JsonLines, LogWriter, access
@@ -98,11 +102,92 @@ def _no_address(error: OSError, host: str, port: int) -> ConfigError:
     return ConfigError("host", f"cannot listen on {host!r}: {error.strerror}")
 
 
-def url_of(sock: socket.socket) -> str:
+@contextlib.contextmanager
+def unix_socket(path: str) -> Iterator[socket.socket]:
+    """A socket at a path that only this user may use, and that does not listen yet.
+
+    A file that a server left that is gone is replaced; the file is removed at the end. Raises
+    `ConfigError` where a server listens there, or something else is there.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            _remove_stale(path)
+            mask = os.umask(0o177)
+            try:
+                sock.bind(path)
+            finally:
+                os.umask(mask)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            ours = os.stat(path)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError("uds", f"cannot listen at {path!r}: {reason}") from None
+        try:
+            yield sock
+        finally:
+            with contextlib.suppress(OSError):
+                now = os.stat(path)
+                if (now.st_dev, now.st_ino) == (ours.st_dev, ours.st_ino):
+                    os.unlink(path)
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError("uds", f"{path!r} is there and is no socket; choose another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except TimeoutError:
+            pass  # somebody listens and does not answer
+    raise ConfigError("uds", f"a server listens at {path!r} already")
+
+
+def check_certificate(settings: ServerSettings) -> None:
+    """Raises `ConfigError` for a certificate or a key that cannot be used."""
+    if settings.ssl_certfile is None:
+        return
+    for field in ("ssl_certfile", "ssl_keyfile"):
+        name = getattr(settings, field)
+        try:
+            if name is not None and not read_text(Path(name).expanduser(), MAX_CONFIG_BYTES):
+                raise ConfigError(field, f"{name!r} is empty")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not PEM"
+            raise ConfigError(field, f"{name!r} cannot be read: {reason}") from None
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(
+            settings.ssl_certfile,
+            settings.ssl_keyfile,
+            password=lambda: "",  # nobody is there to be asked
+        )
+    except (ssl.SSLError, OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or str(error)
+        key = settings.ssl_keyfile or settings.ssl_certfile
+        message = f"{settings.ssl_certfile!r} and the key in {key!r} cannot be used: {reason}"
+        if "MISMATCH" in str(reason):
+            message += "; the key is another certificate's"
+        raise ConfigError("ssl_certfile", message) from None
+
+
+def url_of(sock: socket.socket, *, is_tls: bool = False) -> str:
     """Where a client on this machine finds the server."""
+    if sock.family == getattr(socket, "AF_UNIX", None):
+        return f"unix:{sock.getsockname()}"
+    scheme = "https" if is_tls else "http"
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class Server(uvicorn.Server):
@@ -136,6 +221,8 @@ class Server(uvicorn.Server):
                 server_header=False,
                 backlog=limits.accepted_at_once,
                 timeout_keep_alive=KEEP_ALIVE_S,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
                 timeout_graceful_shutdown=int(settings.drain_timeout_s + _LAST_WORDS_S),
             )
         )
@@ -155,12 +242,14 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        url = url_of(self._sock)
-        host, port = self._sock.getsockname()[:2]
+        url = url_of(self._sock, is_tls=self.config.is_ssl)
         try:
             await super().startup(sockets)
         except OSError as error:  # two may hold a port at once (SO_REUSEADDR), one may listen
             await self.lifespan.shutdown()
+            if url.startswith("unix:"):
+                raise ConfigError("uds", f"cannot listen: {error.strerror}") from None
+            host, port = self._sock.getsockname()[:2]
             raise _no_address(error, host, port) from None
         # asyncio takes so many connections a turn as may wait in the system; these are two things.
         self._sock.listen(MAX_WAITING_CONNECTIONS)
@@ -269,6 +358,23 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
+def _check_reach(host: str, sock: socket.socket, settings: ServerSettings) -> None:
+    """Who may come to the socket: `ConfigError` where anybody could, a warning where keys could
+    be read on their way."""
+    address = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
+    if address.is_loopback:
+        return
+    if not (settings.api_keys or settings.insecure):
+        message = f"{host!r} can be reached from other machines: give --api-keys a file of keys"
+        raise ConfigError("host", f"{message}, or say --insecure")
+    if settings.api_keys and not settings.ssl_certfile:
+        log.warning(
+            "keys and texts travel to %s in clear text: give --ssl-certfile and --ssl-keyfile, or"
+            " listen on 127.0.0.1 or --uds behind a proxy that speaks TLS",
+            host,
+        )
+
+
 def serve_config(
     config: EngineConfig | Mapping[str, EngineConfig],
     settings: ServerSettings,
@@ -286,12 +392,11 @@ def serve_config(
         if isinstance(config, EngineConfig) and getattr(settings, field):
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     _open_standard_streams()
-    stall_s = settings.write_stall_s
-    with _log_on_stderr(settings.log_format), bind(host, port, stall_s) as sock:
-        address = ipaddress.ip_address(sock.getsockname()[0])
-        if not (address.is_loopback or settings.api_keys or settings.insecure):
-            message = f"{host!r} can be reached from other machines: give --api-keys a file of keys"
-            raise ConfigError("host", f"{message}, or say --insecure")
+    check_certificate(settings)
+    place = unix_socket(settings.uds) if settings.uds else bind(host, port, settings.write_stall_s)
+    with _log_on_stderr(settings.log_format), place as sock:
+        if not settings.uds:
+            _check_reach(host, sock, settings)
         launch: Callable[[EngineConfig], AsyncLLM]
         loads = Loads()
         if in_thread:
@@ -329,7 +434,7 @@ def _with_seed(config: EngineConfig) -> EngineConfig:
 def run(
     engine: AsyncLLM | Models, sock: socket.socket, settings: ServerSettings | None = None
 ) -> None:
-    """Serve until SIGINT or SIGTERM, at the address that `bind` has taken."""
+    """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has taken."""
     sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
     with sock:
         server = Server(engine, sock, settings, announce=_announce)

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -168,6 +168,15 @@ class Sessions:
             db.execute(sql.delete(_messages).where(_messages.c.session == session_id))
             db.execute(sql.delete(_sizes).where(_sizes.c.session == session_id))
             db.execute(sql.delete(_sessions).where(_sessions.c.id == session_id))
+
+    def purge(self, owners: Collection[str]) -> int:
+        """Forget the sessions of everybody but these, and of those without a key; how many."""
+        gone = _sessions.c.owner.not_in([*owners, ""])
+        with self._engine.begin() as db:
+            theirs = sql.select(_sessions.c.id).where(gone)
+            for table in (_messages, _sizes):
+                db.execute(sql.delete(table).where(table.c.session.in_(theirs)))
+            return db.execute(sql.delete(_sessions).where(gone)).rowcount
 
     def fork(self, owner: str, session_id: str, num_messages: int | None) -> dict[str, Any]:
         """A new session that begins with the first messages of this one; None = with all."""

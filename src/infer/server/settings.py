@@ -63,6 +63,15 @@ class ServerSettings:
     insecure: bool = option(
         False, "Without keys, listen on an address that others than this machine can reach."
     )
+    ssl_certfile: str | None = option(
+        None, "File of the certificate (PEM, with its chain): HTTPS in place of HTTP."
+    )
+    ssl_keyfile: str | None = option(
+        None, "File of the certificate's private key; default: it is in the same file."
+    )
+    uds: str | None = option(
+        None, "Listen on a Unix socket of this path in place of an address and port."
+    )
     sessions: str | None = option(
         None, "Database URL of the sessions; default: a SQLite file in the user's state folder."
     )
@@ -86,6 +95,8 @@ class ServerSettings:
         check_fields(self)
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):
             raise ConfigError("metrics_prefix", "must be letters, digits and _")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ConfigError("ssl_keyfile", "is of no use without ssl_certfile")
         for origin in self.origins:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
                 raise ConfigError("cors_origins", f"{origin!r} is not an origin like https://a.org")

@@ -9,6 +9,8 @@ it begins and what it did not use is given back when it ends.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,8 @@ from infer.server.visit import Visit
 from infer.types import Request
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
+WATCH_S = 0.25
+"""between two looks at the file of keys, while requests are open"""
 ADMIN_PATHS = frozenset({"/metrics", "/stats"})
 CHARS_A_TOKEN = 4
 """at which text that is no prompt is counted"""
@@ -191,6 +195,11 @@ def too_many(message: str, wait_s: float) -> HttpError:
     return error
 
 
+def revoked() -> HttpError:
+    """What ends a request whose key was revoked."""
+    return HttpError(401, "the API key of this request was revoked", code="invalid_api_key")
+
+
 class Gate:
     """See the module's docstring; `keys` None = there are none, and everybody is trusted."""
 
@@ -199,6 +208,9 @@ class Gate:
         self._keys = keys
         self._tenants: dict[str, Tenant] = {}
         self._anybody = Tenant(ANYBODY)
+        self._open: dict[str, list[Visit]] = {}
+        """of each key; those of a key that is revoked are ended"""
+        self._watching = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -208,7 +220,16 @@ class Gate:
         visit.tenant = self._anybody
         if self._keys is not None and path not in OPEN_PATHS:
             headers = Headers(scope=scope)
-            key = self._key_of(headers)
+            try:
+                key = self._key_of(headers)
+            except (OSError, ValueError) as problem:
+                log.error("the file of keys cannot be read, nobody is let in: %s", problem)
+                error = HttpError(
+                    503, "the keys of this server cannot be read now", code="keys_unavailable"
+                )
+                error.type, error.retry_after_s = "server_error", 5
+                await describe(error)(scope, receive, send)
+                return
             if key is None:  # OpenAI's words, by which LiteLLM tells it from other refusals
                 is_sent = "authorization" in headers or "x-api-key" in headers
                 found = "Incorrect" if is_sent else "No"
@@ -219,6 +240,7 @@ class Gate:
                 return
             visit.key_name = key.name
             visit.tenant = tenant = self._tenant_of(key)
+            self._watch(key, visit)
             if path in ADMIN_PATHS and not key.limits.admin:
                 error = HttpError(403, "this is for keys of admins", code="permission_denied")
                 await describe(error)(scope, receive, send)
@@ -241,11 +263,32 @@ class Gate:
             token = token if scheme.lower() == "bearer" else ""
         if not token:
             return None
-        try:
-            return self._keys.find(token.strip())
-        except (OSError, ValueError):
-            log.exception("the file of keys cannot be read: nobody is let in")
-            return None
+        return self._keys.find(token.strip())
+
+    def _watch(self, key: Key, visit: Visit) -> None:
+        """Until it ends, look whether the key is still there."""
+        visits = self._open.setdefault(key.id, [])
+        visits.append(visit)
+        visit.leaving.callback(visits.remove, visit)
+        if not self._watching:
+            self._watching = True
+            asyncio.get_running_loop().call_later(WATCH_S, self._end_revoked)
+
+    def _end_revoked(self) -> None:
+        assert self._keys is not None
+        self._open = {key: visits for key, visits in self._open.items() if visits}
+        self._watching = bool(self._open)
+        if not self._watching:
+            return
+        # What is wrong with the file is said where somebody asks to be let in.
+        with contextlib.suppress(OSError, ValueError):
+            self._keys.refresh()
+            known = {key.id for key in self._keys.all()}
+            for key_id in self._open.keys() - known:
+                for visit in self._open[key_id]:
+                    if visit.on_revoked is not None:
+                        visit.on_revoked()
+        asyncio.get_running_loop().call_later(WATCH_S, self._end_revoked)
 
     def _tenant_of(self, key: Key) -> Tenant:
         tenant = self._tenants.get(key.id)

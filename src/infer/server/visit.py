@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ def _new_id() -> str:
     return secrets.token_hex(16)
 
 
-@dataclass
+@dataclass(eq=False)
 class Visit:
     """See the module's docstring."""
 
@@ -54,6 +55,8 @@ class Visit:
     """of the answer, once there is one"""
     told: dict[str, Any] = field(default_factory=dict)
     """the summary of its story, for the log"""
+    on_revoked: Callable[[], object] | None = None
+    """ends what runs, when the key has been revoked"""
     leaving: ExitStack = field(default_factory=ExitStack)
 
     @classmethod

@@ -20,19 +20,23 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from infer.errors import LoadError, RequestError
 from infer.text.abilities import find_abilities
-from infer.text.control_text import free_noncharacters
+from infer.text.control_text import free_noncharacters, strings_in
 from infer.text.formats import ToolFormat
+from infer.text.sandbox import MAX_RENDERED_CHARS, BoundedEnvironment, WorkError
 from infer.text.tool_messages import adapted
 
-MAX_RENDERED_CHARS = 16_000_000
-"""of a whole prompt; longer than any context, short enough not to hurt"""
-MAX_RANGE = 10_000
+MAX_UNITS, UNITS_PER_CHAR = 20_000_000, 256
+"""Of work, for a prompt of few words, and for each character that the template is given. Published
+templates need 2 to 20 a character; the whole budget is seconds of CPU and 250 MB."""
+MAX_RENDER_S = 10.0
+"""Of CPU, for a prompt of any length."""
+MAX_PROBE_S = 1.0
+"""Of CPU, for the few words with which a template is tried at the start."""
+MAX_TEMPLATE_CHARS = 2_000_000
+"""Of a template's source; the longest published one has 20,000."""
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
@@ -51,29 +55,6 @@ class _GenerationTag(Extension):
         return Scope(body).set_lineno(lineno)
 
 
-class _PlainNamespace(Namespace):
-    """A namespace without underscore names, through which sandboxes have been left before."""
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name.startswith("_"):
-            raise SecurityError(f"a namespace cannot hold {name!r}")
-        super().__setitem__(name, value)
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuses products that would take memory or time out of proportion."""
-        if operator == "**" and (abs(left) > 10_000 or abs(right) > 100):
-            raise SecurityError("the template computes a number too large")
-        for many, count in ((left, right), (right, left)):
-            repeats = isinstance(many, (str, list, tuple)) and isinstance(count, int)
-            if repeats and len(many) * count > MAX_RENDERED_CHARS:
-                raise SecurityError("the template repeats a value too often")
-        return super().call_binop(context, operator, left, right)
-
-
 def _raise_exception(message: str) -> None:
     raise _TemplateRefusal(str(message))
 
@@ -90,26 +71,22 @@ def _tojson(
     return json.dumps(value, indent=indent, separators=separators, **options)
 
 
-def _limited_range(*bounds: int) -> range:
-    numbers = range(*bounds)
-    if len(numbers) > MAX_RANGE:
-        raise SecurityError(f"the template loops more than {MAX_RANGE} times")
-    return numbers
-
-
-def _environment() -> _Environment:
-    environment = _Environment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
-    del environment.globals["lipsum"]  # random text of any length
+    environment.add_filter("tojson", _tojson)
     environment.globals.update(
         raise_exception=_raise_exception,
-        strftime_now=lambda pattern: datetime.datetime.now().strftime(pattern),
-        range=_limited_range,
-        namespace=_PlainNamespace,
+        strftime_now=_strftime_now,
     )
     return environment
+
+
+def _strftime_now(pattern: str) -> str:
+    if len(pattern) > 100:
+        raise WorkError("the template formats a time too long")
+    return datetime.datetime.now().strftime(pattern)
 
 
 def _refusal(message: str) -> RequestError:
@@ -124,9 +101,16 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._words = frozenset(_WORD.findall(source))
         """among them the names of the variables that it reads"""
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise LoadError(
+                f"the chat template has {len(source):,} characters; at most"
+                f" {MAX_TEMPLATE_CHARS:,} are taken"
+            )
+        self._environment = _environment()
         try:
-            self._template = _environment().from_string(source)
-        except (TemplateError, RecursionError) as error:
+            with self._environment.limited(MAX_UNITS, MAX_PROBE_S):  # constants are folded
+                self._template = self._environment.from_string(source)
+        except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
             line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             problem = getattr(error, "message", None) or error
             raise LoadError(f"the chat template does not compile: {line}{problem}") from None
@@ -135,7 +119,12 @@ class ChatTemplate:
 
     def _run_as_given(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         beside = {"messages": list(messages), "add_generation_prompt": False}
-        return self._run({**self._standing(), "tools": None, **variables, **beside})
+        try:
+            return self._rendered(
+                {**self._standing(), "tools": None, **variables, **beside}, MAX_UNITS, MAX_PROBE_S
+            )
+        except WorkError as error:
+            raise LoadError(f"the chat template cannot be used: a few words in, {error}") from None
 
     def _standing(self) -> dict[str, Any]:
         """The variables that every prompt has."""
@@ -210,14 +199,28 @@ class ChatTemplate:
         return turn
 
     def _run(self, variables: dict[str, Any]) -> str:
+        size = sum(map(len, strings_in(variables)))
+        try:
+            return self._rendered(variables, MAX_UNITS + UNITS_PER_CHAR * size, MAX_RENDER_S)
+        except WorkError as error:
+            problem = "the model's chat template cannot render these messages"
+            raise _refusal(f"{problem}: {error}") from None
+
+    def _rendered(self, variables: dict[str, Any], units: float, cpu_s: float) -> str:
         pieces: list[str] = []
         size = 0
         try:
-            for piece in self._template.generate(variables):
-                size += len(piece)
-                if size > MAX_RENDERED_CHARS:
-                    _raise_exception(f"the prompt is longer than {MAX_RENDERED_CHARS} characters")
-                pieces.append(piece)
+            with self._environment.limited(units, cpu_s):
+                for piece in self._template.generate(variables):
+                    size += len(piece)
+                    if size > MAX_RENDERED_CHARS:
+                        _raise_exception(
+                            f"the prompt is longer than {MAX_RENDERED_CHARS} characters"
+                        )
+                    self._environment.spend(1 + len(piece))
+                    pieces.append(piece)
+        except WorkError:
+            raise
         except _TemplateRefusal as error:
             raise _refusal(str(error)) from None
         except Exception as error:

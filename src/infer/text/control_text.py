@@ -134,6 +134,7 @@ class ControlText:
         self._pattern = _one_of(sealed_names)
         # Any case: a template may change it (`content | lower`), and marking too much is harmless.
         self._literal = re.compile(self._pattern, re.IGNORECASE)
+        self._meant = re.compile(self._pattern)
         self._beginnings = frozenset(
             literal.lower()[:end] for literal in sealed_names for end in range(1, len(literal))
         )
@@ -179,6 +180,9 @@ class ControlText:
 
     def seal(self, rendered: str, marked: Marked) -> tuple[str, str]:
         """(the text without marks, the same with the template's own literals sealed)."""
+        if not marked.found:  # no literal is the caller's, so all of them are meant
+            names = self._sealed_names
+            return rendered, self._meant.sub(lambda match: names[match[0]], rendered)
         opening, closing = marked.opening, marked.closing
         pattern = re.compile(
             f"{opening}(?P<typed>(?i:{self._pattern})){closing}"

@@ -10,10 +10,11 @@ piece instead of merges. Other kinds and names are refused: a wrong split gives 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 from tokenizers.processors import TemplateProcessing
 
 from infer.errors import LoadError
@@ -34,32 +35,72 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endofte
          "<end_of_turn>")  # fmt: skip
 
 
+def _tekken_pattern() -> str:
+    """What Mistral's newer models cut text with: words end where capitals begin, each digit is
+    alone, and slashes stay with the punctuation before them."""
+    capital, small = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+    first = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        f"{first}[{capital}]*[{small}]+|{first}[{capital}]+[{small}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
 _MAX_CUT_CHARS = 1 << 26
 """Characters of all ways to cut all pieces in two; Gemma's 262,000 pieces have 2²⁴."""
 
 
-def _split(max_digits: str) -> Sequence:
+def _llama3_pattern(max_digits: str) -> str:
     """What Llama 3 and Qwen2 cut text with; they differ in how many digits stay together."""
-    pattern = (
+    return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + max_digits +
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )  # fmt: skip
+
+
+def _split(pattern: str) -> Sequence:
     words = Split(Regex(pattern), "isolated")
     return Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-_GPT2 = ByteLevel(add_prefix_space=False)
-_LLAMA3, _QWEN2 = _split("{1,3}"), _split("")
+PATTERNS = frozenset({_llama3_pattern("{1,3}"), _llama3_pattern(""), _tekken_pattern()})
+"""That take no longer than a text is long."""
+
+
+@dataclass(frozen=True)
+class _Pre:
+    """How a byte-level vocabulary is used: what cuts a text, and what else goes by its name."""
+
+    splits: PreTokenizer
+    add_bos: bool = False
+    """where the file does not say"""
+    ignore_merges: bool = False
+    """a word that is a token is one, whatever the merges would make of it"""
+    normalizer: normalizers.Normalizer | None = None
+
+
+_WORDS = ByteLevel(add_prefix_space=False)
+_GPT2 = _Pre(_WORDS)
+_SMOLLM = _Pre(Sequence([Digits(individual_digits=True), _WORDS]))
+_LLAMA3 = _Pre(_split(_llama3_pattern("{1,3}")), add_bos=True, ignore_merges=True)
+_QWEN2 = _Pre(_split(_llama3_pattern("")), normalizer=normalizers.NFC())
+_SMAUG = _Pre(_LLAMA3.splits)
+_TEKKEN = _Pre(_split(_tekken_pattern()), add_bos=True, ignore_merges=True)
 _PRE_TOKENIZERS = {
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "smollm": Sequence([Digits(individual_digits=True), _GPT2]),
-    "gpt-2": _GPT2,
-    "default": _GPT2,
-}
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _SMAUG),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _SMOLLM
+    ),
+    **dict.fromkeys(
+        ("gpt-2", "default", "phi-2", "mpt", "olmo", "jais", "gigachat", "a.x-4.0", "mellum",
+         "exaone4", "trillion"),
+        _GPT2,
+    ),
+}  # fmt: skip
+"""By the name that llama.cpp gives; those that cut a text alike have one entry under many names."""
 
 
 class _Vocabulary:
@@ -151,11 +192,11 @@ def _byte_level_bpe(vocabulary: _Vocabulary) -> Tokenizer:
         known = ", ".join(map(repr, _PRE_TOKENIZERS))
         raise vocabulary.error(f"pre {pre!r} is not supported (supported: {known})")
     merges = [tuple(merge.split(" ")) for merge in vocabulary.need("merges", list)]
-    is_llama3 = _PRE_TOKENIZERS[pre] is _LLAMA3
-    tokenizer = _bpe(vocabulary, merges, add_bos=is_llama3, ignore_merges=is_llama3)
-    if _PRE_TOKENIZERS[pre] is _QWEN2:
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]
+    way = _PRE_TOKENIZERS[pre]
+    tokenizer = _bpe(vocabulary, merges, add_bos=way.add_bos, ignore_merges=way.ignore_merges)
+    if way.normalizer is not None:
+        tokenizer.normalizer = way.normalizer
+    tokenizer.pre_tokenizer = way.splits
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 

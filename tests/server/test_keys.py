@@ -1,0 +1,230 @@
+"""The file of keys: nothing is lost where several write it, and what is wrong with it is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import COMPLETIONS, App, completion_body, with_app
+from typer.testing import CliRunner
+
+from doubles import make_hash_llm
+from infer.cli.main import app as command
+from infer.errors import ConfigError
+from infer.server.keys import Keys, Limits, locked
+from infer.server.metrics import Metrics
+from infer.server.sessions import Sessions
+from infer.server.story import Stories
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys.json"
+
+
+def header(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+def at_once(*calls: Callable[[], object]) -> None:
+    """Each in a thread; a lock of a file is of an open file, so they are as processes are."""
+    start = threading.Barrier(len(calls))
+
+    def run(call: Callable[[], object]) -> None:
+        start.wait()
+        call()
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_twenty_who_create_and_revoke_at_once_lose_nothing(file: Path) -> None:
+    made: dict[str, str] = {}
+    for i in range(20):
+        Keys(file, must_exist=False).create(f"old {i}", Limits())
+
+    def create(i: int) -> None:
+        made[f"new {i}"] = Keys(file).create(f"new {i}", Limits())
+
+    creates = [lambda i=i: create(i) for i in range(20)]
+    revokes = [lambda i=i: Keys(file).revoke(f"old {i}") for i in range(20)]
+    at_once(*creates, *revokes)
+    keys = Keys(file)
+    assert {key.name for key in keys.all()} == set(made)
+    for name, token in made.items():
+        found = keys.find(token)
+        assert found is not None
+        assert found.name == name
+
+
+def test_a_lock_that_is_never_given_back_is_waited_for_so_long(file: Path) -> None:
+    told = pytest.raises(TimeoutError, match=r"keeps keys\.json locked")
+    with locked(file), told, locked(file, max_wait_s=0.05):
+        pass
+    with locked(file, max_wait_s=0.05):
+        pass
+
+
+def test_a_symbolic_link_stays_one(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    real = tmp_path / "real" / "k.json"
+    real.write_text('{"keys": []}')
+    file.symlink_to(real)
+    token = Keys(file).create("a", Limits())
+    assert file.is_symlink()
+    assert Keys(real).find(token) is not None
+    assert real.stat().st_mode & 0o77 == 0
+
+
+def test_a_file_that_others_can_read_is_warned_of(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Keys(file, must_exist=False).create("a", Limits())
+    with caplog.at_level(logging.WARNING):
+        Keys(file)
+        assert caplog.text == ""
+        file.chmod(0o644)
+        Keys(file)
+    assert "read or written by others than its owner (mode 0644): chmod 600 it" in caplog.text
+
+
+ENTRY = {"id": "key-1", "name": "b", "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"keys": 5}',
+        '{"keys": [5]}',
+        *(
+            json.dumps({"keys": [{**ENTRY, **wrong}]})
+            for wrong in (
+                {"sha256": 5},
+                {"sha256": "abc"},
+                {"id": 7},
+                {"name": None},
+                {"created": "now"},
+                {"limits": 5},
+                {"limits": {"max_concurrent": "x"}},
+                {"more": 1},
+            )
+        ),
+    ],
+)
+def test_a_bad_file_is_a_503_and_at_the_start_an_error(file: Path, content: str) -> None:
+    token = Keys(file, must_exist=False).create("a", Limits())
+
+    async def use(app: App) -> None:
+        assert (await app.get("/v1/models", **header(token))).status == 200
+        good = file.read_text()
+        file.unlink()
+        assert (await app.get("/v1/models", **header(token))).status == 503
+        file.write_text(content)
+        for shown in (token, "sk-wrong"):
+            reply = await app.get("/v1/models", **header(shown))
+            assert reply.status == 503
+            assert reply.error()["code"] == "keys_unavailable"
+            assert int(reply.headers["retry-after"]) > 0
+        assert (await app.get("/health")).status == 200
+        file.write_text(good)
+        assert (await app.get("/v1/models", **header(token))).status == 200
+
+    with_app(make_hash_llm(), use, api_keys=str(file))
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"keys\.json is not a file of keys"):
+        Keys(file)
+
+
+def test_what_a_revoked_key_runs_ends(file: Path) -> None:
+    tokens = {name: Keys(file, must_exist=False).create(name, Limits()) for name in "ab"}
+    ended: dict[str, float] = {}
+
+    async def use(app: App) -> None:
+        begun, leave = asyncio.Event(), asyncio.Event()
+
+        async def stream(name: str) -> str:
+            body = completion_body(stream=True, max_tokens=4000, ignore_eos=True)
+            how = {"headers": {**header(tokens[name]), "content-type": "application/json"}}
+            reply = await app.send(
+                "POST",
+                COMPLETIONS,
+                json.dumps(body).encode(),
+                **how,
+                leave=leave,
+                on_write=lambda data: begun.set(),
+            )
+            ended[name] = time.monotonic()
+            return b"".join(reply.writes).decode()
+
+        running = {name: asyncio.create_task(stream(name)) for name in "ab"}
+        await asyncio.wait_for(begun.wait(), 10)
+        await asyncio.sleep(0.1)
+        revoked_s = time.monotonic()
+        Keys(file).revoke("a")
+        text = await asyncio.wait_for(running["a"], 10)
+        assert ended["a"] - revoked_s < 1
+        assert "the API key of this request was revoked" in text
+        assert "invalid_api_key" in text
+        assert not running["b"].done(), "the other key's stream had to go on"
+        leave.set()
+        await asyncio.gather(running["b"], return_exceptions=True)
+
+    llm = make_hash_llm(num_pages=2000, max_seq_len=8192, step_s=0.01)
+    with_app(llm, use, api_keys=str(file))
+
+
+def test_the_sessions_of_revoked_keys_can_be_purged(file: Path, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 's.db'}"
+    for name in "ab":
+        Keys(file, must_exist=False).create(name, Limits())
+    ids = {key.name: key.id for key in Keys(file).all()}
+    store = Sessions(url)
+    message = [{"role": "user", "content": "hi"}]
+    kept = [store.create(ids["a"], "kept", message)["id"], store.create("", "anybody")["id"]]
+    for _ in range(2):
+        store.create(ids["b"], "gone", message)
+    Keys(file).revoke("b")
+    done = CliRunner().invoke(command, ["keys", "purge", "--file", str(file), "--sessions", url])
+    assert done.stdout == "2 sessions deleted\n"
+    assert [each["id"] for owner in (ids["a"], "") for each in store.all(owner)] == kept
+    assert store.all(ids["b"]) == []
+    store.close()
+
+
+def test_two_servers_with_one_file_of_usage_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "usage"
+    both = []
+    for _ in range(2):
+        llm = make_hash_llm()
+        both.append(Metrics(llm, Stories(llm), "infer", path))
+    counts: dict[str, int] = {"requests": 1, "generation_tokens": 5}
+    for turn in range(20):
+        for metrics in both:
+            metrics._by_key.setdefault("a", type(metrics._outcomes)()).update(counts)
+        at_once(*(metrics.save for metrics in (both if turn % 2 else both[::-1])))
+    for metrics in both:
+        metrics.save()
+    saved: dict[str, Any] = json.loads(path.read_text())
+    assert saved == {"hash-model": {"a": {"requests": 40, "generation_tokens": 200}}}
+
+
+def test_names_with_markup_are_shown_as_they_are(file: Path) -> None:
+    for name in ("a[/]b", "[bold]c", "[link=x]d"):
+        Keys(file, must_exist=False).create(name, Limits(share_cache="[red]x"))
+    done = CliRunner().invoke(command, ["keys", "list", "--file", str(file)])
+    assert done.exit_code == 0
+    for shown in ("a[/]b", "[bold]c", "[link=x]d", "share_cache=[red]x"):
+        assert shown in done.stdout.replace("\n", "")
