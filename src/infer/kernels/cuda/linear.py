@@ -212,10 +212,13 @@ def is_few(rows: int, weight: Tensor) -> bool:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have: 227 KiB on 9.0, 163 on 8.0, 99 on 8.6 and 8.9."""
-    if device.type != "cuda":
+    """Shared memory that a program may have."""
+    capability = (9, 0)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    if capability[0] in (9, 10):
         return 227 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return (163 if capability in ((8, 0), (8, 7)) else 99) << 10
 
 
 @functools.cache
