@@ -216,7 +216,6 @@ def small() -> None:
 Work = Callable[[bool], None]
 FEW: dict[str, Work] = {
     "attention of a prompt": lambda pdl: attention("Qwen3 0.6B", STEPS["prompts"], pdl),
-    "attention of 8 streams": lambda pdl: attention("Llama 3.2 1B", STEPS["8 streams"], pdl),
 }
 ALL: dict[str, Work] = {
     "a gate of 16 rows": lambda pdl: layers(1024, 3072, "silu", 16),
