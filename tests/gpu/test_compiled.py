@@ -36,7 +36,7 @@ BF16 = torch.bfloat16
 META = torch.device("meta")
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 """of a block, by compute capability"""
-MAX_STACK = 128
+MAX_STACK = 160
 """bytes of a thread. Tiles were chosen by the clock; one version of Triton or another then keeps a
 few registers of the largest in memory. A tile that is too large takes hundreds of bytes."""
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
