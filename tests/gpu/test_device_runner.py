@@ -158,13 +158,13 @@ REQUESTS = [
     request("greedy", 3, 4),
     request("a long prompt", 17, 3),
     request("top-p", 2, 4, temperature=1.1, top_p=0.7),
+    request("min-p", 1, 3, temperature=1.3, min_p=0.05, top_p=0.95),
     request("log-probabilities", 2, 2, temperature=0.7, logprobs=3),
     request("of the prompt", 6, 2, prompt_logprobs=2),
-    request("min-p", 1, 3, temperature=1.3, min_p=0.05, top_p=0.95),
     request("top-k with log-probabilities", 2, 2, temperature=1.0, top_k=5, logprobs=1),
     request("penalties", 3, 3, temperature=0.8, frequency_penalty=0.7, logit_bias={3: 2.0}),
 ]
-FEW = 5
+FEW = 6
 """of them, in the default suite"""
 
 
