@@ -2,5 +2,15 @@
 
 import os
 
+import pytest
+
 # The models here are so small that a second thread only waits for the first one.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests are of the CPU's parts, on a machine with a GPU too; those marked `gpu` run when they
+    are asked for (`-m gpu`)."""
+    wanted = (config.getoption("markexpr") or "").replace("not gpu", "")
+    if "gpu" not in wanted and os.environ.get("TRITON_INTERPRET") != "1":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""

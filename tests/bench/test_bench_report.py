@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from infer.bench import machine
 from infer.bench.command import app
 from infer.bench.drive import Record
+from infer.bench.gpu import Peaks
 from infer.bench.report import write_report
 from infer.bench.results import environment, run_document, summarize
 from infer.config import EngineConfig
@@ -136,3 +138,40 @@ def test_a_dtype_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found = machine.measure_machine(EngineConfig(dtype="float32", num_threads=1))
     assert (found["dtype"], found["threads"]) == ("float32", 1)
     assert "floor" not in found
+
+
+def test_measuring_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own peaks and products, not the CPU's; here without a GPU, on tensors without memory."""
+    import torch
+
+    timed: list[int] = []
+
+    def timed_us(work: Callable[[], None]) -> float:
+        work()
+        timed.append(1)
+        return 200.0
+
+    monkeypatch.setattr(machine, "choose_device", lambda config: torch.device("meta"))
+    monkeypatch.setattr(machine, "measure_peaks", lambda device: Peaks(3.0, 3.25, 790.0))
+    monkeypatch.setattr(machine, "timed_us", timed_us)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(machine, "read_rates", lambda: pytest.fail("the CPU's memory is measured"))
+    folder = Path(machine.__file__).parents[1] / "demo_model"
+    result = CliRunner().invoke(app, ["machine", "--model", str(folder)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["gpu"] == "NVIDIA H100"
+    assert found["peaks"]["copy_tb_s"] == 3.0
+    assert found["best_read_gb_s"] >= 3250
+    assert len(timed) == 5 * len(machine.ROWS)
+    assert found["layers"][0]["rows"][0]["us"] > 0
+    assert "790" in result.stderr
+    assert "NVIDIA H100" in result.stderr
+
+
+def test_weights_in_int8_are_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(machine, "choose_device", lambda config: torch.device("meta"))
+    with pytest.raises(ConfigError, match="device='cpu'"):
+        machine.measure_machine(EngineConfig(dtype="int8"))

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from infer.engine.machine import make_products_invariant
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = Path(__file__).parent
@@ -32,6 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if INTERPRETED:
         return
     has_device = torch.cuda.is_available()
+    if has_device:
+        make_products_invariant()  # counts before the first product only
     for item in items:
         if item.path.parent == HERE and item.path.name not in WITHOUT_DEVICE:
             item.add_marker(pytest.mark.gpu)
@@ -47,10 +52,13 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel does not write is NaN, instead of whatever happens to lie there."""
-    real = torch.empty
 
-    def empty(*args: Any, **settings: Any) -> torch.Tensor:
-        made = real(*args, **settings)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
+    def poisoned(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def empty(*args: Any, **settings: Any) -> torch.Tensor:
+            made = real(*args, **settings)
+            return made.fill_(float("nan")) if made.is_floating_point() else made
 
-    monkeypatch.setattr(torch, "empty", empty)
+        return empty
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

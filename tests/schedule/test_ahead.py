@@ -7,17 +7,19 @@ that line changed, and the same workloads must notice.
 from __future__ import annotations
 
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from workloads import Seen, Workload
 
-import infer.schedule.scheduler
 from doubles import AheadHashRunner, make_hash_core, solo
 from infer.config import BATCHING_MODES
 from infer.engine.core import EngineCore
+from infer.errors import DeviceLostError
 from infer.schedule.scheduler import Scheduler
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
 
@@ -54,11 +56,11 @@ def test_many_more_workloads() -> None:
 
 
 def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """A function of the scheduler's module with a piece of its source replaced."""
+    """A function with a piece of its source replaced."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{old!r} is not there once"
     code = compile("from __future__ import annotations\n" + source.replace(old, new), "f", "exec")
-    namespace = dict(vars(infer.schedule.scheduler))
+    namespace = dict(vars(sys.modules[function.__module__]))
     exec(code, namespace)
     made: Callable[..., Any] = namespace[function.__name__]
     return made
@@ -194,3 +196,241 @@ def test_a_launch_that_fails_is_halved_after_what_flies_is_committed() -> None:
     (*good, end) = [o for o in outputs if o.request_id == "bad"]
     assert [o.token_id for o in good] == solo(requests[-1], vocab_size)[:3]
     assert end.finish_reason is FinishReason.ERROR
+
+
+class Watched(AheadHashRunner):
+    """Notes what is launched and executed, and fails as a test wants."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.launched: list[tuple[str, ...]] = []
+        self.executed: list[tuple[str, ...]] = []
+        self.fault: Exception | None = None
+        self.fault_at = ""
+        """launch, results or execute"""
+        self.room = 1 << 30
+
+    def _names(self, plan: Any) -> tuple[str, ...]:
+        return tuple(chunk.sequence.request_id for chunk in plan)
+
+    def _maybe_fail(self, where: str, plan: Any = ()) -> None:
+        if self.fault is not None and self.fault_at == where:
+            raise self.fault
+        if sum(chunk.num_tokens for chunk in plan) > self.room:
+            raise MemoryError("20.00 MiB are not there")
+
+    def launch(self, plan: Any) -> Any:
+        self.launched.append(self._names(plan))
+        self._maybe_fail("launch", plan)
+        inner, self.execute = self.execute, super().execute  # type: ignore[method-assign]
+        try:
+            landed = super().launch(plan)
+        finally:
+            self.execute = inner  # type: ignore[method-assign]
+        runner = self
+
+        class Flight:
+            def results(self) -> Any:
+                runner._maybe_fail("results")
+                return landed.results()
+
+            def elapsed_ms(self) -> float | None:
+                return None
+
+        return Flight()
+
+    def execute(self, plan: Any) -> Any:
+        self.executed.append(self._names(plan))
+        self._maybe_fail("execute", plan)
+        return super().execute(plan)
+
+
+def watched(**settings: Any) -> tuple[EngineCore, Watched]:
+    core = make_hash_core(runner=Watched, **settings)
+    assert isinstance(core.runner, Watched)
+    return core, core.runner
+
+
+@pytest.mark.parametrize("where", ["launch", "results", "execute"])
+def test_a_lost_device_is_nobodys_failure(where: str) -> None:
+    core, runner = watched()
+    core.add(request("a", 1, 2, 3))
+    core.step()
+    if where == "execute":  # which follows a launch that has failed
+        runner.room = 0
+    runner.fault, runner.fault_at = DeviceLostError("gone"), where
+    with pytest.raises(DeviceLostError):
+        core.step()
+    assert core.scheduler.num_unfinished == 1, "it is for the next engine to go on with"
+
+
+def test_a_launch_without_memory_is_made_smaller() -> None:
+    core, runner = watched()
+    runner.room = 5
+    for i in range(4):
+        core.add(request(f"{i}", *range(20 + i, 40 + i)))
+    outputs = run(core)
+    for i in range(4):
+        each = request(f"{i}", *range(20 + i, 40 + i))
+        assert tokens_of(outputs, f"{i}") == solo(each, runner.vocab_size)
+    assert any(len(names) == 4 for names in runner.launched)
+    assert runner.executed, "what could not be launched was not halved"
+
+
+def test_a_failed_launch_is_computed_after_what_flew_was_committed() -> None:
+    core, runner = watched()
+    core.add(request("a", 1, 2, 3))
+    core.step()
+    [sequence] = core.scheduler.running
+    assert sequence.is_pending
+    runner.fault, runner.fault_at = IndexError("once"), "launch"
+    seen: list[bool] = []
+    execute = runner.execute
+
+    def look(plan: Any) -> Any:
+        seen.append(plan[0].sequence.is_pending)
+        return execute(plan)
+
+    runner.execute = look  # type: ignore[method-assign]
+    outputs = core.step()
+    assert seen == [False], "a step is executed while one of its tokens is still being computed"
+    assert len(tokens_of(outputs, "a")) == 2
+
+
+def test_who_is_suspected_flies_alone() -> None:
+    core, runner = watched()
+    told: list[str] = []
+    core.announce = told.append
+    core.add(request("good", 1, 2, 3))
+    core.step()
+    core.add(replace(request("bad", 4, 5), num_crashes=1))
+    core.add(request("other", 6, 7))
+    outputs = core.step()
+    # By itself and waited for; then the rest of that step, with nothing in flight either.
+    assert runner.executed[0] == ("bad",)
+    assert not any("bad" in names for names in runner.launched)
+    assert told[0] == "bad"
+    assert len(tokens_of(outputs, "bad")) == 1
+    outputs += run(core)
+    assert any("bad" in names for names in runner.launched), "with a token it is not suspected"
+    assert tokens_of(outputs, "other") == solo(request("other", 6, 7), runner.vocab_size)
+
+
+def test_the_row_of_who_was_aborted_comes_late() -> None:
+    core, _ = watched()
+    for name in ("a", "b"):
+        core.add(request(name, 1, 2, len(name) + ord(name)))
+    core.step()
+    core.step()
+    free = core.scheduler.allocator.num_free
+    end = core.abort("a")
+    assert end is not None
+    assert core.scheduler.allocator.num_free > free, "its pages do not wait for the row"
+    outputs = core.step()
+    assert tokens_of(outputs, "a") == []
+    assert core.scheduler.stats.num_late_tokens == 1
+    run(core)
+    assert core.scheduler.stats.num_late_tokens == 1
+
+
+def test_the_row_behind_an_end_token_comes_late() -> None:
+    core, runner = watched()
+    plain = request("a", 1, 2, 3, temperature=0)
+    second = solo(plain, runner.vocab_size)[1]
+    core.add(replace(plain, eos_token_ids=(second,)))
+    outputs = run(core)
+    assert tokens_of(outputs, "a")[-1] == second
+    assert outputs[-1].finish_reason is FinishReason.EOS
+    assert core.scheduler.stats.num_late_tokens == 1
+
+
+def test_who_reads_its_output_sits_out_and_the_others_fly_on() -> None:
+    core, runner = watched()
+    core.add(request("a", 1, 2, 3, max_tokens=8, temperature=0))
+    core.add(request("b", 4, 5, 6, max_tokens=4, temperature=0, presence_penalty=1.0))
+    run(core)
+    assert not runner.executed
+    with_b = [i for i, names in enumerate(runner.launched) if "b" in names]
+    with_a = [i for i, names in enumerate(runner.launched) if "a" in names]
+    assert with_a == list(range(8))
+    assert with_b == [0, 2, 4, 6]
+
+
+def test_who_has_ended_is_not_executed_when_a_launch_fails() -> None:
+    core, runner = watched()
+    plain = request("a", 1, 2, 3, temperature=0)
+    first = solo(plain, runner.vocab_size)[0]
+    core.add(replace(plain, eos_token_ids=(first,)))
+    core.add(request("b", 4, 5, 6))
+    core.step()
+    runner.fault, runner.fault_at = IndexError("once"), "launch"
+    outputs = core.step()
+    assert runner.launched[-1] == ("a", "b")
+    assert runner.executed == [("b",)]
+    assert tokens_of(outputs, "a") == [first]
+
+
+OTHER_FAULTS = {
+    "what is behind the last token is offered": (
+        Scheduler._hand_out_tokens,
+        "len(tokens) >= sequence.max_length or sequence.reads_output",
+        "sequence.reads_output",
+        test_nothing_is_computed_behind_the_last_token,
+    ),
+    "pages in flight do not count as being computed": (
+        Scheduler._keys_being_computed,
+        "for advanced in self._launched:",
+        "for advanced in ():",
+        test_a_prefix_that_flies_is_not_computed_twice,
+    ),
+    "late rows are not counted": (
+        Scheduler.commit,
+        "stats.num_late_tokens += result is not None",
+        "pass",
+        test_the_row_of_who_was_aborted_comes_late,
+    ),
+    "a suspect flies": (
+        EngineCore._step_ahead,
+        "if plan and not any(map(_is_suspect, plan)):",
+        "if plan:",
+        test_who_is_suspected_flies_alone,
+    ),
+    "what flies is not waited for": (
+        EngineCore._step_ahead,
+        "outputs = self._land()",
+        "outputs, self._flying = [], None",
+        test_a_failed_launch_is_computed_after_what_flew_was_committed,
+    ),
+    "who has ended is executed": (
+        EngineCore._step_ahead,
+        "if c.sequence.status is Status.RUNNING)",
+        "if True)",
+        test_who_has_ended_is_not_executed_when_a_launch_fails,
+    ),
+    "a lost device is taken for a failed launch": (
+        EngineCore._step_ahead,
+        "except DeviceLostError:",
+        "except ZeroDivisionError:",
+        lambda: test_a_lost_device_is_nobodys_failure("launch"),
+    ),
+    "a lost device is taken for a failed request": (
+        EngineCore._execute,
+        "except DeviceLostError:",
+        "except ZeroDivisionError:",
+        lambda: test_a_lost_device_is_nobodys_failure("execute"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FAULTS)
+def test_a_rule_of_the_core_that_is_broken_is_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, old, new, test = OTHER_FAULTS[name]
+    owner = Scheduler if hasattr(Scheduler, function.__name__) else EngineCore
+    test()
+    monkeypatch.setattr(owner, function.__name__, rewritten(function, old, new))
+    # pytest's own failures (DID NOT RAISE) are no Exceptions.
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        test()
+    assert not isinstance(caught.value, (KeyboardInterrupt, NameError, SyntaxError))

@@ -259,21 +259,31 @@ def machine(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Of the layers; auto = the checkpoint's.")] = "auto",
     num_threads: Annotated[int | None, typer.Option(help="Default: the physical cores.")] = None,
+    device: Annotated[
+        str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")
+    ] = "auto",
 ) -> None:
     """Measure this machine's bandwidth and products; with --model, the floor under its speed."""
     from infer.bench.machine import measure_machine
 
     notes = Console(stderr=True)
-    config = EngineConfig(model=model, dtype=dtype, num_threads=num_threads)
+    config = EngineConfig(model=model, dtype=dtype, num_threads=num_threads, device=device)
     with notes.status("measuring; nothing else should run …"):
         found = measure_machine(config)
-    notes.print(
-        f"{found['machine']['cpu']}, {found['threads']} threads, torch: {found['torch_isa']},"
-        f" attention: {found['attention']}\nreads [bold]{found['best_read_gb_s']:.1f}[/] GB/s"
-        f" (a plain loop: best {found['read_gb_s']['best']:.1f},"
-        f" median {found['read_gb_s']['median']:.1f})",
-        highlight=False,
-    )
+    if peaks := found.get("peaks"):
+        heading = (
+            f"{found['gpu']}: copies [bold]{peaks['copy_tb_s']:.2f}[/] TB/s (read and written),"
+            f" reads {peaks['read_tb_s']:.2f} TB/s,"
+            f" multiplies [bold]{peaks['product_tflop_s']:,.0f}[/] Tflop/s in bfloat16"
+        )
+    else:
+        heading = (
+            f"{found['machine']['cpu']}, {found['threads']} threads, torch: {found['torch_isa']},"
+            f" attention: {found['attention']}\nreads [bold]{found['best_read_gb_s']:.1f}[/] GB/s"
+            f" (a plain loop: best {found['read_gb_s']['best']:.1f},"
+            f" median {found['read_gb_s']['median']:.1f})"
+        )
+    notes.print(heading, highlight=False)
     kinds = ", ".join(dict.fromkeys(layer["kind"] for layer in found["layers"]))
     title = f"{found['dtype']} layers ({kinds}): Gflop/s at so many rows"
     table = Table("layer", "×", "GB/s at 1", title=title, box=box.SIMPLE)

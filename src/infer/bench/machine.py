@@ -2,8 +2,9 @@
 
 Read bandwidth: the best of reading more than a last-level cache holds (by a plain loop where the
 kernels were compiled, else torch's sum) and one-row products over as many weights. Products: the
-layers as the engine runs them. A stream cannot be faster than the bytes of the weights that a token
-reads, nor a prompt than its products. Used by `command`; alone in `infer.bench` to need torch.
+layers as the engine runs them. With a CUDA device all of this is of the device, by the functions of
+`infer bench gpu`. A stream cannot be faster than the bytes of the weights that a token reads, nor a
+prompt than its products. Used by `command`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from infer.bench.gpu import measure_peaks, timed_us
 from infer.bench.results import environment
 from infer.config import EngineConfig
 from infer.engine.checkpoint import find_checkpoint
-from infer.engine.machine import choose_dtype, default_threads
+from infer.engine.machine import choose_device, choose_dtype, default_threads
 from infer.errors import ConfigError
 from infer.kernels import native
 from infer.kernels.invariance import linears
-from infer.kernels.linear import make_linear, of_head, weight_bytes
+from infer.kernels.linear import Linear, make_linear, of_head, weight_bytes
 from infer.models.config import ModelConfig
 from infer.models.model import build_model
 from infer.models.weights import WeightSource
@@ -43,26 +46,29 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
     """Everything as plain data; where `config` names a model, its layers and its floor."""
     threads = config.num_threads or default_threads()
     torch.set_num_threads(threads)
+    device = choose_device(config)
+    if config.weight_format and device.type != "cpu":
+        raise ConfigError("dtype", f"{config.weight_format!r} runs on CPUs; use device='cpu'")
     shapes, dtype, floor_of = DEFAULT_SHAPES, torch.bfloat16, None
     if config.model is not None:
         floor_of = find_checkpoint(config.model, dummy=True)
-        dtype = choose_dtype(config, floor_of.config, torch.device("cpu"))
+        dtype = choose_dtype(config, floor_of.config, device)
         shapes = layer_shapes(floor_of.config, dtype)
     elif config.dtype != "auto":
         dtype = getattr(torch, "bfloat16" if config.weight_format else config.dtype)
-    read, held, head = read_rates(), config.weight_format, None
+    about, read = _of_memory(device)
+    held, head = config.weight_format, None
     if floor_of is not None:
         head = (floor_of.config.hidden_size, floor_of.config.vocab_size)
     layers = [
-        _layer(shape, count, dtype, of_head(held) if shape == head else held)
+        _layer(shape, count, dtype, of_head(held) if shape == head else held, device)
         for shape, count in shapes.items()
     ]
     best = max(read["best"], *(row["gb_s"] for layer in layers for row in layer["rows"]))
     found = {
         **environment(),
         "threads": threads,
-        "torch_isa": torch.backends.cpu.get_cpu_capability(),
-        "attention": native.available() or f"native, {native.chosen_instruction_set()}",
+        **about,
         "dtype": held or str(dtype).removeprefix("torch."),
         "read_gb_s": read,
         "best_read_gb_s": best,
@@ -72,6 +78,18 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
         limits = floor(layers, best, head)
         found["floor"] = {"model": floor_of.name, **limits}
     return found
+
+
+def _of_memory(device: torch.device) -> tuple[dict[str, Any], dict[str, float]]:
+    """What computes, and the GB/s at which it reads memory."""
+    if device.type == "cpu":
+        isa = torch.backends.cpu.get_cpu_capability()
+        attention = native.available() or f"native, {native.chosen_instruction_set()}"
+        return {"torch_isa": isa, "attention": attention}, read_rates()
+    peaks = measure_peaks(device)
+    read = round(1000 * peaks.read_tb_s, 2)  # a median of many
+    about = {"gpu": torch.cuda.get_device_name(device), "peaks": asdict(peaks)}
+    return about, {"best": read, "median": read}
 
 
 def layer_shapes(model: ModelConfig, dtype: torch.dtype) -> dict[tuple[int, int], int]:
@@ -143,23 +161,34 @@ def read_rates() -> dict[str, float]:
 
 
 def _layer(
-    shape: tuple[int, int], count: int, dtype: torch.dtype, held: str | None
+    shape: tuple[int, int],
+    count: int,
+    dtype: torch.dtype,
+    held: str | None,
+    device: torch.device,
 ) -> dict[str, Any]:
     """One shape at each number of rows; the median over rotated weights."""
     width, height = shape
     num_bytes = int(width * height * weight_bytes(held, dtype))
     copies = max(2, math.ceil(ROTATED_BYTES / num_bytes))
-    weight = torch.randn(height, width).mul_(width**-0.5).to(dtype)
-    layers = [make_linear(weight, quantization=held) for _ in range(copies)]
+    weight = torch.randn(height, width, device=device).mul_(width**-0.5).to(dtype)
+    # A layer on a GPU holds the tensor that it was given.
+    weights = (weight if device.type == "cpu" else weight.clone() for _ in range(copies))
+    layers = [make_linear(each, quantization=held) for each in weights]
     measured = []
     for num_rows in ROWS:
         # Many rows are bound by arithmetic: a few layers tell as much as all.
         used = (
             layers if num_rows <= 32 else layers[: max(2, math.ceil(2e11 / num_rows / num_bytes))]
         )
-        x = torch.randn(num_rows, width).to(dtype)
-        times = _seconds(lambda x=x, used=used: [layer(x) for layer in used])  # type: ignore[misc]
-        seconds = statistics.median(times) / len(used)
+        x = torch.randn(num_rows, width, device=device).to(dtype)
+
+        def run(x: Tensor = x, used: list[Linear] = used) -> None:
+            for layer in used:
+                layer(x)
+
+        seconds = statistics.median(_seconds(run)) if device.type == "cpu" else timed_us(run) / 1e6
+        seconds /= len(used)
         measured.append(
             {
                 "rows": num_rows,

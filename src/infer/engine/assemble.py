@@ -316,7 +316,7 @@ def _warm_up(runner: Any, seats: int) -> None:
     for num_sequences in (1, 2, 8, 16, 32, 64, seats):
         if num_sequences <= seats:
             runner.rehearse(num_sequences, 1)
-    for num_tokens in (2, 160):
+    for num_tokens in (2, 20, 160):
         runner.rehearse(1, num_tokens)
 
 

@@ -211,6 +211,17 @@ def is_few(rows: int, weight: Tensor) -> bool:
 
 
 @functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have."""
+    capability = (9, 0)
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    if capability[0] in (9, 10):
+        return 227 << 10
+    return (163 if capability in ((8, 0), (8, 7)) else 99) << 10
+
+
+@functools.cache
 def _scratch(device: torch.device) -> tuple[Tensor, Tensor]:
     """Sums of splits and counters of blocks, for all layers: they are computed in order."""
     blocks = MAX_BYTES // (2 * LEAST_WIDTH * _BLOCK_ROWS)
@@ -264,13 +275,16 @@ def few_rows(
     partial, arrived = scratch or _scratch(x.device)
     kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
     product = tl.float32 if interpreting() else kinds[weight.dtype]
+    columns = max(8, triton.next_power_of_2(rows))
+    stage = bk * (bn * (2 if gate else 1) + columns) * weight.itemsize
     _few_rows[(blocks, splits)](
         *arguments, partial, arrived, rows, width, height,
         x.stride(0), added.stride(0), out.stride(0), eps,
-        ROWS=max(8, triton.next_power_of_2(rows)), BN=bn, BK=bk, SPAN=span, SPLITS=splits, **flags,
+        ROWS=columns, BN=bn, BK=bk, SPAN=span, SPLITS=splits, **flags,
         PREFETCH=str(fetched) if pre and pdl and fetched % 16 == width % span == 0 else "",
         PRODUCT=product, PRECISION="ieee",
-        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        num_warps=warps, num_stages=max(1, min(stages, _shared_bytes(x.device) // stage)),
+        launch_pdl=pdl,
     )  # fmt: skip
     return out
 

@@ -1,0 +1,113 @@
+"""What is chosen for a CUDA device, with a device that says what a test wants."""
+
+from __future__ import annotations
+
+import logging
+import sysconfig
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from doubles import make_hash_core
+from infer.config import EngineConfig
+from infer.engine import assemble, machine
+from infer.engine.plan import CUDA_TOKENS_BESIDE_STREAMS
+from infer.errors import ConfigError
+from infer.kernels import cuda
+from infer.kernels.invariance import invariant_sizes
+from infer.kernels.linear import PlainLinear
+from infer.models.config import ModelConfig
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+def has_capability(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
+def model_of(dtype: str) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM", vocab_size=9, hidden_size=8, intermediate_size=8,
+        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, max_seq_len=64, norm_eps=1e-5,
+        tie_embeddings=True, dtype=dtype,
+    )  # fmt: skip
+
+
+def test_an_old_gpu_computes_in_float16(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig()
+    has_capability(monkeypatch, 7, 5)
+    with caplog.at_level(logging.WARNING):
+        assert machine.choose_dtype(config, model_of("bfloat16"), GPU) == torch.float16
+    assert "no bfloat16" in caplog.text
+    has_capability(monkeypatch, 8, 0)
+    assert machine.choose_dtype(config, model_of("bfloat16"), GPU) == torch.bfloat16
+    assert machine.choose_dtype(config, model_of("float16"), GPU) == torch.float16
+    asked = EngineConfig(dtype="float32")
+    assert machine.choose_dtype(asked, model_of("bfloat16"), GPU) == torch.float32
+
+
+def test_int8_layers_are_for_cpus() -> None:
+    with pytest.raises(ConfigError, match="device='cpu'"):
+        machine.choose_dtype(EngineConfig(dtype="int8"), model_of("bfloat16"), GPU)
+
+
+def test_defaults_of_a_gpu() -> None:
+    assert (machine.default_seats(GPU), machine.default_seats(CPU)) == (256, 32)
+    assert CUDA_TOKENS_BESIDE_STREAMS == 2048
+
+
+def test_the_log_counts_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 123)
+    assert machine.used_bytes(GPU) == 123
+    assert machine.used_bytes(CPU) != 123
+
+
+def test_what_keeps_the_kernels_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    has_capability(monkeypatch, 9, 0)
+    assert "not cpu" in str(cuda.obstacle(CPU))
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert cuda.obstacle(GPU) is None
+    # Up to 3.8 a launcher is compiled in C.
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    assert "C compiler" in str(cuda.obstacle(GPU))
+    monkeypatch.setattr(cuda.shutil, "which", lambda name: "/usr/bin/cc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
+    assert "Python.h" in str(cuda.obstacle(GPU))
+    has_capability(monkeypatch, 7, 5)
+    assert "7.5; the kernels need 8.0" in str(cuda.obstacle(GPU))
+    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in str(cuda.obstacle(GPU))
+
+
+def test_the_next_engine_gets_as_many_pages() -> None:
+    core = make_hash_core(num_pages=77, max_seq_len=48)
+    assert assemble._pinned(core, GPU) == {"kv_cache_pages": 76, "max_seq_len": 48}
+    assert assemble._pinned(core, CPU) == {}
+
+
+class Wavering(PlainLinear):
+    """Computes rows otherwise in batches of some size, or only at one end of them."""
+
+    wrong: dict[int, Any] = {}  # noqa: RUF012
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        y = torch.stack([self.weight @ row for row in x])
+        if len(x) in self.wrong:
+            y[self.wrong[len(x)]] += 1e-6
+        return y
+
+
+def test_sizes_at_which_rows_differ_are_left_out() -> None:
+    layers = [Wavering(torch.randn(5, 8)), Wavering(torch.randn(6, 8))]
+    layers[0].wrong = {4: 0}
+    layers[1].wrong = {16: -1}
+    assert invariant_sizes(layers, [1, 2, 4, 8, 16, 32], CPU) == [1, 2, 8, 32]
+    layers[0].wrong = layers[1].wrong = {}
+    assert invariant_sizes(layers, [32, 2, 4], CPU) == [2, 4, 32]

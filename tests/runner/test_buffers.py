@@ -1,0 +1,123 @@
+"""The memory of a step, page tables on a device and captured work, here on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from infer.runner.buffers import StepBuffers, StepLayout, TableRows
+from infer.runner.graphs import Graphs, padded, row_sizes, step_sizes, token_sizes
+from infer.schedule.sequence import Sequence, Status
+from infer.types import Request, SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def sequence(name: str) -> Sequence:
+    made = Sequence.from_request(Request(name, (1, 2), SamplingParams(), 0, 1), 0)
+    made.status = Status.RUNNING
+    return made
+
+
+def test_columns_do_not_overlap_and_are_the_same_on_both_sides() -> None:
+    layout = StepLayout(7, 3, num_updates=5, items=[(4, 2), (1, 0)], num_fields=10)
+    buffers = StepBuffers(layout.num_words, 3, CPU)
+    host = buffers.next_half(layout)
+    for number, column in enumerate(host.values()):
+        column[...] = number
+    for number, (name, column) in enumerate(host.items()):
+        assert (column == number).all(), name
+    buffers.send(layout.num_words)
+    for name, tensor in buffers.on_device(layout).items():
+        assert np.array_equal(tensor.numpy(), host[name]), name
+        assert tensor.dtype == getattr(torch, str(host[name].dtype))
+
+
+def test_a_half_is_not_written_while_the_other_may_be_on_its_way() -> None:
+    layout = StepLayout(4, 2, num_updates=1, items=[(1, 1)], num_fields=10)
+    buffers = StepBuffers(layout.num_words, 2, CPU)
+    first, second, third = (buffers.next_half(layout)["tokens"] for _ in range(3))
+    first[...], second[...] = 1, 2
+    assert third is first
+    assert (first == 1).all()
+    buffers.results[:] = torch.tensor([7, 8, 0, 1])
+    landed = buffers.fetch(2)
+    buffers.next_half(layout)
+    buffers.results[:] = 9
+    buffers.fetch(2)
+    assert landed.tolist() == [[7, 8], [0, 1]], "the next step's results lie on these"
+
+
+def test_no_more_is_sent_than_a_step_uses() -> None:
+    layout = StepLayout(4, 2, num_updates=1, items=[(6, 2), (6, 2)], num_fields=10)
+    begin = layout.columns["short_0"].begin
+    assert layout.used_words([(0, 0), (0, 0)]) == begin
+    assert layout.used_words([(3, 0), (0, 0)]) == begin + 30
+    column = layout.columns["long_1"]
+    assert layout.used_words([(3, 0), (0, 1)]) == column.begin + 10
+    assert layout.used_words([(6, 2), (6, 2)]) <= layout.num_words
+
+
+def test_a_sequence_keeps_its_row_and_only_changes_are_written() -> None:
+    rows = TableRows(3, 5, CPU)
+    one, two = sequence("one"), sequence("two")
+    assert rows.row(one) == rows.row(one) != rows.row(two)
+    row = rows.row(one)
+    at = row * rows.width
+    assert rows.changes(row, [4, 5]) == ([at, at + 1], [4, 5])
+    assert rows.changes(row, [4, 5]) == ([], [])
+    assert rows.changes(row, [4, 5, 6]) == ([at + 2], [6])
+    assert rows.changes(row, [4, 9, 6]) == ([at + 1], [9])
+    assert rows.mirror[row, :3].tolist() == [4, 9, 6]
+
+
+def test_rows_of_those_who_left_are_used_again() -> None:
+    rows = TableRows(2, 4, CPU)
+    one, two = sequence("one"), sequence("two")
+    row = rows.row(one)
+    rows.changes(row, [1, 2, 3])
+    kept = rows.row(two)
+    one.status = Status.FINISHED
+    three = sequence("three")
+    assert rows.row(three) == row
+    assert rows.row(two) == kept
+    at = row * rows.width
+    assert rows.changes(row, [1, 7]) == ([at + 1], [7]), "what is written there is known"
+
+
+def test_sizes() -> None:
+    assert row_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert row_sizes(1) == (1,)
+    assert token_sizes(300) == (16, 32, 64, 128, 256, 512)
+    assert padded(17, (16, 32)) == 32
+    assert padded(16, (16, 32)) == 16
+    assert padded(33, (16, 32)) is None
+    assert step_sizes(300, 20) == [1, 2, 4, 8, 16, 20, 32, 64, 128, 256, 512]
+
+
+def test_work_is_captured_once_for_each_key_and_replayed_on_the_same_memory() -> None:
+    memory, captured = [0], []
+
+    def capture(compute: Callable[[], int]) -> Callable[[], int]:
+        captured.append(compute)
+        return compute
+
+    def work() -> int:
+        return memory[0] * 10
+
+    def other() -> int:
+        raise AssertionError("the work of the launch that was captured is done, not this")
+
+    graphs: Graphs[int] = Graphs(capture)
+    memory[0] = 1
+    assert graphs.run("a", work) == 10
+    memory[0] = 2
+    assert graphs.run("a", other) == 20
+    assert graphs.run("b", work) == 20
+    assert len(graphs) == len(captured) == 2
+    with pytest.raises(ZeroDivisionError):
+        graphs.run("c", lambda: 1 // 0)
+    assert len(graphs) == 2, "what has failed is not captured"
