@@ -8,6 +8,7 @@ nothing that anybody should send. `python tests/fuzz/run.py` sends them for an h
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 from urllib.parse import quote
@@ -103,9 +104,14 @@ def allowed(schema: Schema) -> st.SearchStrategy[Any]:
             return _objects(schema)
         case "array":
             most = min(3, schema.get("maxItems", 3))
-            return st.lists(allowed(schema.get("items", {})), max_size=most)
+            least = schema.get("minItems", 0)
+            return st.lists(allowed(schema.get("items", {})), min_size=least, max_size=most)
         case "string":
-            return TEXTS
+            shortest, longest = schema.get("minLength", 0), schema.get("maxLength", 400)
+            texts = TEXTS.filter(lambda text: shortest <= len(text) <= longest)
+            if "pattern" in schema:
+                texts = texts.filter(lambda text: re.search(schema["pattern"], text) is not None)
+            return texts
         case "boolean":
             return st.booleans()
         case "null":
@@ -115,7 +121,8 @@ def allowed(schema: Schema) -> st.SearchStrategy[Any]:
             few = st.sampled_from([i for i in (0, 1, 2, low, high) if low <= i <= high])
             return few | st.integers(low, high)
         case "number":
-            low, high = schema.get("exclusiveMinimum", -1e9), schema.get("maximum", 1e9)
+            low = schema.get("exclusiveMinimum", schema.get("minimum", -1e9))
+            high = schema.get("maximum", 1e9)
             return st.floats(low, high, exclude_min="exclusiveMinimum" in schema)
     return VALUES
 
@@ -125,7 +132,8 @@ def _objects(schema: Schema) -> st.SearchStrategy[dict[str, Any]]:
     if not fields:
         inner = schema.get("additionalProperties", {})
         values = allowed(inner) if isinstance(inner, dict) else VALUES
-        return st.dictionaries(TEXTS, values, max_size=3)
+        names = TEXTS if "propertyNames" not in schema else st.integers(0, 300).map(str)
+        return st.dictionaries(names, values, max_size=3)
     fields |= {name: values for name, values in SMALL.items() if name in fields}
     required = {name: fields[name] for name in schema.get("required", ())}
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from call import Call
-from endpoints import calls
+from endpoints import allowed, calls, the_document
 from hypothesis import HealthCheck, given, settings
-from serving import App, serving
+from hypothesis import strategies as st
+from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving
 
 from doubles import make_hash_llm
 from infer.server.keys import Keys, Limits
@@ -64,3 +66,71 @@ def test_every_request_has_an_answer(has_key: bool, tmp_path: Path) -> None:
             runner.run(opened.__aexit__(None, None, None))
     assert statuses[200] > 10
     assert len(statuses) > 4
+
+
+NEEDS: dict[str, dict[str, Any]] = {
+    "max_completion_tokens": {"max_tokens": None},
+    "top_logprobs": {"logprobs": True},
+    "stream_options": {"stream": True},
+    "stream_format": {"stream": True},
+}
+OTHERWISE = {"model", "session_id", "response_format", "structured_outputs", "at", "messages"} | {
+    *("guided_json", "guided_regex", "guided_grammar", "tokens", "prompt", "timeout", "tools")
+}
+"""what depends on the model, on what is stored, or on more than the document can say"""
+
+
+def test_what_the_document_allows_is_accepted(tmp_path: Path) -> None:
+    """Each field alone, on a body that is right otherwise."""
+    starts = {COMPLETIONS: completion_body(max_tokens=1), CHAT: chat_body(max_tokens=1)}
+    starts |= {"/v1/sessions": {}, f"{CHAT}/render": chat_body()}
+    components = the_document()["components"]["schemas"]
+    names = {COMPLETIONS: "CompletionBody", "/v1/sessions": "SessionBody"}
+    num_tried = 0
+    refused: list[Any] = []
+
+    async def tried(app: App, path: str, name: str, values: list[Any]) -> None:
+        for value in values:
+            body = {**starts[path], **NEEDS.get(name, {}), name: value}
+            if (path, name, value) == (COMPLETIONS, "max_tokens", 0):
+                body["echo"] = True  # else there is nothing to look at
+            reply = await app.post(path, body)
+            if reply.status != 200:  # ids and lengths of this model, which no document knows
+                message = reply.error()["message"]
+                known = (
+                    "outside the vocabulary",
+                    "context length",
+                    "room for",
+                    "exceed max_tokens",
+                    "of the tools",
+                )
+                if not any(words in message for words in known):
+                    refused.append((path, name, value, message))
+
+    async def main() -> None:
+        nonlocal num_tried
+        url = f"sqlite:///{tmp_path}/s.db"
+        async with serving(make_hash_llm(max_seq_len=256), sessions=url) as app:
+            for path in starts:
+                fields = components[names.get(path, "ChatBody")]["properties"]
+                for name in sorted(fields.keys() - OTHERWISE):
+                    values = drawn(allowed(fields[name]))
+                    num_tried += len(values)
+                    await tried(app, path, name, values)
+
+    asyncio.run(main())
+    assert not refused, "\n".join(map(str, refused))
+    assert num_tried > 200
+
+
+def drawn(values: st.SearchStrategy[Any]) -> list[Any]:
+    """A few of them, always the same."""
+    found: list[Any] = []
+
+    @settings(QUICK, max_examples=3)
+    @given(values)
+    def draw(value: Any) -> None:
+        found.append(value)
+
+    draw()
+    return found

@@ -27,7 +27,7 @@ from infer.server.body import NUM_BYTES, TextPool
 from infer.server.database_threads import DatabaseError, DatabaseThreads
 from infer.server.openapi import takes
 from infer.server.rendering import json_response
-from infer.server.sessions import Message, Quota, Sessions, busy
+from infer.server.sessions import MAX_TITLE_CHARS, Message, Quota, Sessions, busy
 from infer.server.tenants import tenant_of
 from infer.server.validation import Wire
 from infer.server.visit import Visit
@@ -35,14 +35,17 @@ from infer.server.wire import MAX_MESSAGES
 from infer.server.wire import Message as WireMessage
 
 log = logging.getLogger("infer.server")
+_TITLE = {"title": {"maxLength": MAX_TITLE_CHARS, "pattern": "^[^\\u0000]*$"}}
 
 
 class SessionBody(Wire):
+    documented = _TITLE
     title: str = ""
     messages: list[WireMessage] = Field([], max_length=MAX_MESSAGES)
 
 
 class RenameBody(Wire):
+    documented = _TITLE
     title: str
 
 

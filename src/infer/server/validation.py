@@ -8,7 +8,7 @@ they get the place where they happened.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -70,6 +70,8 @@ class Wire(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     inert_fields: ClassVar[inert.Inert] = {}
+    documented: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """ranges that are checked further on, where errors are told in other words: for the document"""
 
     @model_validator(mode="before")
     @classmethod
@@ -103,6 +105,7 @@ class Wire(BaseModel):
         """With the fields without effect, and null wherever a field may be left out."""
         schema = handler.resolve_ref_schema(handler(core))
         for name, field in schema["properties"].items():
+            field |= cls.documented.get(name, {})
             if name not in schema.get("required", ()):
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
         others = {name: inert.schema(values) for name, values in cls.inert_fields.items()}

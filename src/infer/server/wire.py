@@ -18,6 +18,7 @@ from infer.grammar import Grammar
 from infer.server import inert, structured
 from infer.server.body import MAX_NAME_CHARS, parse_json
 from infer.server.validation import Wire, plain
+from infer.types import sampling
 from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
 MAX_CHOICES_PER_PROMPT = 8
@@ -193,6 +194,81 @@ ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str,
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
 
+def _between(low: float, high: float) -> dict[str, Any]:
+    return {"minimum": low, "maximum": high}
+
+
+_COUNT = _between(0, sampling.MAX_TOKENS_CEILING)
+_STRING = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_STRING_CHARS}
+
+
+def _strings(most: int) -> dict[str, Any]:
+    return {"anyOf": [_STRING, {"type": "array", "items": _STRING, "maxItems": most}]}
+
+
+def _token_ids(most: int, least: int = 0) -> dict[str, Any]:
+    ids = {"type": "integer", **_between(0, 2**31 - 1)}
+    return {"anyOf": [{"type": "array", "items": ids, "minItems": least, "maxItems": most}]}
+
+
+_RANGES: dict[str, dict[str, Any]] = {
+    "temperature": {"anyOf": [{"const": 0}, {"type": "number", **_between(0.01, 2)}]},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": _between(0, 1),
+    "presence_penalty": _between(-2, 2),
+    "frequency_penalty": _between(-2, 2),
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
+    "top_k": _between(-1, 2**31 - 1),
+    "seed": {"anyOf": [{"type": "integer", **_between(-(2**63), 2**63 - 1)}]},
+    "min_tokens": _COUNT,
+    "prompt_logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
+    "stop": _strings(sampling.MAX_STOP_STRINGS),
+    "bad_words": _strings(sampling.MAX_BAD_WORDS),
+    "stop_token_ids": _token_ids(sampling.MAX_STOP_TOKEN_IDS),
+    "allowed_token_ids": _token_ids(sampling.MAX_ALLOWED_TOKEN_IDS, 1),
+    "logit_bias": {
+        "maxProperties": MAX_LOGIT_BIAS_ENTRIES,
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", **_between(-100, 100)},
+    },
+    "guided_choice": {"minItems": 1},
+}
+"""of `SamplingParams`, which decides; what depends on the model is not here"""
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+_CHOSEN = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+    "additionalProperties": False,
+}
+_CONVERSATION: dict[str, dict[str, Any]] = {
+    "messages": {"minItems": 1},
+    "tools": {"items": _TOOL, "maxItems": MAX_TOOLS},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN]},
+}
+
+
 class StreamOptions(Wire):
     inert_fields = inert.STREAM_FIELDS
     include_usage: bool = False
@@ -210,6 +286,7 @@ class Generation(Body):
     """What both generating endpoints take."""
 
     inert_fields = inert.REQUEST_FIELDS
+    documented = _RANGES
 
     n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
     stream: bool = False
@@ -299,6 +376,11 @@ class Generation(Body):
 class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
+    documented = _RANGES | {
+        "max_tokens": _COUNT,
+        "logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
+    }
+
     prompt: Annotated[tuple[Prompt, ...], plain(_prompts, str | list[str | int | list[int]])]
     max_tokens: int = 16
     logprobs: int | None = None
@@ -342,6 +424,7 @@ class Message(Wire):
 class Conversation(Body):
     """What a chat template is given."""
 
+    documented = _CONVERSATION
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
     tools: Functions = Field([])
     tool_choice: ToolChoice = "auto"
@@ -378,6 +461,18 @@ class Conversation(Body):
 class ChatBody(Conversation, Generation):
     """`POST /v1/chat/completions`, and `/render`, which shows the prompt it becomes."""
 
+    documented = (
+        _RANGES
+        | _CONVERSATION
+        | {
+            "max_tokens": {"anyOf": [{"type": "integer", **_between(1, _COUNT["maximum"])}]},
+            "max_completion_tokens": {
+                "anyOf": [{"type": "integer", **_between(1, _COUNT["maximum"])}]
+            },
+            "top_logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
+            "stop": _strings(MAX_CHAT_STOP_STRINGS),
+        }
+    )
     max_completion_tokens: int | None = None
     session_id: str | None = None
     """its messages go before these; see `server.conversations`"""
@@ -431,4 +526,5 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
+    documented = {"tokens": {"items": {"type": "integer", "minimum": 0}}}  # noqa: RUF012
     tokens: TokenIds
