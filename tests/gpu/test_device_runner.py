@@ -159,9 +159,9 @@ REQUESTS = [
     request("a long prompt", 17, 3),
     request("top-p", 2, 4, temperature=1.1, top_p=0.7),
     request("min-p", 1, 3, temperature=1.3, min_p=0.05, top_p=0.95),
-    request("log-probabilities", 2, 2, temperature=0.7, logprobs=3),
+    request("log-probabilities", 2, 3, temperature=1.5, top_k=9, logprobs=3),
     request("of the prompt", 6, 2, prompt_logprobs=2),
-    request("top-k with log-probabilities", 2, 2, temperature=1.0, top_k=5, logprobs=1),
+    request("of all", 2, 2, temperature=1.0, logprobs=1),
     request("penalties", 3, 3, temperature=0.8, frequency_penalty=0.7, logit_bias={3: 2.0}),
 ]
 FEW = 6
