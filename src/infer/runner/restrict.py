@@ -34,9 +34,11 @@ log = logging.getLogger(__name__)
 
 FAILED = "the grammar of this request could not be followed any further"
 MASKS_S = 0.05
-"""how long a step waits for masks; a sequence is slow whose mask takes longer than that"""
-OTHERS_S = 0.005
-"""how long those who are not slow wait for those who are, or whose grammar is being compiled"""
+"""how long a step waits for masks"""
+SLOW_S = 0.01
+"""of computing for one mask, from which on its sequence is slow"""
+OTHERS_S = 0.003
+"""how long those who are not slow wait for those who are, or whose first mask is not there yet"""
 _NICE = 5
 _Mask = Tensor | None
 
@@ -46,7 +48,8 @@ class _Following:
     """How a sequence follows its grammar; in `Sequence.constraint`."""
 
     constraint: Future[Constraint]
-    is_slow: bool = False
+    is_slow: bool = True
+    """as its last mask was; until there is one it may be anything"""
     begun: Future[_Mask] | None = None
     """the mask that no step has used: it came late, or the step failed; the tokens are the same"""
 
@@ -147,7 +150,7 @@ class Restrictions:
             started_s = time.thread_time()
             constraint.follow(tokens)
             mask = torch.from_numpy(constraint.forbidden())
-            following.is_slow = time.thread_time() - started_s > MASKS_S
+            following.is_slow = time.thread_time() - started_s > SLOW_S
         except Exception:
             log.warning("request %s: its grammar fails", request_id, exc_info=True)
             return None
