@@ -68,9 +68,15 @@ def attend(
     return torch.cat(parts), *cells
 
 
-@pytest.mark.parametrize("dim", [8, 24, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("dim", "threads"),
+    [
+        *((dim, 1) for dim in (8, 24, 64, 128, 256)),
+        *((dim, 2) for dim in (24, 64)),
+        *(pytest.param(dim, 2, marks=pytest.mark.slow) for dim in (8, 128, 256)),
+    ],
+)
 @pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("threads", [1, 2])
 def test_heads_turn(dim: int, normed: bool, threads: int) -> None:
     torch.set_num_threads(threads)
     q_norm, k_norm = Norm(random(dim), 1e-6), Norm(1 + random(dim, seed=3).float(), 1e-6)

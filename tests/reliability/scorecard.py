@@ -114,7 +114,7 @@ ROWS = (
         "poison requests",
         (
             f"{HERE}/test_poison.py",
-            "tests/engine/test_containment.py::test_of_five_thousand_exactly_the_poisonous_ones_fail",
+            "tests/engine/test_containment.py::test_of_thousands_exactly_the_poisonous_ones_fail",
         ),
         "Exactly those fail, with a typed error, the others are exact, the engine keeps its pid;"
         " also of 5,000 without HTTP, engine process, hash model",
