@@ -140,13 +140,13 @@ def test_compiled_grammars_are_kept_by_their_bytes() -> None:
 @pytest.mark.parametrize("opening", ["", "Once"])
 def test_a_grammar_begins_behind_thoughts(llm: LLM, opening: str) -> None:
     """Any marks will do: here a sentence of a story is the thoughts."""
-    intake, core = llm._intake, llm._core
+    intake, core = llm._intake, llm.core
     for seed in range(4):
         params = SamplingParams(grammar=Grammar.choice(["yes!", "no!"]), seed=seed, max_tokens=150)
         names = ("alone", "cut")
         request = intake.make_request("One", params, request_id="alone", thoughts=(opening, "."))
         core.add(request)
-        ids = [output.token_id for output in core.run_until_complete()]
+        ids = [output.token_id for output in core.outputs_until_complete()]
         text = llm.tokenizer.decode([token for token in ids if token is not None])
         thoughts, _, answer = text.rpartition(".")
         assert answer in ("yes!", "no!"), text
@@ -157,4 +157,4 @@ def test_a_grammar_begins_behind_thoughts(llm: LLM, opening: str) -> None:
             request, request_id=names[1], output_token_ids=tuple(ids[:cut]), num_crashes=1
         )
         core.add(rest)
-        assert [output.token_id for output in core.run_until_complete()] == ids[cut:]
+        assert [output.token_id for output in core.outputs_until_complete()] == ids[cut:]

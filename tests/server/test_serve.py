@@ -120,6 +120,7 @@ def test_every_setting_is_an_option() -> None:
         "load_format": "dummy",
         "attention_backend": "sdpa",
         "tool_parser": "mistral",
+        "sampler": "module:function",
     }
     for spec in dataclasses.fields(EngineConfig):
         flag = "--" + spec.name.replace("_", "-")

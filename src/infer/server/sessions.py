@@ -277,7 +277,8 @@ def _measure_older_ones(db: sql.Connection) -> None:
         .where(_sessions.c.id.not_in(sql.select(_sizes.c.session)))
         .group_by(_sessions.c.id)
     )
-    db.execute(sql.insert(_sizes).from_select(["session", "messages", "bytes"], found))
+    if db.execute(found.limit(1)).first() is not None:  # a database may be read-only
+        db.execute(sql.insert(_sizes).from_select(["session", "messages", "bytes"], found))
 
 
 def _make_private(url: str) -> None:
