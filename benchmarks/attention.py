@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import torch
 
+from infer.attention.cpu import NativeBackend
 from infer.attention.layout import AttentionBackend, BatchLayout
-from infer.attention.native import NativeBackend
 from infer.attention.sdpa import SDPABackend
-from infer.kernels import native
+from infer.kernels import loader
 
 PAGE = 16
 LLAMA, QWEN = (32, 8, 64), (16, 8, 128)
@@ -34,7 +34,7 @@ PREFILL = [(LLAMA, 1, 1024), (LLAMA, 8, 128), (QWEN, 1, 1024)]
 
 def random_cache(shape: tuple[int, ...]) -> torch.Tensor:
     """Like the engine's storage."""
-    return native.page_aligned(math.prod(shape) * 2).view(torch.bfloat16).view(shape).normal_()
+    return loader.page_aligned(math.prod(shape) * 2).view(torch.bfloat16).view(shape).normal_()
 
 
 class Case:
@@ -109,12 +109,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
-    if reason := native.available():
+    if reason := loader.available():
         raise SystemExit(reason)
     rotate = options.rotate_mb << 20
     data = torch.ones(rotate // 4)
     with torch.inference_mode():
-        print(f"{options.threads} threads, {native.chosen_instruction_set()}\n")
+        print(f"{options.threads} threads, {loader.chosen_instruction_set()}\n")
         print("| decode: H, G, D; B × context | GB/s | floor ms | native ms | × floor | SDPA ms |")
         print("|---|---|---|---|---|---|")
         for shape, B, n in DECODE:

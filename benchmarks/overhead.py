@@ -11,9 +11,9 @@ from __future__ import annotations
 import statistics
 import time
 
-from infer.cache.allocator import PageAllocator
 from infer.config import SchedulerConfig
 from infer.engine.core import EngineCore
+from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Plan, Sampled
 from infer.types import Request, SamplingParams

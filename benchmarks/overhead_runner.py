@@ -19,18 +19,18 @@ from typing import Any
 
 import torch
 
-from infer.attention.native import NativeBackend
-from infer.engine.async_llm import AsyncLLM, Mailbox
-from infer.engine.output import OutputProcessor
-from infer.facts import StepFacts
+from infer.attention.cpu import NativeBackend
+from infer.engine.client.async_llm import AsyncLLM, Mailbox
+from infer.engine.client.output import OutputProcessor
 from infer.models.hub import SHIPPED_FOLDER
 from infer.runner.pack import Packer
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Chunk, Plan, Sequence
-from infer.server.story import Stories
-from infer.server.visit import Visit
+from infer.server.http.context import Visit
+from infer.server.observe.request_trace import Stories
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, SamplingParams, StepOutput
+from infer.types.step_events import StepFacts
 
 PAGE = 16
 COUNTS = (1, 8, 32, 128)

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
-from infer.attention.native import NativeBackend
-from infer.engine.checkpoint import find_checkpoint
-from infer.kernels.native import int8_cache_obstacle
+from infer.engine.build.checkpoint import find_checkpoint
+from infer.kernels.loader import int8_cache_obstacle
 from infer.kernels.rotary import Turn
-from infer.models.config import ModelConfig
 from infer.models.model import Model, build_model
-from infer.runner.storage import KVStorage
+from infer.models.model_config import ModelConfig
+from infer.runner.kv_storage import KVStorage
 from infer.text.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parent.parent / "training"))

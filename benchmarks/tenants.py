@@ -25,7 +25,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from infer.server.keys import Keys, Limits
+from infer.server.tenancy.keys import Keys, Limits
 
 NUM_FLOOD = 24
 NUM_ASKED = 40

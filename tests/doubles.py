@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from checkpoints import VOCAB_SIZE, write_tokenizer
-from infer.cache.allocator import PageAllocator
 from infer.config import SchedulerConfig
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import Intake, Limits
 from infer.engine.core import EngineCore
-from infer.engine.intake import Intake, Limits
-from infer.engine.launch import launch_factory
-from infer.engine.worker import Blueprint, EngineThread
+from infer.engine.loop import Blueprint, EngineThread
+from infer.engine.process.launch import launch_factory
+from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence
-from infer.text.checkpoint_files import TextFiles, read_text_files
+from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
 

@@ -26,9 +26,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, fields
 from typing import Any
 
-from infer.cache.allocator import PageAllocator, PageTable
 from infer.engine.core import EngineCore, Runner
 from infer.errors import ConfigError
+from infer.schedule.page_allocator import PageAllocator, PageTable
 from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled
 from infer.types import StepOutput
 

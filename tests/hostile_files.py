@@ -50,7 +50,7 @@ def load_all(paths: Sequence[Path], timeout_s: float = 300) -> list[Loaded]:
 
 def _load(path: str) -> tuple[str, str]:
     from infer.config import EngineConfig
-    from infer.engine.assemble import assemble
+    from infer.engine.build.assemble import assemble
 
     try:
         assemble(EngineConfig(model=path, kv_cache_memory_bytes=1 << 22))
@@ -84,7 +84,7 @@ def _child(path: str, out: int, before: int) -> None:
 
 def main() -> None:
     from infer.config import EngineConfig
-    from infer.engine.assemble import plan_for
+    from infer.engine.build.assemble import plan_for
 
     plan_for(EngineConfig())  # brings in torch, and what torch puts off, once for all
 

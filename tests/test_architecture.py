@@ -1,174 +1,219 @@
-"""The layering of `docs/architecture.md`, enforced: who may import whom, and what a module says.
+"""The layering and the rules of `docs/architecture.md`, enforced.
 
-Reads the source with `ast`, so an import inside a function or under TYPE_CHECKING counts too. The
-checks are functions of a tree of sources; the tests at the end run them on a tree that is broken
-on purpose, to show that each of them can fail.
+`LEVELS` is the only place where the order of the rooms is written; the tables of the page are made
+from it and from the modules' own docstrings: `python tests/test_architecture.py` writes them. The
+checks read the source with `ast`, so an import inside a function or under TYPE_CHECKING counts too.
+They are functions of a tree of sources; the tests at the end run them on trees that are broken on
+purpose, to show that each of them can fail.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "infer"
-FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "infer"
+PAGE = ROOT / "docs" / "architecture.md"
 
-# Longest prefix wins. A module imports only from rows below its own, or from its own package.
-ROWS = {
-    "errors": 0,
-    "grammar": 0,
-    "threads": 0,
-    "version": 0,
-    "types": 1,
-    "config": 1,
-    "facts": 1,
-    "files": 1,
-    "cache": 2,
-    "kernels": 2,
-    "kernels.native": 1,  # the compiled kernel, used by a backend
-    "text": 2,
-    "attention": 3,
-    "schedule": 3,
-    "models": 3,
-    "runner": 4,
-    "engine.checkpoint": 5,
-    "engine.core": 5,
-    "engine.machine": 5,
-    "engine.output": 5,
-    "engine.intake": 5,
-    "engine.worker": 6,
-    "engine.ledger": 5,
-    "engine.messages": 7,
-    "engine.child": 8,
-    "engine.process": 9,
-    "engine.async_llm": 7,
-    "engine.plan": 6,
-    "engine.launch": 10,
-    "engine.assemble": 8,
-    "engine.llm": 9,
-    "server": 11,
-    "server.__main__": 14,
-    "bench": 11,
-    "bench.command": 12,
-    "cli": 13,
-    "": 14,  # infer/__init__.py: the public names
-}
-# Imported without the prefix `infer.`; the second column may not appear in the first, at all.
+
+class Level(NamedTuple):
+    """A level of the layering."""
+
+    modules: str
+    """packages and modules, by their names below `infer`; the longest name that fits decides"""
+    purpose: str
+
+
+# From the bottom up. A module imports only from levels below its own, or from its own entry.
+LEVELS = (
+    Level(
+        "errors version threads",
+        "exceptions that users see; the version; threads that end before the interpreter",
+    ),
+    Level(
+        "types config files kernels.loader",
+        "records that cross a boundary; settings; files that strangers wrote; the native library",
+    ),
+    Level(
+        "kernels text", "packed and native operations; tokenizers, templates, grammars, tool calls"
+    ),
+    Level(
+        "schedule models attention",
+        "which tokens are computed next, and where they are kept; equations and weights; attention"
+        " over pages",
+    ),
+    Level("runner", "a plan becomes tensors, and logits become tokens"),
+    Level(
+        "engine.core engine.client.input engine.client.output engine.process.journal"
+        " engine.build.checkpoint engine.build.hardware",
+        "scheduler and runner in one step; prompts in, text out; what each request has received;"
+        " what is on the disk and in the machine",
+    ),
+    Level("engine.loop engine.build.memory_plan", "the core in a thread; what fits into memory"),
+    Level("engine.client.async_llm engine.process.messages", "the asyncio façade; frames"),
+    Level("engine.build.assemble engine.process.child", "the composition root; engine process"),
+    Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
+    Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
+    Level("server.http", "connections, bodies, errors, the context of a request"),
+    Level("server.observe", "traces, metrics, logs, spans"),
+    Level("server.tenancy", "keys, limits, shared prefixes"),
+    Level("server.openai", "OpenAI's formats"),
+    Level("server.offload", "long work beside the event loop"),
+    Level("server.sessions", "conversations that the server keeps"),
+    Level("server bench", "endpoints and their composition; workloads and reports"),
+    Level("cli", "the terminal"),
+    Level("server.__main__ __main__", "`python -m infer`, `python -m infer.server`"),
+)
+ROWS = {name: row for row, level in enumerate(LEVELS) for name in level.modules.split()}
+# The second may not appear in the first, at all.
 BANNED = [
-    ("errors", "torch"),
-    ("types", "torch"),
-    ("config", "torch"),
-    ("cache", "torch"),
-    ("schedule", "torch"),
-    ("text", "torch"),
-    ("engine.core", "torch"),
-    ("engine.output", "torch"),
-    ("engine.intake", "torch"),
-    ("engine.worker", "torch"),
-    ("engine.async_llm", "torch"),
-    ("engine.ledger", "torch"),
-    ("engine.messages", "torch"),
-    ("engine.child", "torch"),
-    ("engine.process", "torch"),
-    ("engine.launch", "torch"),
-    ("server", "torch"),
+    *((name, "torch") for name in ("errors", "types", "config", "schedule", "text", "server")),
+    *((f"engine.{name}", "torch") for name in ("core", "loop", "client", "process")),
     *((f"bench.{name}", "torch") for name in ("client", "drive", "engine", "measure", "report")),
     *((f"bench.{name}", "torch") for name in ("results", "workloads")),
+    *((name, "typer") for name in ("bench", "server", "engine")),
     ("", "transformers"),
     ("", "pickle"),
     *((name, "triton") for name in ("runner", "engine", "models", "server", "cli", "bench")),
-    ("models", "infer.cache"),
     ("models", "infer.schedule"),
     ("models", "infer.attention"),
     ("schedule", "infer.models"),
+    ("server.openai", "infer.engine.process"),
 ]
-STDLIB_ONLY = (
-    *("errors", "grammar", "types", "config", "facts", "files", "version"),
-    *("cache", "schedule", "engine.core"),
-)
+STDLIB_ONLY = ("errors", "types", "config", "version", "schedule", "engine.core")
 # Concrete parts that only the composition root may name.
 CONCRETE = (
-    "infer.attention.native",
+    "infer.attention.cpu",
     "infer.attention.sdpa",
     "infer.attention.triton",
     "infer.runner.device_runner",
     "infer.runner.model_runner",
-    "infer.runner.storage",
+    "infer.runner.kv_storage",
 )
-COMPOSITION_ROOT = "engine.assemble"
+COMPOSITION_ROOT = "engine.build.assemble"
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+MAX_FUNCTION_LINES = 60
+TRITON = "kernels.cuda"
+"""its kernels cannot be cut into functions freely, and are named as those of the CPU"""
 
 
 def module_name(path: Path, root: Path) -> str:
+    """`engine.core`; "" for the package itself."""
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
 
-def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def modules(root: Path) -> Iterator[tuple[str, Path, ast.Module]]:
+    """Every module of a tree."""
+    for path in sorted(root.rglob("*.py")):
+        yield module_name(path, root), path, ast.parse(path.read_text())
+
+
+def imports(tree: ast.Module, where: str) -> Iterator[str]:
+    """What a module imports, wherever in it."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
+            assert node.level == 0, f"{where}: relative import"
             yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def lookup(name: str) -> tuple[str, int]:
+    """The entry of `ROWS` that decides about a module, and its level."""
+    if not name:
+        return "", len(LEVELS)
     parts = name.split(".")
     while parts and ".".join(parts) not in ROWS:
         parts.pop()
     key = ".".join(parts)
-    if not key and name:
-        raise AssertionError(f"{name} has no row in the layering; give it one")
+    if not key:
+        raise AssertionError(f"{name} has no level in the layering; give it one")
     return key, ROWS[key]
 
 
+def is_docstring_only(tree: ast.Module) -> bool:
+    """Whether a module (a package, then) holds nothing but its docstring."""
+    return len(tree.body) <= 1
+
+
 def layer_problems(root: Path) -> list[str]:
+    """Imports of a level that is not below."""
     problems = []
-    for path in sorted(root.rglob("*.py")):
-        name = module_name(path, root)
-        if name in ("engine",):
-            continue  # a package docstring
+    known = {name for name, _, _ in modules(SOURCE)} | {name for name, _, _ in modules(root)}
+    for name, path, tree in modules(root):
+        if is_docstring_only(tree) and path.name == "__init__.py":
+            continue
         key, row = lookup(name)
-        for target in imports(path):
-            if not target.startswith("infer.") and target != "infer":
+        for target in imports(tree, name):
+            inner = target.removeprefix("infer").lstrip(".")
+            if not (target + ".").startswith("infer.") or inner not in known:
                 continue
-            target_key, target_row = lookup(target.removeprefix("infer").lstrip("."))
+            if is_docstring_only(ast.parse(_source_of(inner, root))):
+                continue
+            target_key, target_row = lookup(inner)
             if target_key != key and target_row >= row:
-                problems.append(f"{name} (row {row}) imports {target} (row {target_row})")
+                problems.append(f"{name} (level {row}) imports {target} (level {target_row})")
     return problems
 
 
+def _source_of(name: str, root: Path) -> str:
+    for base in (root, SOURCE):
+        path = base.joinpath(*name.split("."))
+        for found in (path.with_suffix(".py"), path / "__init__.py"):
+            if name and found.exists():
+                return found.read_text()
+    return "x = 1\ny = 2"
+
+
 def is_inside(name: str, package: str) -> bool:
+    """Whether a module is in a package, or is it."""
     return not package or name == package or name.startswith(package + ".")
 
 
 def ban_problems(root: Path) -> list[str]:
-    stdlib = __import__("sys").stdlib_module_names
+    """What may not be imported where it is."""
     problems = []
-    for path in sorted(root.rglob("*.py")):
-        name = module_name(path, root)
-        for target in imports(path):
+    for name, _, tree in modules(root):
+        for target in imports(tree, name):
             for package, banned in BANNED:
                 if is_inside(name, package) and is_inside(target, banned):
                     problems.append(f"{name} imports {target}, which {package or 'infer'} must not")
             if target in CONCRETE and name != COMPOSITION_ROOT:
                 problems.append(f"{name} names the concrete {target}")
-            outside = target.split(".")[0] not in {*stdlib, "infer", "__future__"}
+            outside = target.split(".")[0] not in {*sys.stdlib_module_names, "infer", "__future__"}
             if outside and any(is_inside(name, package) for package in STDLIB_ONLY):
                 problems.append(f"{name} imports {target}: only the standard library is allowed")
     return problems
 
 
 def name_problems(root: Path) -> list[str]:
+    """Modules without a docstring, names that say nothing, and names that are there twice."""
     problems = []
-    for path in sorted(root.rglob("*.py")):
+    places = defaultdict(list)
+    for name, path, tree in modules(root):
         if path.stem in FORBIDDEN_NAMES:
-            problems.append(f"{path.relative_to(root)}: a name that says nothing")
-        if not ast.get_docstring(ast.parse(path.read_text())):
-            problems.append(f"{path.relative_to(root)} does not say what it owns")
+            problems.append(f"{name}: a name that says nothing")
+        if not ast.get_docstring(tree):
+            problems.append(f"{name} does not say what it owns")
+        if is_inside(name, TRITON):
+            continue
+        if path.stem not in ("__init__", "__main__"):
+            places[f"module {path.stem}"].append(name)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[f"class {node.name}"].append(name)
+    problems += [f"{what}: in {found}" for what, found in places.items() if len(found) > 1]
     return problems
 
 
@@ -178,62 +223,176 @@ MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 def state_problems(root: Path) -> list[str]:
     """Module-level names in lower case that hold something mutable, or `global` statements."""
     problems = []
-    for path in sorted(root.rglob("*.py")):
-        tree = ast.parse(path.read_text())
+    for name, _, tree in modules(root):
         for node in tree.body:
             if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, MUTABLE):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 for target in targets:
                     text = ast.unparse(target)
                     if not text.isupper() and text != "__all__":
-                        problems.append(f"{path.relative_to(root)}: {text} is mutable state")
-        problems += [
-            f"{path.relative_to(root)}:{node.lineno}: global"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Global)
-        ]
+                        problems.append(f"{name}: {text} is mutable state")
+        found = (node for node in ast.walk(tree) if isinstance(node, ast.Global))
+        problems += [f"{name}:{node.lineno}: global" for node in found]
     return problems
 
 
-CHECKS = [layer_problems, ban_problems, name_problems, state_problems]
+def size_problems(root: Path) -> list[str]:
+    """Functions of more than 60 lines."""
+    problems = []
+    for name, _, tree in modules(root):
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                if size > MAX_FUNCTION_LINES and not is_inside(name, TRITON):
+                    problems.append(f"{name}.{node.name} has {size} lines")
+    return problems
+
+
+def _is_record(node: ast.ClassDef) -> bool:
+    decorators = {ast.unparse(each).partition("(")[0] for each in node.decorator_list}
+    return bool(decorators & {"dataclass", "dataclasses.dataclass"})
+
+
+def constructor_problems(root: Path) -> list[str]:
+    """Attributes that a class makes in its constructor and that others assign, and
+    `object.__setattr__`: what an object works with comes through its constructor."""
+    own: set[str] = set()
+    records: set[str] = set()
+    for _, _, tree in modules(root):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            if _is_record(node):
+                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                records |= {ast.unparse(target) for target in fields}
+            for init in node.body:
+                if isinstance(init, ast.FunctionDef) and init.name == "__init__":
+                    own |= {attribute for _, attribute in _assigned(init, of_self=True)}
+    problems = []
+    for name, _, tree in modules(root):
+        for line, attribute in _assigned(tree, of_self=False):
+            if attribute in own - records:
+                problems.append(f"{name}:{line}: .{attribute} is set after construction")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
+                problems.append(f"{name}:{node.lineno}: object.__setattr__")
+    return problems
+
+
+def _assigned(tree: ast.AST, *, of_self: bool) -> Iterator[tuple[int, str]]:
+    """Line and name of the public attributes that are assigned, of `self` or of anything else."""
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if not isinstance(each, ast.Attribute) or each.attr.startswith("_"):
+                    continue
+                is_self = isinstance(each.value, ast.Name) and each.value.id in ("self", "cls")
+                if is_self is of_self:
+                    yield node.lineno, each.attr
+
+
+CHECKS = [layer_problems, ban_problems, state_problems]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_source_keeps_to_the_layering(check) -> None:
+def test_the_source_keeps_to_the_rules(check) -> None:
     assert check(SOURCE) == []
 
 
+CLASS = '"""Doc."""\nclass A: ...\n'
+SERVICE = "class A:\n    def __init__(self):\n        self.observer = None\n\n"
 BREAKS = [
-    (layer_problems, "cache/x.py", "from infer.schedule.sequence import Plan"),
-    (layer_problems, "engine/core.py", "def f():\n    import infer.engine.llm"),
-    (layer_problems, "text/x.py", "import infer.models.config"),
+    (layer_problems, "types/x.py", "from infer.schedule.sequence import Plan"),
+    (layer_problems, "engine/core.py", "def f():\n    import infer.engine.llm\nx = 1"),
+    (layer_problems, "text/x.py", "import infer.models.model_config\nx = 1"),
+    (layer_problems, "server/http/x.py", "from infer.server.tenancy import keys\nx = 1"),
     (ban_problems, "schedule/x.py", "import torch.nn"),
     (ban_problems, "server/x.py", "from torch import Tensor"),
     (ban_problems, "models/x.py", "from transformers import AutoModel"),
-    (ban_problems, "cache/x.py", "import numpy"),
+    (ban_problems, "bench/x.py", "import typer"),
+    (ban_problems, "types/x.py", "import numpy"),
     (ban_problems, "engine/llm.py", "from infer.attention.sdpa import SDPABackend"),
     (name_problems, "runner/utils.py", '"""Doc."""'),
     (name_problems, "runner/x.py", "x = 1"),
+    (name_problems, "runner/x.py", CLASS, "text/y.py", CLASS),
+    (name_problems, "runner/x.py", '"""Doc."""', "text/x.py", '"""Doc."""'),
     (state_problems, "runner/x.py", "cache = {}"),
     (state_problems, "runner/x.py", "def f():\n    global cache\n    cache = 1"),
+    (size_problems, "runner/x.py", "def f():\n" + "    x = 1\n" * 60),
+    (constructor_problems, "runner/x.py", SERVICE + "def f(a):\n    a.observer = 1"),
+    (constructor_problems, "runner/x.py", "def f(a):\n    object.__setattr__(a, 'b', 1)"),
 ]
 
 
-@pytest.mark.parametrize(("check", "file", "source"), BREAKS)
-def test_a_broken_layer_is_found(check, file: str, source: str, tmp_path: Path) -> None:
-    path = tmp_path / file
-    path.parent.mkdir(parents=True)
-    path.write_text(source)
+@pytest.mark.parametrize(("check", "files"), [(each[0], each[1:]) for each in BREAKS])
+def test_a_broken_tree_is_found(check, files: tuple[str, ...], tmp_path: Path) -> None:
+    for file, source in zip(files[::2], files[1::2], strict=True):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
     assert check(tmp_path)
+
+
+def test_a_module_without_a_level_is_named(tmp_path: Path) -> None:
+    (tmp_path / "nowhere.py").write_text("import os\nx = 1")
+    with pytest.raises(AssertionError, match="nowhere has no level"):
+        layer_problems(tmp_path)
 
 
 def test_the_api_side_needs_no_torch() -> None:
     """Importing the server and the terminal's entry point must not import torch."""
-    import subprocess
-    import sys
-
     code = (
-        "import sys; import infer, infer.server.app, infer.engine.async_llm, infer.cli.main;"
+        "import sys; import infer, infer.server.app, infer.engine.client.async_llm, infer.cli.main;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# The tables of the page.
+
+
+def purpose(tree: ast.Module) -> str:
+    """The first sentence of a module's docstring, in one line."""
+    text = " ".join((ast.get_docstring(tree) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[.?!]) (?=[A-Z`])", text)[0].rstrip(".")
+
+
+def layer_table() -> str:
+    """The levels, from the top down."""
+    rows = ["| level | modules | what they know |", "|---|---|---|"]
+    for row, level in reversed(list(enumerate(LEVELS))):
+        names = " ".join(f"`{name}`" for name in level.modules.split())
+        rows.append(f"| {row} | {names} | {level.purpose} |")
+    return "\n".join(rows)
+
+
+def module_table() -> str:
+    """Every module with its purpose, room by room."""
+    rows = ["| module | purpose |", "|---|---|"]
+    for name, path, tree in modules(SOURCE):
+        if "demo_model" in name or (is_docstring_only(tree) and path.stem == "__init__"):
+            continue
+        rows.append(f"| `{name or 'infer'}` | {purpose(tree)} |".replace("|", "|"))
+    return "\n".join(rows)
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables made anew, between their marks."""
+    for mark, table in (("layers", layer_table()), ("modules", module_table())):
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
+        head, found, rest = page.partition(begin)
+        assert found, f"docs/architecture.md has no mark {begin!r}"
+        page = head + begin + table + "\n" + end + rest.partition(end)[2]
+    return page
+
+
+def test_the_tables_of_the_page_are_those_of_the_source() -> None:
+    page = PAGE.read_text()
+    assert with_tables(page) == page, "run python tests/test_architecture.py"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))

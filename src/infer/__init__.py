@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from infer.config import EngineConfig
 from infer.errors import InferError, LoadError, RequestError
-from infer.grammar import Grammar
 from infer.types import FinishReason, RequestOutput, SamplingParams, TextDelta
+from infer.types.grammar import Grammar
 from infer.version import VERSION
 
 if TYPE_CHECKING:
-    from infer.engine.async_llm import AsyncLLM
+    from infer.engine.client.async_llm import AsyncLLM
     from infer.engine.core import EngineCore
     from infer.engine.llm import LLM
 
@@ -38,7 +38,7 @@ __all__ = [
 
 _LAZY = {
     "LLM": "infer.engine.llm",
-    "AsyncLLM": "infer.engine.async_llm",
+    "AsyncLLM": "infer.engine.client.async_llm",
     "EngineCore": "infer.engine.core",
 }
 

@@ -3,7 +3,7 @@
 `EngineConfig` is the one place where a setting is named, typed, given a default and described;
 the command line and `LLM(**kwargs)` are made from it. Every problem is a `ConfigError` that names
 the field and says what would be right. `SchedulerConfig` is the resolved part that the integer
-side needs; `engine.assemble` makes it. Stdlib only.
+side needs; `engine.build.assemble` makes it. Stdlib only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOOL_PARSERS = (
     "hermes", "mistral", "deepseek", "nemotron", "apriel", "functionary-v3.1", "functionary-v3.2",
     "functools", "functiongemma", "gemma4", "json", "pythonic",
 )  # fmt: skip
-"""The names of `text.formats`."""
+"""The names of `text.tools.formats`."""
 
 DEFAULT_PAGE_SIZE = 16
 

@@ -7,14 +7,14 @@ import logging
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.attention.native import NativeBackend
+from infer.attention.cpu import NativeBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig
-from infer.engine.assemble import assemble
+from infer.engine.build.assemble import assemble
 from infer.errors import ConfigError
-from infer.kernels import native
+from infer.kernels import loader
 
-needs_kernel = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+needs_kernel = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 
 
 def backend_of(**settings: object) -> object:
@@ -30,7 +30,7 @@ def test_the_kernel_is_the_default_and_can_be_declined(caplog: pytest.LogCapture
         assert isinstance(backend_of(attention_backend="sdpa"), SDPABackend)
     said = [message for message in caplog.messages if message.startswith("attention:")]
     assert said == [
-        *[f"attention: native, {native.chosen_instruction_set()}"] * 2,
+        *[f"attention: native, {loader.chosen_instruction_set()}"] * 2,
         "attention: torch's SDPA",
     ]
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -39,13 +39,13 @@ def test_the_kernel_is_the_default_and_can_be_declined(caplog: pytest.LogCapture
 def test_without_the_kernel_auto_says_what_is_lost_and_native_refuses(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(native.ISA_VARIABLE, "avx1024")
-    if native.instruction_sets():
-        assert "avx1024" in str(native.available())
+    monkeypatch.setenv(loader.ISA_VARIABLE, "avx1024")
+    if loader.instruction_sets():
+        assert "avx1024" in str(loader.available())
     assert isinstance(backend_of(), SDPABackend)
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "several times slower" in warning
-    assert str(native.available()) in warning
+    assert str(loader.available()) in warning
     with pytest.raises(ConfigError, match=r"attention_backend: 'native' is not possible: .*auto"):
         backend_of(attention_backend="native")
 

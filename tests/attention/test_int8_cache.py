@@ -19,18 +19,18 @@ from test_native import (
 )
 from torch import Tensor
 
+from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import BatchLayout
-from infer.attention.native import NativeBackend, obstacle
-from infer.kernels import native
+from infer.kernels import loader
 
 INT8 = torch.int8
 
 
-@pytest.fixture(params=native.INT8_CACHES, autouse=True)
+@pytest.fixture(params=loader.INT8_CACHES, autouse=True)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param not in native.instruction_sets():
+    if request.param not in loader.instruction_sets():
         pytest.skip(f"no {request.param} here")
-    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
+    monkeypatch.setenv(loader.ISA_VARIABLE, request.param)
 
 
 SHAPES = [
@@ -196,5 +196,5 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert "not 80" in str(obstacle(80, INT8, cpu))
     assert "not 5" in str(obstacle(64, INT8, cpu, 5))
-    monkeypatch.setenv(native.ISA_VARIABLE, "portable")
+    monkeypatch.setenv(loader.ISA_VARIABLE, "portable")
     assert "amx or avx512_bf16, not portable" in str(obstacle(64, INT8, cpu))

@@ -17,14 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend, BatchLayout
-from infer.attention.native import NativeBackend, obstacle
 from infer.attention.sdpa import SDPABackend
-from infer.kernels import native
+from infer.kernels import loader
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 
-ISAS = native.instruction_sets()
+ISAS = loader.instruction_sets()
 Steps = list[list[tuple[int, int]]]
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -171,7 +171,7 @@ def in_order(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Caches as [pages, page_size, G, D], from what the chosen code path makes of them."""
     pages, page_size, groups, size = keys.shape
     strips = keys.dtype == BF16 and page_size % 16 == 0 and size % 16 == 0
-    if not strips or native.chosen_instruction_set() != "avx512_bf16":
+    if not strips or loader.chosen_instruction_set() != "avx512_bf16":
         return keys, values
     # Of a strip's head: a line for 2 dims of 16 keys; for 2 values a line for 16 dims.
     keys = keys.view(pages, page_size // 16, groups, size // 2, 16, 2).permute(0, 1, 4, 2, 3, 5)
@@ -205,8 +205,8 @@ def error(ours: list[Tensor], wanted: list[Tensor]) -> tuple[float, float]:
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
-    assert native.chosen_instruction_set() == request.param
+    monkeypatch.setenv(loader.ISA_VARIABLE, request.param)
+    assert loader.chosen_instruction_set() == request.param
     return request.param
 
 
@@ -353,9 +353,9 @@ class OwnDecodePath:
 
     def __init__(self, *args: object, **options: object) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(native.ISA_VARIABLE, ISAS[0])
+            patch.setenv(loader.ISA_VARIABLE, ISAS[0])
             self.prefill = NativeBackend(*args, **options)  # type: ignore[arg-type]
-            patch.setenv(native.ISA_VARIABLE, ISAS[-1])
+            patch.setenv(loader.ISA_VARIABLE, ISAS[-1])
             self.decode = NativeBackend(*args, **options)  # type: ignore[arg-type]
 
     def plan(self, layout: BatchLayout) -> None:
@@ -433,7 +433,7 @@ def test_what_the_kernel_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "head sizes" in str(obstacle(264, BF16, cpu))
     assert "float16" in str(obstacle(64, torch.float16, cpu))
     assert "not cuda" in str(obstacle(64, BF16, torch.device("cuda")))
-    monkeypatch.setenv(native.ISA_VARIABLE, "avx1024")
+    monkeypatch.setenv(loader.ISA_VARIABLE, "avx1024")
     assert "portable" in str(obstacle(64, BF16, cpu))
     cache = [torch.zeros(2, 16, 2, 64)]
     with pytest.raises(ValueError, match="avx1024"):

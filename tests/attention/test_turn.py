@@ -10,14 +10,14 @@ import torch
 from test_native import in_order
 from torch import Tensor
 
+from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
-from infer.attention.native import NativeBackend
 from infer.attention.sdpa import SDPABackend
-from infer.kernels import native
+from infer.kernels import loader
 from infer.kernels.linear import Norm
 from infer.kernels.rotary import HeadNorms, Turn
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
+pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 NUM_TOKENS, PAGE = 300, 16
 
 
@@ -28,9 +28,9 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=native.instruction_sets(), autouse=True)
+@pytest.fixture(params=loader.instruction_sets(), autouse=True)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.ISA_VARIABLE, request.param)
+    monkeypatch.setenv(loader.ISA_VARIABLE, request.param)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

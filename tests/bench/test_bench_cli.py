@@ -17,11 +17,11 @@ from serving import live
 from typer.testing import CliRunner, Result
 
 from doubles import make_hash_llm
-from infer.bench.command import app
 from infer.bench.drive import Record
 from infer.bench.engine import EngineTarget
 from infer.bench.measure import BenchOptions, measure
-from infer.engine.async_llm import AsyncLLM
+from infer.cli.bench import app
+from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, InferError
 
 ROOT = Path(__file__).parents[2]
@@ -223,7 +223,7 @@ def test_ids_for_a_conversation_are_refused() -> None:
 
 def test_measuring_a_server_needs_no_torch(url: str) -> None:
     code = (
-        "import sys; from infer.bench.command import app\n"
+        "import sys; from infer.cli.bench import app\n"
         f"app(['serve', '--base-url', {url!r}, '--output-len', '3'], standalone_mode=False)\n"
         "assert 'torch' not in sys.modules and 'starlette' not in sys.modules"
     )

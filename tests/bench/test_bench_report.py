@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from infer.bench import machine
-from infer.bench.command import app
 from infer.bench.drive import Record
 from infer.bench.gpu import Peaks
 from infer.bench.report import write_report
 from infer.bench.results import environment, run_document, summarize
+from infer.cli.bench import app
 from infer.config import EngineConfig
 from infer.errors import ConfigError
 from infer.kernels.linear import bfloat16_obstacle

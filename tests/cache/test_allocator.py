@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infer.cache.allocator import PageAllocator, PageTable
+from infer.schedule.page_allocator import PageAllocator, PageTable
 
 
 def filled(allocator: PageAllocator, tokens: list[int], scope: str = "") -> PageTable:

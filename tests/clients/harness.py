@@ -22,7 +22,7 @@ from load import Served, served
 from loops import loops
 
 import infer
-from infer.server.keys import Keys, Limits
+from infer.server.tenancy.keys import Keys, Limits
 
 MODEL = "infer-demo"
 TOOL_MODEL = "infer-demo-tools"

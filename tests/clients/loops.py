@@ -19,17 +19,17 @@ from published import LOADED, SPECIAL, templates
 
 from checkpoints import END_ID, write_tokenizer
 from doubles import make_hash_core
-from infer.engine.async_llm import AsyncLLM
-from infer.engine.intake import Intake, Limits
-from infer.engine.worker import EngineThread
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import Intake, Limits
+from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
-from infer.server.models import Models
+from infer.server.multi_model import Models
 from infer.server.serve import Server, bind, url_of
 from infer.server.settings import ServerSettings
-from infer.text.formats import ToolFormat
 from infer.text.tokenizer import Tokenizer
-from infer.text.tool_call import ToolCall
+from infer.text.tools.call import ToolCall
+from infer.text.tools.formats import ToolFormat
 
 CITIES = ("Ulm", "Bonn", "Jena")
 ANSWER = "All three are sunny."

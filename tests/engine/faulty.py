@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from doubles import HashRunner, hash_blueprint
-from infer.engine.worker import Blueprint
+from infer.engine.loop import Blueprint
 from infer.errors import ConfigError, LoadError
 from infer.schedule.sequence import Plan, Sampled
 

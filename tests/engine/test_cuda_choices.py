@@ -12,13 +12,13 @@ from torch import Tensor
 
 from doubles import make_hash_core
 from infer.config import EngineConfig
-from infer.engine import assemble, machine
-from infer.engine.plan import CUDA_TOKENS_BESIDE_STREAMS
+from infer.engine.build import assemble, hardware
+from infer.engine.build.memory_plan import CUDA_TOKENS_BESIDE_STREAMS
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
 from infer.kernels.linear import PlainLinear
-from infer.models.config import ModelConfig
+from infer.models.model_config import ModelConfig
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -41,29 +41,29 @@ def test_an_old_gpu_computes_in_float16(
     config = EngineConfig()
     has_capability(monkeypatch, 7, 5)
     with caplog.at_level(logging.WARNING):
-        assert machine.choose_dtype(config, model_of("bfloat16"), GPU) == torch.float16
+        assert hardware.choose_dtype(config, model_of("bfloat16"), GPU) == torch.float16
     assert "no bfloat16" in caplog.text
     has_capability(monkeypatch, 8, 0)
-    assert machine.choose_dtype(config, model_of("bfloat16"), GPU) == torch.bfloat16
-    assert machine.choose_dtype(config, model_of("float16"), GPU) == torch.float16
+    assert hardware.choose_dtype(config, model_of("bfloat16"), GPU) == torch.bfloat16
+    assert hardware.choose_dtype(config, model_of("float16"), GPU) == torch.float16
     asked = EngineConfig(dtype="float32")
-    assert machine.choose_dtype(asked, model_of("bfloat16"), GPU) == torch.float32
+    assert hardware.choose_dtype(asked, model_of("bfloat16"), GPU) == torch.float32
 
 
 def test_int8_layers_are_for_cpus() -> None:
     with pytest.raises(ConfigError, match="device='cpu'"):
-        machine.choose_dtype(EngineConfig(dtype="int8"), model_of("bfloat16"), GPU)
+        hardware.choose_dtype(EngineConfig(dtype="int8"), model_of("bfloat16"), GPU)
 
 
 def test_defaults_of_a_gpu() -> None:
-    assert (machine.default_seats(GPU), machine.default_seats(CPU)) == (256, 32)
+    assert (hardware.default_seats(GPU), hardware.default_seats(CPU)) == (256, 32)
     assert CUDA_TOKENS_BESIDE_STREAMS == 2048
 
 
 def test_the_log_counts_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 123)
-    assert machine.used_bytes(GPU) == 123
-    assert machine.used_bytes(CPU) != 123
+    assert hardware.used_bytes(GPU) == 123
+    assert hardware.used_bytes(CPU) != 123
 
 
 def test_what_keeps_the_kernels_from_running(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,14 +10,14 @@ import time
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.runner import storage
+from infer.runner import kv_storage
 
 # What each part of a cache is prepared with is made slow, and goes on in torch, where a thread must
 # not be torn down: the interpreter's lock is taken again in C++ that cannot be unwound.
 SLOW = """
 import sys, time
 import torch
-from infer.runner import storage
+from infer.runner import kv_storage
 
 def slow(*arguments):
     for _ in range(3):
@@ -38,7 +38,7 @@ sys.stdout.write("the last line")
 ASYNC = """
 import asyncio
 from infer import EngineConfig, SamplingParams
-from infer.engine.assemble import build_async_llm
+from infer.engine.build.assemble import build_async_llm
 
 async def main():
     llm = build_async_llm(EngineConfig(device="cpu", dtype="float32"))
@@ -92,7 +92,7 @@ def test_who_closes_has_no_thread_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for thread in preparing():  # of other tests
         thread.join()
-    monkeypatch.setattr(storage, "advise", slow)
+    monkeypatch.setattr(kv_storage, "advise", slow)
     with LLM(device="cpu") as llm:
         llm.generate("Once", SamplingParams(max_tokens=1))
         assert preparing()

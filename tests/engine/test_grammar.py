@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from infer import LLM, EngineConfig, FinishReason, Grammar, SamplingParams
-from infer.engine import launch
+from infer.engine.process import launch
 from infer.errors import RequestError
-from infer.runner import restrict
+from infer.runner import grammar_masks
 from infer.schedule.sequence import NONE_LEFT
-from infer.text import calls
-from infer.text.grammar import Compiler, Constraint, Vocabulary
+from infer.text import answer_parser
+from infer.text.grammars.compiler import Compiler, Constraint, Vocabulary
 from infer.types import RequestOutput
 
 PERSON = {
@@ -205,12 +205,12 @@ def test_what_has_nothing_in_common_fails_alone(llm: LLM) -> None:
 def test_a_grammar_that_fails_fails_alone(
     llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = getattr(Constraint, where), 0
+    real, answer_parser = getattr(Constraint, where), 0
 
     def fails(self: Constraint, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
+        nonlocal answer_parser
+        answer_parser += 1
+        if answer_parser == 3:
             raise ValueError("on purpose")
         return real(self, *args)
 
@@ -224,7 +224,7 @@ def test_a_grammar_that_fails_fails_alone(
     ends = {o.request_id: o for o in llm.core.outputs_until_complete() if o.finish_reason}
     reasons = sorted(end.finish_reason for end in ends.values())
     assert reasons == [FinishReason.COMPLETE, FinishReason.ERROR]
-    assert {end.error.message for end in ends.values() if end.error} == {restrict.FAILED}
+    assert {end.error.message for end in ends.values() if end.error} == {grammar_masks.FAILED}
 
 
 def test_allowed_and_bad(llm: LLM) -> None:
@@ -238,17 +238,17 @@ def test_allowed_and_bad(llm: LLM) -> None:
         assert word not in re.findall(r"[A-Za-z]+", output.text)
 
 
-@pytest.mark.parametrize("way", [calls.BARE, calls.HERMES])
-def test_a_forced_call_is_a_call(llm: LLM, way: calls.ToolFormat) -> None:
+@pytest.mark.parametrize("way", [answer_parser.BARE, answer_parser.HERMES])
+def test_a_forced_call_is_a_call(llm: LLM, way: answer_parser.ToolFormat) -> None:
     tools = [
         {"function": {"name": 'say "it"', "parameters": PERSON}},
         {"function": {"name": "wait", "parameters": {"$ref": "#/$defs/a", "$defs": {"a": WAIT}}}},
     ]
     for parallel in (False, True):
-        grammar = calls.forced_calls(way, tools, parallel=parallel)
+        grammar = answer_parser.forced_calls(way, tools, parallel=parallel)
         seeds = [sampling(grammar, seed=i, max_tokens=250 - 20) for i in range(8)]
         for output in llm.generate(["a"] * 8, seeds):
-            parser = calls.AnswerParser(way, thinks=False)
+            parser = answer_parser.AnswerParser(way, thinks=False)
             parts = [parser.push(output.text), parser.push("", end=True)]
             found = [call for part in parts for call in part.calls]
             assert {call.name for call in found} <= {'say "it"', "wait"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, Grammar, SamplingParams
-from infer.text.grammar import CompiledGrammars, Compiler, Constraint
+from infer.text.grammars.compiler import CompiledGrammars, Compiler, Constraint
 
 SLOW = Grammar.regex("[a-z]{4,12}( [a-z]{2,9}){2}")
 QUICK = Grammar.choice(["yes", "no"])

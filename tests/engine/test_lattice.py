@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from infer import LLM, EngineConfig, SamplingParams
-from infer.engine.assemble import build_async_llm
+from infer.engine.build.assemble import build_async_llm
 from infer.kernels.rotary import Turn
 from infer.models.hub import SHIPPED_FOLDER
 from infer.models.model import build_model

@@ -15,8 +15,8 @@ import torch
 from test_lattice import PROMPTS, params
 
 from infer import LLM
-from infer.attention.native import obstacle
-from infer.kernels.native import available
+from infer.attention.cpu import obstacle
+from infer.kernels.loader import available
 from infer.types import RequestOutput
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from checkpoints import make_model, write_checkpoint
 from infer import LLM, EngineConfig
 from infer.cli.main import app, main
-from infer.engine import machine
-from infer.engine.assemble import plan_for
-from infer.engine.plan import make_plan
+from infer.engine.build import hardware
+from infer.engine.build.assemble import plan_for
+from infer.engine.build.memory_plan import make_plan
 from infer.errors import ConfigError
-from infer.kernels import linear, native
-from infer.kernels.native import instruction_sets, int8_cache_obstacle
+from infer.kernels import linear, loader
+from infer.kernels.loader import instruction_sets, int8_cache_obstacle
 from infer.models.registry import parse_model_config, read_model_config
 
 LLAMA_3B: dict[str, Any] = {
@@ -88,7 +88,7 @@ def test_parameters_are_counted_exactly(family: str, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused_early_with_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from infer.engine import plan as planning
+    from infer.engine.build import memory_plan as planning
 
     write_checkpoint(tmp_path)
     model = read_model_config(tmp_path)
@@ -203,15 +203,15 @@ def test_without_arithmetic_for_bfloat16_the_default_is_float32(
 
     def chosen(**settings: Any) -> torch.dtype:
         config = EngineConfig(**settings)
-        dtype = machine.choose_dtype(config, model, cpu)
-        machine.log_dtype(config, model, dtype)
+        dtype = hardware.choose_dtype(config, model, cpu)
+        hardware.log_dtype(config, model, dtype)
         return dtype
 
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(machine, "bfloat16_obstacle", lambda: None)
+    monkeypatch.setattr(hardware, "bfloat16_obstacle", lambda: None)
     assert chosen() == chosen(dtype="int8") == torch.bfloat16
     assert not caplog.records
-    monkeypatch.setattr(machine, "bfloat16_obstacle", lambda: "this CPU is old")
+    monkeypatch.setattr(hardware, "bfloat16_obstacle", lambda: "this CPU is old")
     assert chosen() == chosen(dtype="int8") == chosen(quantization="int4") == torch.float32
     assert {r.getMessage() for r in caplog.records} == {
         "computing in float32, which is faster here than bfloat16: this CPU is old"
@@ -227,7 +227,7 @@ def test_without_arithmetic_for_bfloat16_the_default_is_float32(
 def test_whole_numbers_without_kernels_and_onednn_are_refused(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "library", lambda: "no library")
+    monkeypatch.setattr(loader, "library", lambda: "no library")
     monkeypatch.delenv(linear.VARIABLE, raising=False)
     monkeypatch.setattr(linear, "_has_onednn", lambda *_: False)
     name, value = next(iter(settings.items()))

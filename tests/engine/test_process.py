@@ -20,14 +20,14 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from doubles import launch_hash_llm, solo
 from infer import EngineConfig, FinishReason, SamplingParams
-from infer.engine.async_llm import AsyncLLM
-from infer.engine.launch import launch
-from infer.engine.messages import Refused, Report, read_commands, read_event
-from infer.engine.process import EngineProcess
-from infer.engine.worker import Abort
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.loop import Abort
+from infer.engine.process.launch import launch
+from infer.engine.process.messages import Refused, Report, read_commands, read_event
+from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
-from infer.facts import Happening, StepFacts
 from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
+from infer.types.step_events import Happening, StepFacts
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -164,7 +164,9 @@ def test_what_keeps_an_engine_from_starting(
 
 def children() -> list[int]:
     text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
-    return [int(pid) for pid in text.split() if "infer.engine.child" in command_of(int(pid))]
+    return [
+        int(pid) for pid in text.split() if "infer.engine.process.child" in command_of(int(pid))
+    ]
 
 
 def command_of(pid: int) -> str:
@@ -220,7 +222,7 @@ def test_the_process_dies_with_its_parent_and_the_parent_has_no_torch(step_s: st
         assert process.stdout is not None
         pid, has_torch = process.stdout.readline().split()
         assert has_torch == "False"
-        assert "infer.engine.child" in command_of(int(pid))
+        assert "infer.engine.process.child" in command_of(int(pid))
         process.kill()
     deadline_s = time.monotonic() + 5
     while command_of(int(pid)):

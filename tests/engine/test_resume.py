@@ -17,10 +17,10 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from doubles import launch_hash_llm, make_hash_core, solo
 from infer import LLM, SamplingParams
-from infer.engine import process
-from infer.engine.async_llm import AsyncLLM
-from infer.engine.ledger import MAX_FROM_OUTSIDE, Ledger
-from infer.engine.process import EngineProcess
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.process import supervisor
+from infer.engine.process.journal import MAX_FROM_OUTSIDE, Ledger
+from infer.engine.process.supervisor import EngineProcess
 from infer.errors import EngineDeadError, EngineError
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
 
@@ -240,7 +240,7 @@ def test_three_pills_at_once() -> None:
 def test_an_engine_that_does_not_start_again_and_later_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "_MAX_PAUSE_S", 0.1)
+    monkeypatch.setattr(supervisor, "_MAX_PAUSE_S", 0.1)
     path = tmp_path / "there"
     path.touch()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from infer.config import EngineConfig
-from infer.engine import assemble, machine
+from infer.engine.build import assemble, hardware
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_small_model_leaves_a_core_to_its_server(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cores = machine.default_threads()
+    cores = hardware.default_threads()
     assemble.prepare_process({})  # the model that ships
     assemble.prepare(EngineConfig())  # within somebody's process
     monkeypatch.setattr(assemble, "SMALL_MODEL_BYTES", 1 << 20)
@@ -35,4 +35,4 @@ def test_who_says_a_number_gets_it(asked: list[int], monkeypatch: pytest.MonkeyP
 
 def test_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert machine.default_threads(spare=10_000) == 1
+    assert hardware.default_threads(spare=10_000) == 1

@@ -13,8 +13,8 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from doubles import launch_hash_llm, solo
 from infer import SamplingParams
-from infer.engine import process
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.process import supervisor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 HANG_S = 1.8
@@ -39,7 +39,7 @@ async def all_exact(llm: AsyncLLM, count: int) -> None:
 def test_a_stopped_process_is_replaced_and_its_streams_go_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "SOFT_LIMIT_S", 0.5)
+    monkeypatch.setattr(supervisor, "SOFT_LIMIT_S", 0.5)
 
     async def body(llm: AsyncLLM) -> None:
         running = asyncio.create_task(all_exact(llm, 10))
@@ -59,7 +59,7 @@ def test_a_stopped_process_is_replaced_and_its_streams_go_on(
 def test_the_stacks_of_a_hanging_step_are_shown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "SOFT_LIMIT_S", 0.5)
+    monkeypatch.setattr(supervisor, "SOFT_LIMIT_S", 0.5)
 
     async def body(llm: AsyncLLM) -> None:
         with pytest.raises(Exception, match="died more than once"):

@@ -35,8 +35,8 @@ from test_text_tool_messages import OWN
 
 from infer.errors import RequestError
 from infer.text.chat_template import ChatTemplate
-from infer.text.formats import FORMATS, FUNCTIONARY_32, THOUGHTS, ToolFormat
-from infer.text.tool_call import ToolCall
+from infer.text.tools.call import ToolCall
+from infer.text.tools.formats import FORMATS, FUNCTIONARY_32, THOUGHTS, ToolFormat
 
 CHARS = st.sampled_from([*"ab1 {}[]()\"'\\,:;=\n<>|`/_-.", "é", "\u2028", "\U0001f98a", "\x00"])
 WORDS = st.text(CHARS, max_size=8)

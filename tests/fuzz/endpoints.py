@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from doubles import make_hash_llm
 from infer.server.app import create_app
-from infer.server.openapi import document
+from infer.server.openai.openapi import document
 from infer.server.settings import ServerSettings
 
 Schema = dict[str, Any]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving
 
 from doubles import make_hash_llm
-from infer.server.keys import Keys, Limits
+from infer.server.tenancy.keys import Keys, Limits
 
 QUICK = settings(
     max_examples=120,

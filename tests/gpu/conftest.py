@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer.engine.machine import make_products_invariant
+from infer.engine.build.hardware import make_products_invariant
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = Path(__file__).parent

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from infer.attention.sdpa import SDPABackend
 from infer.attention.triton import TritonBackend
-from infer.cache.allocator import PageAllocator
 from infer.config import SchedulerConfig
 from infer.engine.core import EngineCore
-from infer.models.config import ModelConfig
 from infer.models.model import Model, build_model
+from infer.models.model_config import ModelConfig
 from infer.models.weights import dummy_source
 from infer.runner.device_runner import DeviceRunner
+from infer.runner.grammar_masks import Restrictions
 from infer.runner.graphs import CudaCapture, Graphs
+from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
-from infer.runner.restrict import Restrictions
-from infer.runner.storage import KVStorage
+from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.types import Request, SamplingParams, StepOutput
 

@@ -15,7 +15,7 @@ from kinds import INTERPRETED
 from test_device_runner import SEATS, STEP_TOKENS, core_of, device_runner, make_model, request, run
 
 from infer import LLM, SamplingParams
-from infer.engine.machine import resident_bytes
+from infer.engine.build.hardware import resident_bytes
 from infer.runner.device_runner import DeviceRunner
 from infer.types import Request, RequestOutput
 
@@ -117,7 +117,7 @@ def test_a_device_that_has_failed_is_told_from_one_that_is_full() -> None:
     """In a process of its own: nothing works there any more."""
     code = """
 import torch
-from infer.runner.failures import translated
+from infer.runner.device_errors import translated
 try:
     torch.empty(1 << 50, device="cuda")
 except RuntimeError as error:

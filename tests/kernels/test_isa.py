@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
-from infer.attention.native import NativeBackend
-from infer.kernels import linear, native
+from infer.kernels import linear, loader
 from infer.kernels.linear import Norm, native_obstacle
 from infer.kernels.rotary import HeadNorms, Turn
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Sequence
 from infer.types import Request, SamplingParams
 
-pytestmark = pytest.mark.skipif(native.available() is not None, reason=str(native.available()))
-ISAS = native.instruction_sets()
+pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
+ISAS = loader.instruction_sets()
 NUM_TOKENS, HEADS, DIM, PAGE = 40, 3, 64, 16
 
 
@@ -26,12 +26,12 @@ def limit_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(linear.VARIABLE, raising=False)
     yield
     monkeypatch.undo()
-    native.chosen_instruction_set()
+    loader.chosen_instruction_set()
 
 
 def use(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.ISA_VARIABLE, isa)
-    assert native.chosen_instruction_set() == isa
+    monkeypatch.setenv(loader.ISA_VARIABLE, isa)
+    assert loader.chosen_instruction_set() == isa
 
 
 def drawn() -> list[int]:
@@ -99,6 +99,6 @@ def test_linear_layers_keep_to_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_instruction_set_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.ISA_VARIABLE, "avx1024")
+    monkeypatch.setenv(loader.ISA_VARIABLE, "avx1024")
     with pytest.raises(ValueError, match=r"INFER_ISA='avx1024' does not run here; use .*portable"):
-        native.chosen_instruction_set()
+        loader.chosen_instruction_set()

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
-from infer.attention.native import NativeBackend
-from infer.kernels import linear, native
+from infer.kernels import linear, loader
 from infer.models.decoder import Decoder
 from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import dummy_source
-from infer.runner.storage import KVStorage
+from infer.runner.kv_storage import KVStorage
 
 CPU = torch.device("cpu")
 
@@ -86,7 +86,7 @@ def test_a_stack_is_its_layers(family: dict[str, Any], quantization: str | None)
     model = make(family, quantization)
     assert model.stack is not None
     for held in (torch.bfloat16, torch.int8):
-        if held == torch.int8 and native.int8_cache_obstacle(64, 16):
+        if held == torch.int8 and loader.int8_cache_obstacle(64, 16):
             continue
         ours, theirs = (run(model, held, as_stack=as_stack) for as_stack in (True, False))
         assert all(map(torch.equal, ours, theirs))

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from infer.config import EngineConfig
-from infer.engine import assemble
-from infer.kernels import linear, native
+from infer.engine.build import assemble
+from infer.kernels import linear, loader
 from infer.kernels.invariance import batch_invariance_problem, linears
 from infer.kernels.linear import NativeLinear, PackedLinear, PlainLinear, make_linear
 from infer.models.model import build_model
@@ -157,11 +157,11 @@ MISSING = "there is no library"
 @pytest.mark.parametrize("cause", ["library", "CPU"])
 def test_without_it_torch_multiplies(cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if cause == "library":
-        monkeypatch.setattr(native, "library", lambda: MISSING)
+        monkeypatch.setattr(loader, "library", lambda: MISSING)
     else:
         none = {"infer_linear_runs_here": lambda _: 0, "infer_set_isa": lambda _: None}
         library = SimpleNamespace(**none)
-        monkeypatch.setattr(native, "library", lambda: library)
+        monkeypatch.setattr(loader, "library", lambda: library)
     monkeypatch.delenv(linear.VARIABLE, raising=False)
     weight, b = layer(48, 20, True)
     x = rows(3, 48)
@@ -191,7 +191,7 @@ def test_bfloat16_is_not_packed_where_onednn_refuses_it(
     def refuse(*_: object) -> Tensor:
         raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw")
 
-    monkeypatch.setattr(native, "library", lambda: MISSING)
+    monkeypatch.setattr(loader, "library", lambda: MISSING)
     if cause == "oneDNN":
         monkeypatch.setattr(linear, "cpu_has_bfloat16", lambda: True)
         monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)

@@ -13,22 +13,22 @@ from pathlib import Path
 
 import pytest
 
-from infer.kernels import native
+from infer.kernels import loader
 
 ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("tiles.h")
 RUN = """
 import sys, pytest
-from infer.kernels import native
-native.__file__ = sys.argv[1]
-assert native.chosen_instruction_set() == "amx", native.library()
+from infer.kernels import loader
+loader.__file__ = sys.argv[1]
+assert loader.chosen_instruction_set() == "amx", loader.library()
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    "avx512_bf16" not in native.instruction_sets(), reason="around tiles there are AVX-512 vectors"
+    "avx512_bf16" not in loader.instruction_sets(), reason="around tiles there are AVX-512 vectors"
 )
 def test_what_tiles_compute(tmp_path: Path) -> None:
     build = ["build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "objects")]
@@ -41,7 +41,7 @@ def test_what_tiles_compute(tmp_path: Path) -> None:
     assert found, built.stderr
     tests = ["tests/attention", "tests/kernels", "-p", "no:cacheprovider"]
     ran = subprocess.run(
-        [sys.executable, "-c", RUN, str(found[0].with_name("native.py")), *tests],
+        [sys.executable, "-c", RUN, str(found[0].with_name("loader.py")), *tests],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-5000:]

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from checkpoints import VOCAB_SIZE
 from infer.attention.sdpa import SDPABackend
-from infer.cache.allocator import PageAllocator
 from infer.models.model import build_model
 from infer.models.registry import read_model_config
 from infer.models.weights import open_checkpoint
+from infer.runner.kv_storage import KVStorage
 from infer.runner.pack import Packer
-from infer.runner.storage import KVStorage
+from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.sequence import Chunk, Sequence
 from infer.types import Request, SamplingParams
 

@@ -88,7 +88,7 @@ class Served:
         tasks = Path(f"/proc/{self.process.pid}/task")
         for children in tasks.glob("*/children"):
             for pid in _text(children).split():
-                if "infer.engine.child" in _text(Path(f"/proc/{pid}/cmdline")):
+                if "infer.engine.process.child" in _text(Path(f"/proc/{pid}/cmdline")):
                     return int(pid)
         return None
 

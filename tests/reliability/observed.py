@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.cli.main import main
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
 from infer.server import serve
 from infer.server.settings import ServerSettings
 

@@ -28,12 +28,13 @@ from serving import COMPLETIONS, App, Reply, completion_body, is_idle, live, unt
 
 from doubles import make_hash_llm
 from infer.errors import ConfigError, OverloadedError
-from infer.server import connections, protocol, serve
-from infer.server.body_budget import BodyBudget
-from infer.server.connections import ConnectionLimits, Connections, Use
-from infer.server.hosts import HostGuard
-from infer.server.keys import Keys, Limits
+from infer.server import serve
+from infer.server.http import bounded_protocol, connections
+from infer.server.http.body_budget import BodyBudget
+from infer.server.http.connections import ConnectionLimits, Connections, Use
+from infer.server.http.hosts import HostGuard
 from infer.server.settings import ServerSettings
+from infer.server.tenancy.keys import Keys, Limits
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -299,7 +300,7 @@ def test_framing_longer_than_the_body(chunk: bytes, status: int) -> None:
 
 def test_a_turn_has_an_end() -> None:
     """Whatever has come, so many chunks are parsed in a turn, and the rest in the next ones."""
-    conn = protocol.BoundedConnection()
+    conn = bounded_protocol.BoundedConnection()
     conn.receive_data(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
     conn.receive_data(b"9\r\n123456789\r\n" * 500 + b"0\r\n\r\n")
     turns: list[list[Any]] = []
@@ -311,7 +312,7 @@ def test_a_turn_has_an_end() -> None:
             if type(event) is h11.EndOfMessage:
                 break
     assert len(turns) == 8
-    assert {len(turn) for turn in turns[:-1]} == {protocol.EVENTS_A_TURN}
+    assert {len(turn) for turn in turns[:-1]} == {bounded_protocol.EVENTS_A_TURN}
     data = [event.data for turn in turns for event in turn if type(event) is h11.Data]
     assert b"".join(data) == b"123456789" * 500
 

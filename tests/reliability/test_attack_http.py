@@ -18,10 +18,10 @@ from load import OBSERVED, Findings, Served, served
 from serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
 
 from doubles import make_hash_llm
-from infer.server import body as body_reader
-from infer.server.keys import Keys, Limits
-from infer.server.rendering import json_response, render
-from infer.server.sessions import Quota, Sessions
+from infer.server import offload as body_reader
+from infer.server.openai.large_json import json_response, render
+from infer.server.sessions.store import Quota, Sessions
+from infer.server.tenancy.keys import Keys, Limits
 from infer.text.tokenizer import Tokenizer
 
 WORDS = ["ab c" * 62 + str(i) for i in range(64)]

@@ -14,7 +14,7 @@ from load import Findings, Served, bodies, follow, hash_server, model_server, se
 from serving import COMPLETIONS, App, Reply, completion_body, is_idle, serving
 
 from doubles import make_hash_llm
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
 from infer.server.app import create_app
 from infer.server.settings import ServerSettings
 

@@ -23,11 +23,11 @@ from load import Findings, Served, model_server, served
 from serving import CHAT, COMPLETIONS, chat_body, completion_body, live
 
 from doubles import VOCAB_SIZE, make_hash_llm
-from infer.engine.async_llm import AsyncLLM
-from infer.server import body as body_reader
-from infer.server.body import MAX_BODY_BYTES
-from infer.server.failures import MAX_HEADER_BYTES
-from infer.server.wire import ChatBody
+from infer.engine.client.async_llm import AsyncLLM
+from infer.server import offload as body_reader
+from infer.server.http.error_responses import MAX_HEADER_BYTES
+from infer.server.http.json_body import MAX_BODY_BYTES
+from infer.server.openai.schema import ChatBody
 
 CONTEXT = 512
 """tokens that a request may have, on both servers here"""
@@ -465,7 +465,7 @@ def test_the_time_of_each_answer(tmp_path: Path) -> None:
     """On the model that ships; whether they are short enough is for `scorecard.py` to say."""
     with served(model_server(), tmp_path / "log") as server:
         config = json.loads(
-            (Path(body_reader.__file__).parents[1] / "demo_model/config.json").read_text()
+            (Path(body_reader.__file__).parents[2] / "demo_model/config.json").read_text()
         )
         longest_ms = asyncio.run(time_all(server, config["vocab_size"]))
     assert "Traceback" not in (tmp_path / "log").read_text()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from infer.errors import DeviceLostError
-from infer.runner.failures import translated
+from infer.runner.device_errors import translated
 from infer.runner.model_runner import ModelRunner
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"

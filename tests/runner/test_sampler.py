@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infer.kernels import native
+from infer.kernels import loader
 from infer.runner import sampler
 from infer.runner.sampler import sample, uniform
 from infer.schedule.sequence import Sequence
@@ -22,8 +22,8 @@ PROMPT = (3, 1, 4)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws from whole rows have a kernel, and a way without it."""
     if request.param == "torch":
-        monkeypatch.setattr(native, "library", lambda: "not here")
-    elif isinstance(native.library(), str):
+        monkeypatch.setattr(loader, "library", lambda: "not here")
+    elif isinstance(loader.library(), str):
         pytest.skip("no kernels here")
 
 
@@ -231,7 +231,7 @@ def test_the_kernel_draws_what_torch_draws(monkeypatch: pytest.MonkeyPatch) -> N
     sequences = [sequence(seed - 50, **kinds[seed % len(kinds)]) for seed in range(100)]
     logits = torch.randn(100, 20_001, generator=torch.Generator().manual_seed(5)).mul(2).bfloat16()
     ours = tokens(logits.float(), *sequences)
-    monkeypatch.setattr(native, "library", lambda: "not here")
+    monkeypatch.setattr(loader, "library", lambda: "not here")
     assert tokens(logits.float(), *sequences) == ours
     assert len(set(ours)) > 60
 

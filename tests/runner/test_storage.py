@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from infer.kernels.native import POPULATE_WRITE, advise
-from infer.models.config import ModelConfig
-from infer.runner import storage
-from infer.runner.storage import KVStorage
+from infer.kernels.loader import POPULATE_WRITE, advise
+from infer.models.model_config import ModelConfig
+from infer.runner import kv_storage
+from infer.runner.kv_storage import KVStorage
 
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM", vocab_size=64, hidden_size=64, intermediate_size=64,
@@ -35,7 +35,7 @@ def test_the_first_pages_are_there_before_anybody_needs_them(
     probe = torch.from_numpy(np.zeros(1 << 20, dtype=np.uint8))
     if not advise(probe, POPULATE_WRITE):
         pytest.skip("a Linux before 5.14")
-    monkeypatch.setattr(storage, "PREPARED_BYTES", 16 << 20)
+    monkeypatch.setattr(kv_storage, "PREPARED_BYTES", 16 << 20)
     pages = (256 << 20) // (16 * CONFIG.num_kv_heads * CONFIG.head_dim * 4)  # 256 MiB a tensor
     made = KVStorage(CONFIG, pages, 16, dtype=torch.float32, device=torch.device("cpu"))
     assert made.preparing is not None

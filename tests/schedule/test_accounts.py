@@ -9,7 +9,7 @@ import pytest
 
 from doubles import HashRunner, make_hash_core, solo
 from infer.engine.core import EngineCore
-from infer.schedule.accounts import Accounts
+from infer.schedule.fair_share import Accounts
 from infer.types import Request, SamplingParams
 
 names = (f"t{i}" for i in itertools.count())

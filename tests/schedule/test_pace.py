@@ -13,8 +13,8 @@ import pytest
 
 from doubles import make_hash_core
 from infer.engine.core import EngineCore
-from infer.schedule.pace import MIN_CHUNK
 from infer.schedule.sequence import Plan, Sampled
+from infer.schedule.step_budget import MIN_CHUNK
 from infer.types import Request, SamplingParams
 
 GREEDY = SamplingParams(temperature=0)

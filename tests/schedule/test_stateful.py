@@ -19,10 +19,10 @@ from hypothesis.stateful import (
 )
 
 from doubles import HashRunner, solo
-from infer.cache.allocator import PageAllocator, PageTable
 from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
+from infer.schedule.page_allocator import PageAllocator, PageTable
 from infer.schedule.scheduler import Scheduler
 from infer.types import Request, SamplingParams
 

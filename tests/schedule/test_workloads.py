@@ -11,8 +11,8 @@ from collections.abc import Callable
 import pytest
 from workloads import Seen, Workload
 
-from infer.cache.allocator import PageAllocator, PageTable
 from infer.config import BATCHING_MODES
+from infer.schedule.page_allocator import PageAllocator, PageTable
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Sampled, Sequence
 from infer.types import FinishReason

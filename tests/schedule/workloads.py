@@ -12,10 +12,10 @@ import random
 from dataclasses import dataclass, field
 
 from doubles import AheadHashRunner, HashRunner, solo
-from infer.cache.allocator import PageAllocator
 from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
+from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
 

@@ -21,12 +21,12 @@ from typing import Any, TypeVar
 from starlette.routing import BaseRoute, Match, Route
 
 from doubles import make_hash_core, make_hash_llm, small_tokenizer
-from infer.engine.async_llm import AsyncLLM
-from infer.engine.intake import Intake, Limits
-from infer.engine.worker import EngineThread
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import Intake, Limits
+from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
-from infer.server.openapi import document
+from infer.server.openai.openapi import document
 from infer.server.serve import Server, bind, url_of
 from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer

@@ -11,9 +11,9 @@ import pytest
 from serving import BODIES, COMPLETIONS, App, check_refused, completion_body, serving, with_app
 
 from doubles import make_hash_llm
-from infer.engine.async_llm import AsyncLLM
-from infer.engine.intake import Intake
-from infer.server import body as body_reader
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import Intake
+from infer.server import offload as body_reader
 from infer.server.app import create_app
 from infer.server.settings import ServerSettings
 

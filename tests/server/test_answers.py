@@ -23,9 +23,9 @@ from serving import (
 )
 
 from doubles import make_hash_llm, small_tokenizer
-from infer.grammar import Grammar
-from infer.server import structured
-from infer.server.wire import ChatBody, CompletionBody
+from infer.server.openai import grammar_fields
+from infer.server.openai.schema import ChatBody, CompletionBody
+from infer.types.grammar import Grammar
 
 USAGE_OF_8 = {
     "prompt_tokens": 6,  # one is the beginning of the text
@@ -277,7 +277,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.sampling.grammar == Grammar.choice(["a", "b"])
         assert request.sampling.logprobs == logprobs
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
-        hints = {"user", "metadata", *structured.FIELDS, "session_id"}
+        hints = {"user", "metadata", *grammar_fields.FIELDS, "session_id"}
         hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
         hints |= {"echo", "return_token_ids", "timeout", "reasoning_effort"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}

@@ -16,7 +16,7 @@ import pytest
 from serving import COMPLETIONS, App, Reply, completion_body, with_app
 
 from doubles import HashRunner, make_hash_llm
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
 from infer.schedule.sequence import Plan, Sequence, Status
 
 WORDS = "once upon a time there was a fox"

@@ -12,8 +12,8 @@ import pytest
 from serving import CHAT, App, chat_body, with_app
 
 from doubles import make_hash_llm
-from infer.server import database_threads
-from infer.server import sessions as module
+from infer.server.sessions import database_threads
+from infer.server.sessions import store as module
 
 
 def check(reply: object) -> None:

@@ -10,9 +10,9 @@ from serving import COMPLETIONS, completion_body, scripted, serving, spelled
 
 from doubles import make_hash_core, make_hash_llm
 from infer.bench.engine import COUNTERS
-from infer.engine.async_llm import COUNTS
+from infer.engine.client.async_llm import COUNTS
 from infer.engine.core import GAUGES
-from infer.server import metrics
+from infer.server.observe import metrics
 from infer.types import FinishReason
 from infer.types.ends import DISCONNECTED, NORMAL_OUTCOMES, end_of, outcome_of
 

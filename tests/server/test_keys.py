@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from doubles import make_hash_llm
 from infer.cli.main import app as command
 from infer.errors import ConfigError
-from infer.server.keys import Keys, Limits, locked
-from infer.server.metrics import Metrics
-from infer.server.sessions import Sessions
-from infer.server.story import Stories
+from infer.server.observe.metrics import Metrics
+from infer.server.observe.request_trace import Stories
+from infer.server.sessions.store import Sessions
+from infer.server.tenancy.keys import Keys, Limits, locked
 
 
 @pytest.fixture

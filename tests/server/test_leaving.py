@@ -27,11 +27,11 @@ from serving import (
 )
 
 from doubles import make_hash_llm
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
 from infer.server.app import create_app
-from infer.server.failures import ClientGone
+from infer.server.http.error_responses import ClientGone
+from infer.server.openai.streaming import all_of, unless_gone
 from infer.server.settings import ServerSettings
-from infer.server.stream import all_of, unless_gone
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 

@@ -20,7 +20,8 @@ import pytest
 from serving import COMPLETIONS, completion_body, is_idle, live, until
 
 from doubles import launch_hash_llm, make_hash_llm
-from infer.server import body, connections, protocol, serve
+from infer.server import serve
+from infer.server.http import bounded_protocol, connections, json_body
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
@@ -32,8 +33,8 @@ def connect(url: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def post(sock: socket.socket, body: Any) -> None:
-    data = json.dumps(body).encode()
+def post(sock: socket.socket, json_body: Any) -> None:
+    data = json.dumps(json_body).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
@@ -46,10 +47,10 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def check(reply: bytes, status: int, code: str) -> None:
-    head, _, body = reply.partition(b"\r\n\r\n")
+    head, _, json_body = reply.partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
-    assert json.loads(body)["error"]["code"] == code
-    assert f"content-length: {len(body)}".encode() in head
+    assert json.loads(json_body)["error"]["code"] == code
+    assert f"content-length: {len(json_body)}".encode() in head
     assert (b"retry-after: " in head) == (status == 503)
 
 
@@ -83,7 +84,7 @@ def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     "opening", [b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: localhost\r\nx-a: "]
 )
 def test_headers_that_do_not_come(monkeypatch: pytest.MonkeyPatch, opening: bytes) -> None:
-    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bounded_protocol, "HEADER_TIMEOUT_S", 0.3)
     with live(make_hash_llm()) as url, connect(url) as sock:
         started_s = time.monotonic()
         sending = threading.Thread(target=drip, args=(sock, opening))
@@ -101,7 +102,7 @@ def drip(sock: socket.socket, data: bytes) -> None:
 
 
 def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "HEADER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(bounded_protocol, "HEADER_TIMEOUT_S", 0.3)
     with live(make_hash_llm(step_s=0.05)) as url, connect(url) as sock:
         for _ in range(2):  # neither a long answer nor a pause between requests is slow headers
             post(sock, completion_body(max_tokens=10))
@@ -115,8 +116,8 @@ def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 408 ", b"HTTP/1.1 413 "])
 def test_a_body_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.2 if b"408" in answer else 9)
-    monkeypatch.setattr(protocol, "LINGER_S", 0.3)
+    monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", 0.2 if b"408" in answer else 9)
+    monkeypatch.setattr(bounded_protocol, "LINGER_S", 0.3)
     length = 100 if b"408" in answer else 10**9
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with live(make_hash_llm()) as url, connect(url) as sock:
@@ -217,7 +218,7 @@ def test_the_end_with_an_engine_process(
             process.kill()
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            assert "infer.engine.child\0" not in command.read_text() or not is_of(
+            assert "infer.engine.process.child\0" not in command.read_text() or not is_of(
                 command.parent, process.pid
             )
 

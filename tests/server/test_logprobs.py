@@ -19,7 +19,7 @@ from serving import (
 )
 
 from doubles import small_tokenizer
-from infer.server.logprobs import ChoiceLogprobs
+from infer.server.openai.logprobs import ChoiceLogprobs
 from infer.types import TokenLogprobs
 
 A, B, C = spelled("ABC")

@@ -17,8 +17,9 @@ import pytest
 from serving import live
 
 from doubles import make_hash_llm
-from infer.server import logs, serve
-from infer.server.logs import JsonLines, LogWriter
+from infer.server import serve
+from infer.server.observe import logs
+from infer.server.observe.logs import JsonLines, LogWriter
 
 
 @contextmanager

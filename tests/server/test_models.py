@@ -19,13 +19,13 @@ from serving import CHAT, COMPLETIONS, JSON, App, chat_body, check_refused, comp
 
 from doubles import launch_hash_llm, make_hash_llm
 from infer.config import EngineConfig
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
-from infer.server import models as module
+from infer.server import multi_model as module
 from infer.server.app import create_app, layers
-from infer.server.keys import Keys, Limits
-from infer.server.models import Models, configs_of
+from infer.server.multi_model import Models, configs_of
 from infer.server.settings import ServerSettings
+from infer.server.tenancy.keys import Keys, Limits
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 

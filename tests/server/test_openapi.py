@@ -16,9 +16,9 @@ import pytest
 from serving import App, check_documented, with_app
 
 from doubles import make_hash_llm
-from infer.server import inert
-from infer.server.keys import Keys, Limits
-from infer.server.validation import Wire
+from infer.server.openai import ignored_fields
+from infer.server.openai.schema_base import Wire
+from infer.server.tenancy.keys import Keys, Limits
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 STARTS = ({"messages": [{"role": "user", "content": "x"}]}, {"prompt": "x"}, {"tokens": [1]}, {})
@@ -48,7 +48,7 @@ def test_every_field_that_is_read_is_in_the_document_and_no_other(tmp_path: Path
     document = the_document()
     names = {name for model in wire_models() for name in (*model.model_fields, *model.inert_fields)}
     names |= {name for _, _, schema in bodies(document) for name in schema["properties"]}
-    names |= {"zzz", *inert.REQUEST_FIELDS}
+    names |= {"zzz", *ignored_fields.REQUEST_FIELDS}
 
     async def is_read(app: App, method: str, path: str, start: Any, name: str) -> bool:
         body = {**start, name: {"no field": ["has this"]}}

@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, with_app
 
 from doubles import launch_hash_llm, make_hash_llm
-from infer.engine import async_llm
+from infer.engine.client import async_llm
 from infer.errors import ConfigError
-from infer.server.logs import JsonLines
+from infer.server.observe.logs import JsonLines
 from infer.server.settings import ServerSettings
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"

@@ -13,7 +13,7 @@ from serving import BODIES, CHAT, COMPLETIONS, App, ask, check_refused, with_app
 from doubles import make_hash_llm
 from infer import LLM, SamplingParams
 from infer.config import EngineConfig
-from infer.engine.assemble import build_async_llm
+from infer.engine.build.assemble import build_async_llm
 
 TEXT = "Once upon a time there was a little girl named Lily."
 

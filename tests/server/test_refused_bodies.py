@@ -24,8 +24,8 @@ from serving import (
 
 from checkpoints import write_tokenizer
 from doubles import make_hash_llm
-from infer.server import body as body_reader
-from infer.server.body import MAX_BODY_BYTES
+from infer.server import offload as body_reader
+from infer.server.http.json_body import MAX_BODY_BYTES
 from infer.text.tokenizer import Tokenizer
 
 DEEP = b'{"prompt": "x", "messages": [], "metadata": '

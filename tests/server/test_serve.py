@@ -23,10 +23,11 @@ from serving import COMPLETIONS, completion_body, live
 from typer.testing import CliRunner
 
 from doubles import make_hash_llm
+from infer.cli import options
 from infer.cli.main import main
 from infer.config import EngineConfig
 from infer.errors import ConfigError
-from infer.server import options, serve
+from infer.server import serve
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
@@ -35,7 +36,7 @@ ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"
 def test_importing_the_server_brings_no_torch() -> None:
     code = (
         "import sys, infer.server.__main__, infer.server.app;"
-        "assert not {'torch', 'infer.engine.assemble'} & sys.modules.keys()"
+        "assert not {'torch', 'infer.engine.build.assemble'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], env=ENV, check=True, timeout=60)
 
@@ -212,8 +213,8 @@ def test_main_serves_what_is_assembled(
         async def on_tick(self, counter: int) -> bool:
             return True
 
-    monkeypatch.setitem(sys.modules, "infer.engine.assemble", Assemble)  # type: ignore[misc]
-    monkeypatch.setitem(sys.modules, "infer.engine.launch", Launch)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "infer.engine.build.assemble", Assemble)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "infer.engine.process.launch", Launch)  # type: ignore[misc]
     monkeypatch.setattr(serve, "Server", Ended)
     assert code_of("--port", "0", "--model", "m", "--max-batch-size", "3") == 0
     line = capsys.readouterr().out

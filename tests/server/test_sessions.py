@@ -22,10 +22,10 @@ from serving import CHAT, App, Reply, chat_body, scripted, spelled, until, with_
 
 from doubles import make_hash_llm
 from infer.errors import ConfigError
-from infer.server.failures import HttpError
-from infer.server.keys import Keys, Limits
-from infer.server.sessions import Sessions
+from infer.server.http.error_responses import HttpError
+from infer.server.sessions.store import Sessions
 from infer.server.settings import ServerSettings
+from infer.server.tenancy.keys import Keys, Limits
 
 PATH = os.pathsep.join([os.environ["PATH"], *sorted(glob.glob("/usr/lib/postgresql/*/bin"))[::-1]])
 ASKED = ["Tell me of the fox and the river", "And then?", "Why?"]

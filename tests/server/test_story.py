@@ -10,7 +10,7 @@ from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving,
 
 from doubles import HashRunner, launch_hash_llm, make_hash_llm
 from infer.schedule.sequence import Plan
-from infer.server import story as story_module
+from infer.server.observe import request_trace as story_module
 
 LONG = "a long long way to go " * 12
 

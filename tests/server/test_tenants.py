@@ -15,13 +15,14 @@ from doubles import make_hash_llm
 from infer.cli.main import app as command
 from infer.config import EngineConfig
 from infer.errors import ConfigError, RequestError
-from infer.server import metrics, serve
-from infer.server import story as story_module
-from infer.server.keys import Key, Keys, Limits
+from infer.server import serve
+from infer.server.http.context import Visit
+from infer.server.observe import metrics
+from infer.server.observe import request_trace as story_module
+from infer.server.observe.request_trace import Story, Track
 from infer.server.settings import ServerSettings
-from infer.server.story import Story, Track
-from infer.server.tenants import OPEN_PATHS, Bucket, Tenant
-from infer.server.visit import Visit
+from infer.server.tenancy.keys import Key, Keys, Limits
+from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
 from infer.types import Request, SamplingParams
 
 LONG = "a long long way to go " * 6
@@ -298,7 +299,7 @@ def test_without_keys_only_this_machine(
     host: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
-    monkeypatch.setattr("infer.engine.launch.launch", lambda config, **_: make_hash_llm())
+    monkeypatch.setattr("infer.engine.process.launch.launch", lambda config, **_: make_hash_llm())
     monkeypatch.setattr(serve, "run", lambda *arguments, **how: ran.append(how))
     serve.serve_config(EngineConfig(), ServerSettings(insecure=True), host, 0)
     assert len(ran) == 1
@@ -317,7 +318,7 @@ def test_a_server_draws_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         seeds.append(config.seed)
         return make_hash_llm()
 
-    monkeypatch.setattr("infer.engine.launch.launch", launch)
+    monkeypatch.setattr("infer.engine.process.launch.launch", launch)
     monkeypatch.setattr(serve, "run", lambda *_, **__: None)
     for config in (EngineConfig(), EngineConfig(), EngineConfig(seed=7)):
         serve.serve_config(config, ServerSettings(), port=0)

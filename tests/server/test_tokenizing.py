@@ -23,7 +23,7 @@ from serving import (
 
 from checkpoints import BOS, BOS_ID, CHAT_TEMPLATE, END_ID, EOS, EOS_ID, write_tokenizer
 from doubles import make_hash_llm, small_tokenizer
-from infer.server import body as body_reader
+from infer.server import offload as body_reader
 from infer.text.tokenizer import Tokenizer
 
 TOKENIZE, DETOKENIZE, INFO = "/tokenize", "/detokenize", "/tokenizer_info"

@@ -13,13 +13,13 @@ from test_prompts import demo
 
 from checkpoints import END_ID, write_tokenizer
 from infer.config import TOOL_PARSERS, EngineConfig
-from infer.engine.async_llm import AsyncLLM
-from infer.engine.checkpoint import find_checkpoint, text_of
-from infer.engine.intake import log_tool_use
+from infer.engine.build.checkpoint import find_checkpoint, text_of
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import log_tool_use
 from infer.errors import ConfigError
-from infer.text.formats import FORMATS
 from infer.text.tokenizer import Tokenizer
-from infer.text.tool_call import ToolCall
+from infer.text.tools.call import ToolCall
+from infer.text.tools.formats import FORMATS
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
 LAST = "{% endfor %}<assistant>"

@@ -21,9 +21,9 @@ from doubles import make_hash_llm
 from infer.config import EngineConfig
 from infer.errors import ConfigError, LoadError
 from infer.server import serve
-from infer.server.keys import Keys, Limits
 from infer.server.serve import Server, bind, check_certificate, unix_socket, url_of
 from infer.server.settings import ServerSettings
+from infer.server.tenancy.keys import Keys, Limits
 
 BODY = '{"model": "hash-model", "prompt": "Hello", "max_tokens": 8, "seed": 1}'
 JSON = {"content-type": "application/json"}

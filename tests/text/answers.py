@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from infer.text.calls import AnswerParser, Parts, ToolCall
-from infer.text.formats import (
+from infer.text.answer_parser import AnswerParser, Parts, ToolCall
+from infer.text.tools.formats import (
     APRIEL,
     BARE,
     DEEPSEEK,

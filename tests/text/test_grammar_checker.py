@@ -13,10 +13,10 @@ import pytest
 
 from doubles import small_tokenizer
 from infer.errors import OverloadedError, RequestError
-from infer.grammar import Grammar
-from infer.text import grammar_checker
-from infer.text.grammar import Vocabulary
-from infer.text.grammar_checker import GrammarChecker
+from infer.text.grammars import grammar_checker
+from infer.text.grammars.compiler import Vocabulary
+from infer.text.grammars.grammar_checker import GrammarChecker
+from infer.types.grammar import Grammar
 
 GOOD = Grammar.choice(["a", "b"])
 

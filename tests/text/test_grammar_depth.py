@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from infer.grammar import Grammar
-from infer.text.grammar_depth import MAX_DEPTH, is_too_deep, schema_depth
+from infer.text.grammars.grammar_depth import MAX_DEPTH, is_too_deep, schema_depth
+from infer.types.grammar import Grammar
 
 
 def rules(count: int, spell: str = "r{}", is_: str = ":") -> str:

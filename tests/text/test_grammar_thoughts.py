@@ -8,9 +8,9 @@ import random
 import pytest
 
 from doubles import small_tokenizer
-from infer.grammar import Grammar
-from infer.text.grammar import Compiler, Vocabulary
-from infer.text.grammar_thoughts import BehindThoughts
+from infer.text.grammars.compiler import Compiler, Vocabulary
+from infer.text.grammars.grammar_thoughts import BehindThoughts
+from infer.types.grammar import Grammar
 
 OPEN, CLOSE = "<think>", "</think>"
 OBJECT = Grammar.json(
@@ -101,7 +101,7 @@ def test_a_grammar_that_may_begin_like_thoughts(compiler: Compiler) -> None:
 
 def test_a_token_that_closes_and_speaks_is_not_taken() -> None:
     """In a vocabulary with pieces across the mark: `>{` would hide the `{` from the grammar."""
-    from infer.text.grammar import TokenBytes
+    from infer.text.grammars.compiler import TokenBytes
 
     pieces = [
         b"a",

@@ -24,8 +24,15 @@ from answers import (
     told_apart,
 )
 
-from infer.text.calls import AnswerParser, Parts, ToolCall, cut_calls, forced_format, parser_for
-from infer.text.formats import (
+from infer.text.answer_parser import (
+    AnswerParser,
+    Parts,
+    ToolCall,
+    cut_calls,
+    forced_format,
+    parser_for,
+)
+from infer.text.tools.formats import (
     BARE,
     DEEPSEEK,
     FORMATS,

@@ -9,9 +9,9 @@ import pytest
 
 from doubles import small_tokenizer
 from infer.errors import RequestError
-from infer.grammar import Grammar
-from infer.text.grammar import Vocabulary
-from infer.text.grammar_checker import GrammarChecker
+from infer.text.grammars.compiler import Vocabulary
+from infer.text.grammars.grammar_checker import GrammarChecker
+from infer.types.grammar import Grammar
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from infer.text.abilities import short_id
 from infer.text.chat_template import ChatTemplate
-from infer.text.formats import (
+from infer.text.template_probes import short_id
+from infer.text.tools.formats import (
     BARE,
     DEEPSEEK,
     FUNCTIONARY_32,
@@ -24,7 +24,7 @@ from infer.text.formats import (
     MISTRAL,
     PYTHONIC,
 )
-from infer.text.tool_use import find_tool_use
+from infer.text.tools.tool_use import find_tool_use
 
 TEMPLATES = Path(__file__).parent / "templates"
 LOOP = "{% for m in messages %}"

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 from infer.bench.drive import Piece, Prompt, Usage
 from infer.config import EngineConfig
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
 from infer.types import SamplingParams
 
 COUNTERS = (
@@ -58,7 +58,7 @@ class EngineTarget:
 @asynccontextmanager
 async def engine_target(config: EngineConfig, *, ignore_eos: bool) -> AsyncIterator[EngineTarget]:
     """Load a model and start an engine; ends it after."""
-    from infer.engine.assemble import build_async_llm  # torch, only now
+    from infer.engine.build.assemble import build_async_llm  # torch, only now
 
     async with build_async_llm(config) as llm:
         yield EngineTarget(llm, ignore_eos=ignore_eos)

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from infer.bench.results import environment
 from infer.config import EngineConfig
-from infer.engine.assemble import prepare
+from infer.engine.build.assemble import prepare
 from infer.engine.core import EngineCore
-from infer.engine.worker import settle as freeze_heap
+from infer.engine.loop import settle as freeze_heap
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import linears
-from infer.models.config import ModelConfig
+from infer.models.model_config import ModelConfig
 from infer.types import Request, SamplingParams
 
 CONTEXT = 512

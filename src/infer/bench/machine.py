@@ -23,14 +23,14 @@ from torch import Tensor
 from infer.bench.gpu import measure_peaks, timed_us
 from infer.bench.results import environment
 from infer.config import EngineConfig
-from infer.engine.checkpoint import find_checkpoint
-from infer.engine.machine import choose_device, choose_dtype, default_threads
+from infer.engine.build.checkpoint import find_checkpoint
+from infer.engine.build.hardware import choose_device, choose_dtype, default_threads
 from infer.errors import ConfigError
-from infer.kernels import native
+from infer.kernels import loader
 from infer.kernels.invariance import linears
 from infer.kernels.linear import Linear, make_linear, of_head, weight_bytes
-from infer.models.config import ModelConfig
 from infer.models.model import build_model
+from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
 
 READ_BYTES = 3 << 29
@@ -84,7 +84,7 @@ def _of_memory(device: torch.device) -> tuple[dict[str, Any], dict[str, float]]:
     """What computes, and the GB/s at which it reads memory."""
     if device.type == "cpu":
         isa = torch.backends.cpu.get_cpu_capability()
-        attention = native.available() or f"native, {native.chosen_instruction_set()}"
+        attention = loader.available() or f"native, {loader.chosen_instruction_set()}"
         return {"torch_isa": isa, "attention": attention}, read_rates()
     peaks = measure_peaks(device)
     read = round(1000 * peaks.read_tb_s, 2)  # a median of many
@@ -133,14 +133,14 @@ def _seconds(run: Callable[[], object]) -> list[float]:
 
 def reader(memory: torch.Tensor) -> Callable[[], float]:
     """A call that has the threads of torch read it once and returns the GB/s."""
-    library = native.library()
+    library = loader.library()
 
     def read() -> float:
         started_s = time.perf_counter()
         if isinstance(library, str):
             memory.sum()
         else:
-            arguments = (memory.nbytes, native.parallel(), torch.get_num_threads())
+            arguments = (memory.nbytes, loader.parallel(), torch.get_num_threads())
             library.infer_read(memory.data_ptr(), *arguments)
         return memory.nbytes / (time.perf_counter() - started_s) / 1e9
 

@@ -1,6 +1,6 @@
 """The `infer` command. Each subcommand is a short function; what it stands on is elsewhere.
 
-Options that configure the engine are made from `EngineConfig` (see `server.options`). Errors of the
+Options that configure the engine are made from `EngineConfig` (see `cli.options`). Errors of the
 start are one sentence on stderr and exit code 2. torch is imported only once a model is needed.
 """
 
@@ -13,12 +13,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from infer.bench.command import app as bench_app
-from infer.cli.keys import app as keys_app
+from infer.cli.api_keys import app as keys_app
+from infer.cli.bench import app as bench_app
+from infer.cli.options import Host, Port, Served, with_engine_options, with_server_options
 from infer.cli.plain import plain
 from infer.config import EngineConfig
 from infer.errors import ConfigError, InferError
-from infer.server.options import Host, Port, Served, with_engine_options, with_server_options
 from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 from infer.version import VERSION
 
@@ -70,7 +70,7 @@ def serve(
     settings: dict[str, Any],
 ) -> None:
     """Serve a model with OpenAI's API, or several."""
-    from infer.server.models import configs_of
+    from infer.server.multi_model import configs_of
     from infer.server.serve import serve_config
 
     if model is not None and models:

@@ -17,7 +17,7 @@ from infer.models.registry import ARCHITECTURES
 
 def run_plan(config: EngineConfig, as_json: bool, free_gib: float | None) -> bool:
     """Print the plan; returns whether it fits."""
-    from infer.engine.assemble import plan_for  # torch, only now
+    from infer.engine.build.assemble import plan_for  # torch, only now
 
     plan = plan_for(config, free=None if free_gib is None else int(free_gib * 2**30))
     if as_json:

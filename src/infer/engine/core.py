@@ -23,9 +23,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from infer.cache.allocator import PageTable
 from infer.errors import DeviceLostError
-from infer.facts import StepFacts
+from infer.schedule.page_allocator import PageTable
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Advanced, Chunk, Plan, Sampled, Sequence, Status
 from infer.types import (
@@ -36,6 +35,7 @@ from infer.types import (
     StepOutput,
     TokenLogprobs,
 )
+from infer.types.step_events import StepFacts
 
 log = logging.getLogger(__name__)
 

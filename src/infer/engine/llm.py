@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from infer.config import EngineConfig
-from infer.engine.assemble import assemble
+from infer.engine.build.assemble import assemble
+from infer.engine.client.output import OutputProcessor, collected, error_of
 from infer.engine.core import EngineCore
-from infer.engine.output import OutputProcessor, collected, error_of
 from infer.errors import EngineDeadError, RequestError
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 

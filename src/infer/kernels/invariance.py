@@ -1,7 +1,7 @@
 """Whether a row's product depends on the rows beside it: a look at a model's layers at start-up.
 
-The promise that an answer does not depend on its company stands on it; `engine.assemble` warns if
-it does not hold on this machine or in this build of torch.
+The promise that an answer does not depend on its company stands on it; `engine.build.assemble`
+warns if it does not hold on this machine or in this build of torch.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer.kernels import cuda, native
+from infer.kernels import cuda, loader
 
 BITS = {"int8": 8, "int4": 4}
 """of a weight, by the name of a quantization"""
@@ -367,7 +367,7 @@ class NativeLinear:
         `RuntimeError` if it cannot run."""
         if reason := native_obstacle():
             raise RuntimeError(reason)
-        library = native.loaded()
+        library = loader.loaded()
         rows, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         gate = 0 if fusion.gate is None else 1 + ("silu", "gelu_tanh").index(fusion.gate)
         self.in_features, self.out_features = width, rows // 2 if gate else rows
@@ -375,7 +375,7 @@ class NativeLinear:
         self.dtype = torch.bfloat16
         self.out_dtype = torch.float32 if fusion.float_out else torch.bfloat16
         num_bytes = library.infer_linear_packed_bytes(rows, width, bits, gate)
-        self.packed = native.page_aligned(num_bytes)
+        self.packed = loader.page_aligned(num_bytes)
         bias = None if bias is None else bias.float().contiguous()
         norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
         assert norm is None or norm.shape == (width,)
@@ -383,7 +383,7 @@ class NativeLinear:
             *(self.packed.data_ptr(), rows, width, bits, gate, fusion.float_out),
             os.environ.get(VARIABLE) != "avx512" and library.infer_linear_runs_here(True),
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
-            *(0.0 if fusion.norm is None else fusion.norm.eps, native.parallel()),
+            *(0.0 if fusion.norm is None else fusion.norm.eps, loader.parallel()),
         )
         weakref.finalize(self, library.infer_linear_free, self.handle)
         column = 0
@@ -421,10 +421,10 @@ def native_obstacle() -> str | None:
     wanted = os.environ.get(VARIABLE) or ""
     if wanted not in ("", "amx", "avx512", "onednn"):
         raise ValueError(f"{VARIABLE}={wanted!r}: use amx, avx512 or onednn")
-    reason = native.available()
-    if reason is None and not native.loaded().infer_linear_runs_here(wanted == "amx"):
+    reason = loader.available()
+    if reason is None and not loader.loaded().infer_linear_runs_here(wanted == "amx"):
         needed = "AMX" if wanted == "amx" else "AVX-512 with BF16 and VNNI"
-        isa = native.chosen_instruction_set()
+        isa = loader.chosen_instruction_set()
         reason = f"linear layers need {needed}; the kernels use {isa} here"
     if reason and wanted in ("amx", "avx512"):
         raise ValueError(f"{VARIABLE}={wanted} is not possible: {reason}")

@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.kernels.layers import AttendsThrough, Parts, stack_layers
+from infer.kernels.layer_stack import AttendsThrough, Parts, stack_layers
 from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear, of_head
 from infer.kernels.rotary import HeadNorms, Turn
-from infer.models.config import ModelConfig
 from infer.models.model import Attend
+from infer.models.model_config import ModelConfig
 from infer.models.rope import RopeTable
 from infer.models.weights import WeightSource
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from infer.models.config import MAX_LAYERS, ConfigReader, ModelConfig, RopeConfig
+from infer.models.model_config import MAX_LAYERS, ConfigReader, ModelConfig, RopeConfig
 from infer.models.rope_config import read_rope, read_rope_spec
 
 Windows = tuple[int | None, ...]

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from infer.kernels.linear import Norm
-from infer.models.config import ModelConfig
 from infer.models.decoder import Attention, GatedMLP, output_head
 from infer.models.model import Attend
+from infer.models.model_config import ModelConfig
 from infer.models.rope import RopeTable
 from infer.models.weights import WeightSource
 

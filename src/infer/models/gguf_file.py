@@ -6,7 +6,7 @@ used unchanged. Four things are undone on the way: llama.cpp's order of query an
 and Mistral only), GPT-2's turned weights, Gemma's `1 + w` in the norms, and Llama 3's RoPE scaling,
 which is stored as one factor for each frequency. The file stays memory-mapped; a tensor is
 dequantised when it is taken, some rows at a time. Parsing and dequantising are the `gguf`
-package's. `engine.assemble` opens files.
+package's. `engine.build.assemble` opens files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from infer.errors import LoadError
-from infer.models.config import ModelConfig
+from infer.models.model_config import ModelConfig
 from infer.models.registry import parse_model_config
 from infer.models.weights import WeightSource
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels.linear import Linear, make_linear
-from infer.models.config import ModelConfig
 from infer.models.decoder import output_head
 from infer.models.model import Attend
+from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infer.errors import LoadError
-from infer.models.config import load_json
+from infer.models.model_config import load_json
 
 SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 SHIPPED_NAME = "infer-demo"

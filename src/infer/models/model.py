@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infer.kernels.linear import Linear
 from infer.kernels.rotary import Turn
-from infer.models.config import ModelConfig
+from infer.models.model_config import ModelConfig
 from infer.models.registry import find_architecture
 from infer.models.weights import WeightSource
 

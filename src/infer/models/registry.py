@@ -13,7 +13,7 @@ from typing import Any
 
 from infer.errors import LoadError
 from infer.models import families
-from infer.models.config import ConfigReader, ModelConfig, load_json
+from infer.models.model_config import ConfigReader, ModelConfig, load_json
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from infer.models.config import RopeConfig
+from infer.models.model_config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from infer.models.config import MAX_NUMBER, ConfigReader, RopeConfig
+from infer.models.model_config import MAX_NUMBER, ConfigReader, RopeConfig
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 _REQUIRED = {

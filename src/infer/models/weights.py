@@ -21,8 +21,8 @@ from torch import Tensor
 
 from infer.errors import LoadError
 from infer.files import MAX_INDEX_BYTES
-from infer.kernels.native import advise
-from infer.models.config import load_json
+from infer.kernels.loader import advise
+from infer.models.model_config import load_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

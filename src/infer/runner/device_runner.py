@@ -25,7 +25,8 @@ from infer.kernels.cuda.draw import DrawBuffers, draw
 from infer.kernels.cuda.step import begin
 from infer.models.model import Model
 from infer.runner.buffers import StepBuffers, StepLayout, TableRows
-from infer.runner.failures import translated
+from infer.runner.device_errors import translated
+from infer.runner.grammar_masks import Masks, Restrictions
 from infer.runner.graphs import (
     MIXED_ROWS,
     Capture,
@@ -36,7 +37,6 @@ from infer.runner.graphs import (
     token_sizes,
 )
 from infer.runner.prompt_scores import score_prompts
-from infer.runner.restrict import Masks, Restrictions
 from infer.runner.sampler import is_plain, sample
 from infer.runner.step_writer import StepWriter
 from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled, Sequence

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from infer.attention.layout import AttentionBackend
 from infer.models.model import Model
-from infer.runner.failures import translated
+from infer.runner.device_errors import translated
+from infer.runner.grammar_masks import Restrictions
 from infer.runner.pack import Packer
 from infer.runner.prompt_scores import score_prompts
-from infer.runner.restrict import Restrictions
 from infer.runner.sampler import NOTHING, Sampler, sample
 from infer.schedule.sequence import Plan, Sampled
 

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.kernels import native
-from infer.runner import blocks
+from infer.kernels import loader
+from infer.runner import vocab_blocks
 from infer.schedule.sequence import NONE_LEFT, NOT_FINITE, Sampled, Sequence
 from infer.types import SamplingParams, TokenLogprobs
 
@@ -65,8 +65,8 @@ def sample(
     other row notices."""
     if not sequences:
         return []  # no row was good
-    rows = blocks.padded(logits)
-    tops = blocks.maxima(rows)
+    rows = vocab_blocks.padded(logits)
+    tops = vocab_blocks.maxima(rows)
     finite = tops.amax(dim=-1).isfinite()  # of a row with a NaN that is the maximum
     if not finite.all():
         good = iter(sample(logits[finite], list(compress(sequences, finite.tolist())), forbidden))
@@ -76,12 +76,12 @@ def sample(
     if forbidden or any(_is_adjusted(sequence) for sequence in sequences):
         rows = rows if logprobs_of is None else rows.clone()
         adjust(rows, sequences, forbidden)
-        tops = blocks.maxima(rows)
+        tops = vocab_blocks.maxima(rows)
         dead = (tops.amax(dim=-1) == -torch.inf).tolist()
     drawn = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
     tokens = [0] * len(sequences)
     if len(drawn) < len(sequences):
-        tokens = blocks.argmax(rows, tops).tolist()
+        tokens = vocab_blocks.argmax(rows, tops).tolist()
     if drawn:
         for row, token in _draw(rows, tops, sequences, drawn, logits.shape[1]).items():
             tokens[row] = token
@@ -126,18 +126,20 @@ def _most_probable(
 ) -> tuple[Tensor, list[tuple[list[int], list[float]]]]:
     """log Σ exp of some rows, as a column; ids and log-probabilities of the k most probable."""
     ones = torch.ones(len(members), device=rows.device)
-    weights = blocks.weights(_rows_of(rows, members), tops[members], ones)
-    total = blocks.running_sums(weights)[:, -1:].log() + tops[members].amax(dim=-1, keepdim=True)
-    values, ids = blocks.largest(rows, tops, members, k)
+    weights = vocab_blocks.weights(_rows_of(rows, members), tops[members], ones)
+    total = vocab_blocks.running_sums(weights)[:, -1:].log() + tops[members].amax(
+        dim=-1, keepdim=True
+    )
+    values, ids = vocab_blocks.largest(rows, tops, members, k)
     return total, list(zip(ids.tolist(), (values - total).tolist(), strict=True))
 
 
 def score(logits: Tensor, tokens: Seq[int], count: int) -> list[TokenLogprobs]:
     """Log-probabilities of given tokens, one a row of the logits, with `count` alternatives."""
-    rows = blocks.padded(logits)
+    rows = vocab_blocks.padded(logits)
     members = torch.arange(len(tokens), device=rows.device)
     count = min(count, logits.shape[1])
-    total, best = _most_probable(rows, blocks.maxima(rows), members, max(1, count))
+    total, best = _most_probable(rows, vocab_blocks.maxima(rows), members, max(1, count))
     own = (rows[members, _tensor(tokens, rows, torch.int64)] - total[:, 0]).tolist()
     return [
         TokenLogprobs(logprob, tuple(zip(*top, strict=True))[:count])
@@ -249,9 +251,9 @@ def _draw(
         members = _tensor(group, rows, torch.int64)
         company = [sequences[row] for row in group]
         if k:
-            values, ids = blocks.largest(rows, tops, members, k)
+            values, ids = vocab_blocks.largest(rows, tops, members, k)
             found = _draw_from_candidates(values, ids, company)
-        elif rows.device.type == "cpu" and not isinstance(native.library(), str):
+        elif rows.device.type == "cpu" and not isinstance(loader.library(), str):
             found = _draw_natively(rows, tops, group, company)
         else:
             found = _draw_from_all(_rows_of(rows, members), tops[members], company)
@@ -266,12 +268,12 @@ def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[Sequence]
         _tensor(column, values, torch.float64).unsqueeze(1)
         for column in zip(*((p.top_k, p.top_p, p.min_p) for p in params), strict=True)
     )
-    weights = blocks.weights(values, values[:, :1], _temperatures(params, values)).double()
+    weights = vocab_blocks.weights(values, values[:, :1], _temperatures(params, values)).double()
     weights *= torch.arange(values.shape[1], device=values.device) < top_k
     sums = weights.cumsum(dim=-1)  # in order, so those behind a row's own k change nothing
     weights *= (sums - weights < top_p * sums[:, -1:]) & (weights >= min_p)
     sums = weights.cumsum(dim=-1)
-    index = blocks.invert(sums, _points(sequences, sums) * sums[:, -1])
+    index = vocab_blocks.invert(sums, _points(sequences, sums) * sums[:, -1])
     tokens: list[int] = ids.gather(1, index.unsqueeze(1)).squeeze(1).tolist()
     return tokens
 
@@ -286,24 +288,24 @@ def _draw_natively(
         numbers = p.temperature, p.top_p, p.min_p, row, seed, len(sequence.tokens)
         wishes.append(struct.pack("dddQQQ", *numbers))
     tokens = array("q", bytes(8 * len(group)))
-    native.loaded().infer_draw(
+    loader.loaded().infer_draw(
         *(rows.data_ptr(), tops.data_ptr(), rows.stride(0), rows.shape[1], tops.shape[1]),
         *(b"".join(wishes), len(wishes), tokens.buffer_info()[0]),
-        *(native.parallel(), torch.get_num_threads()),
+        *(loader.parallel(), torch.get_num_threads()),
     )
     return tokens.tolist()
 
 
 def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[Sequence]) -> list[int]:
     params = [sequence.request.sampling for sequence in sequences]
-    weights = blocks.weights(rows, tops, _temperatures(params, rows))
-    sums = blocks.running_sums(weights)
+    weights = vocab_blocks.weights(rows, tops, _temperatures(params, rows))
+    sums = vocab_blocks.running_sums(weights)
     totals = sums[:, -1].tolist()
     for i, p in enumerate(params):
         if p.min_p > 0.0:
-            blocks.at_least(weights[i], p.min_p, weights[i])
-            sums[i] = blocks.running_sums(weights[i : i + 1])[0]
-    tokens: list[int] = blocks.pick(weights, sums, _points(sequences, sums)).tolist()
+            vocab_blocks.at_least(weights[i], p.min_p, weights[i])
+            sums[i] = vocab_blocks.running_sums(weights[i : i + 1])[0]
+    tokens: list[int] = vocab_blocks.pick(weights, sums, _points(sequences, sums)).tolist()
     for i, p in enumerate(params):
         if p.top_p < 1.0:
             tokens[i] = _keep_top_p(weights[i], p.top_p * totals[i], tokens[i], sequences[i])
@@ -313,12 +315,12 @@ def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[Sequence]) -> lis
 def _keep_top_p(weights: Tensor, limit: float, token: int, sequence: Sequence) -> int:
     """A token before which there is less weight than the limit; `token`: the first attempt."""
     for attempt in count(1):  # ends: each leaves fewer, and before the most probable there are none
-        weights = blocks.more_probable(weights, token)
-        sums = blocks.running_sums(weights.unsqueeze(0))
+        weights = vocab_blocks.more_probable(weights, token)
+        sums = vocab_blocks.running_sums(weights.unsqueeze(0))
         if not sums[0, -1].item() >= limit:
             break
         points = _points([sequence], sums, attempt)
-        token = int(blocks.pick(weights.unsqueeze(0), sums, points))
+        token = int(vocab_blocks.pick(weights.unsqueeze(0), sums, points))
     return token
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Sequence as Seq
 
-from infer.cache.allocator import PageAllocator
 from infer.errors import RequestError, too_long
-from infer.facts import Happening
+from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.sequence import Sequence
 from infer.types import Request
+from infer.types.step_events import Happening
 
 MAX_NAMED = 4
 """of those before it that a request is told about"""

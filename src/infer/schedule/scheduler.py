@@ -12,7 +12,7 @@ Liveness. Sequences are totally ordered by rank, and only finitely many ever go 
 The first in rank of those seated can preempt all others, so it always gets its pages; no seated
 sequence is passed over for long (`_hand_out_tokens`); so it finishes, and its seat and pages go to
 the first in rank of those who wait, whom nobody passes at the door. So everybody's turn comes.
-Between tenants the door and the tokens go by what each has been given (`schedule.accounts`).
+Between tenants the door and the tokens go by what each has been given (`schedule.fair_share`).
 
 Called by `engine.core` only. Knows no tensors, no text, no threads; its clock is injected.
 """
@@ -24,14 +24,12 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from operator import attrgetter
 
-from infer.cache.allocator import Key, PageAllocator, PageTable
 from infer.config import SchedulerConfig
 from infer.errors import OverloadedError, RequestError
-from infer.facts import Happening
-from infer.schedule.accounts import Accounts
+from infer.schedule.admission import make_door
 from infer.schedule.arrival import check_fits, queued
-from infer.schedule.door import make_door
-from infer.schedule.pace import Pace
+from infer.schedule.fair_share import Accounts
+from infer.schedule.page_allocator import Key, PageAllocator, PageTable
 from infer.schedule.policy import MAX_IDLE_STEPS, find_policy
 from infer.schedule.sequence import (
     PENDING,
@@ -44,7 +42,9 @@ from infer.schedule.sequence import (
     Status,
 )
 from infer.schedule.stats import SchedulerStats
+from infer.schedule.step_budget import Pace
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.step_events import Happening
 
 _rank = attrgetter("rank")
 _last_turn = attrgetter("last_turn")

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from infer.cache.allocator import PageTable
 from infer.errors import EngineError, RequestError
+from infer.schedule.page_allocator import PageTable
 from infer.types import ErrorRecord, Request, TokenLogprobs
 
 PENDING = -1
@@ -31,7 +31,7 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """What one tenant has been given; kept by `schedule.accounts`."""
+    """What one tenant has been given; kept by `schedule.fair_share`."""
 
     num_tokens: int = 0
     num_here: int = 0

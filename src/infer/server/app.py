@@ -24,30 +24,22 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from infer.engine.async_llm import AsyncLLM
+from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import DeadlineError, EngineDeadError, InferError, UnprocessableError
-from infer.server import intake, validation
-from infer.server.answer import ChatAnswer, CompletionAnswer, TypedEvents
-from infer.server.body import NUM_BYTES, TextPool
-from infer.server.connections import connections_of
-from infer.server.conversations import Conversations
-from infer.server.failures import IGNORED, Edge, HttpError, pass_on, respond
-from infer.server.hosts import HostGuard
-from infer.server.keys import Keys
-from infer.server.logs import log_visit
-from infer.server.metrics import CONTENT_TYPE, Metrics, text_of
-from infer.server.openapi import JSON, document, each, takes
-from infer.server.prefixes import PublicPrefixes
-from infer.server.rendering import json_response, render
-from infer.server.requests import cancelled, listed, shown
-from infer.server.sessions import Quota
-from infer.server.settings import ServerSettings
-from infer.server.story import Stories, Story
-from infer.server.stream import Events, EventStream, all_of, unless_gone
-from infer.server.tenants import Gate, revoked, tenant_of
-from infer.server.tracing import make_tracing
-from infer.server.visit import Visit
-from infer.server.wire import (
+from infer.server.http.connections import connections_of
+from infer.server.http.context import Visit
+from infer.server.http.error_responses import IGNORED, Edge, HttpError, pass_on, respond
+from infer.server.http.hosts import HostGuard
+from infer.server.observe.logs import log_visit
+from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
+from infer.server.observe.request_trace import Stories, Story
+from infer.server.observe.spans import make_tracing
+from infer.server.offload import NUM_BYTES, TextPool
+from infer.server.openai import schema_base, to_engine
+from infer.server.openai.answers import ChatAnswer, CompletionAnswer, TypedEvents
+from infer.server.openai.large_json import json_response, render
+from infer.server.openai.openapi import JSON, document, each, takes
+from infer.server.openai.schema import (
     Body,
     ChatBody,
     CompletionBody,
@@ -56,6 +48,14 @@ from infer.server.wire import (
     TokenizeBody,
     TokenizeChatBody,
 )
+from infer.server.openai.streaming import Events, EventStream, all_of, unless_gone
+from infer.server.request_endpoints import cancelled, listed, shown
+from infer.server.sessions.routes import Conversations
+from infer.server.sessions.store import Quota
+from infer.server.settings import ServerSettings
+from infer.server.tenancy.keys import Keys
+from infer.server.tenancy.limits import Gate, revoked, tenant_of
+from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.types import Request
 
 B = TypeVar("B", bound=Body)
@@ -94,7 +94,7 @@ class Endpoints:
     def _checked(self, http: HttpRequest, model: type[B], body: dict[str, Any]) -> B:
         """There is one model; a request may leave its name out."""
         ignored = http.scope[IGNORED] if self._settings.unknown_params == "ignore" else None
-        wire = validation.read(model, body, ignored)
+        wire = schema_base.read(model, body, ignored)
         if wire.model not in (None, self._engine.model_name):
             message = f"there is no such model here; this server has {self._engine.model_name!r}"
             raise HttpError(404, message, param="model", code="model_not_found")
@@ -105,13 +105,13 @@ class Endpoints:
     @takes(CompletionBody, refuses=(429, 499, 504), answers=(JSON, EVENTS))
     async def completions(self, http: HttpRequest) -> Response:
         """OpenAI's completions."""
-        make_requests = intake.completion_requests
+        make_requests = to_engine.completion_requests
         return await self._answer(http, CompletionBody, make_requests, CompletionAnswer)
 
     @takes(ChatBody, refuses=(404, 409, 429, 499, 504), answers=(JSON, EVENTS))
     async def chat_completions(self, http: HttpRequest) -> Response:
         """OpenAI's chat completions; with a session_id, the new messages of a session."""
-        return await self._answer(http, ChatBody, intake.chat_requests, ChatAnswer)
+        return await self._answer(http, ChatBody, to_engine.chat_requests, ChatAnswer)
 
     async def _answer(
         self,
@@ -143,7 +143,7 @@ class Endpoints:
         # From here on a choice counts as one that is being made; then its story begins, at once.
         with tenant.queueing(num_choices, **counts), engine.reserved(num_choices):
             requests, answer = await self._pool.computed(http, prepare, heavy=wire.is_heavy)
-        if isinstance(wire, ChatBody) and (warning := intake.tool_warning(engine, wire)):
+        if isinstance(wire, ChatBody) and (warning := to_engine.tool_warning(engine, wire)):
             visit.headers.append(("x-warning", warning))
         if turn:
             answer.on_new = turn.add
@@ -198,7 +198,7 @@ class Endpoints:
         self._charge(http)
         how = {"heavy": wire.is_heavy}
         prompt, ids = await self._pool.computed(
-            http, intake.rendered_chat, self._engine, wire, **how
+            http, to_engine.rendered_chat, self._engine, wire, **how
         )
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
@@ -219,7 +219,7 @@ class Endpoints:
     def _tokenized(self, wire: TokenizeBody | TokenizeChatBody) -> dict[str, Any]:
         engine = self._engine
         if isinstance(wire, TokenizeChatBody):
-            ids = engine.render_chat(intake.plain_messages(wire), **wire.template_arguments)
+            ids = engine.render_chat(to_engine.plain_messages(wire), **wire.template_arguments)
         else:
             ids = engine.tokenizer.encode(
                 wire.prompt,

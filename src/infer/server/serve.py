@@ -32,16 +32,16 @@ from types import FrameType
 import uvicorn
 
 from infer.config import EngineConfig
-from infer.engine.async_llm import AsyncLLM
-from infer.engine.launch import Loads
-from infer.engine.worker import settle
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.loop import settle
+from infer.engine.process.launch import Loads
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers
-from infer.server.connections import Connections, connection_limits
-from infer.server.logs import JsonLines, LogWriter, access
-from infer.server.models import Models
-from infer.server.protocol import BoundedProtocol
+from infer.server.http.bounded_protocol import BoundedProtocol
+from infer.server.http.connections import Connections, connection_limits
+from infer.server.multi_model import Models
+from infer.server.observe.logs import JsonLines, LogWriter, access
 from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 
 log = logging.getLogger("infer.server")
@@ -400,9 +400,9 @@ def serve_config(
         launch: Callable[[EngineConfig], AsyncLLM]
         loads = Loads()
         if in_thread:
-            from infer.engine.assemble import build_async_llm as launch  # brings in torch
+            from infer.engine.build.assemble import build_async_llm as launch  # brings in torch
         else:
-            from infer.engine.launch import launch as launch_process
+            from infer.engine.process.launch import launch as launch_process
 
             launch = functools.partial(
                 launch_process,

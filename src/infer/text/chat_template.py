@@ -22,11 +22,11 @@ from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 
 from infer.errors import LoadError, RequestError
-from infer.text.abilities import find_abilities
 from infer.text.control_text import free_noncharacters, strings_in
-from infer.text.formats import ToolFormat
 from infer.text.sandbox import MAX_RENDERED_CHARS, BoundedEnvironment, WorkError
-from infer.text.tool_messages import adapted
+from infer.text.template_probes import find_abilities
+from infer.text.tools.formats import ToolFormat
+from infer.text.tools.tool_messages import adapted
 
 MAX_UNITS, UNITS_PER_CHAR = 20_000_000, 256
 """Of work, for a prompt of few words, and for each character that the template is given. Published

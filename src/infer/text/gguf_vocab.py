@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence,
 from tokenizers.processors import TemplateProcessing
 
 from infer.errors import LoadError
-from infer.text.checkpoint_files import TextFiles
+from infer.text.checkpoint_text import TextFiles
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 _NAMED_IDS = {

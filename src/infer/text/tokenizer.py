@@ -19,10 +19,10 @@ import tokenizers
 from infer.errors import LoadError, RequestError
 from infer.files import reading
 from infer.text.chat_template import ChatTemplate
-from infer.text.checkpoint_files import TextFiles, read_text_files
+from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
 from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pieces_for
-from infer.text.tool_use import ToolUse, find_tool_use
+from infer.text.tools.tool_use import ToolUse, find_tool_use
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 LONG_CHARS = 8192

@@ -3,7 +3,7 @@
 A pattern of a `tokenizer.json` can take longer than anybody waits over a few hundred characters,
 in native code that nothing interrupts. `try_patterns` has a process with a limit of CPU time encode
 such texts; patterns that published families have are known and not tried. Used by
-`engine.checkpoint`, before anything else is encoded.
+`engine.build.checkpoint`, before anything else is encoded.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class FinishReason(StrEnum):
 class Request:
     """What the engine works on: token ids in, everything resolved, nothing left to default.
 
-    Built by `engine.intake`, which knows the model's limits; the scheduler checks them again.
+    Built by `engine.client.input`, which knows the model's limits; the scheduler checks them again.
     """
 
     request_id: str

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from infer.errors import RequestError, UnprocessableError
-from infer.grammar import KINDS, MAX_GRAMMAR_CHARS, Grammar
+from infer.types.grammar import KINDS, MAX_GRAMMAR_CHARS, Grammar
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256

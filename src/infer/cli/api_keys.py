@@ -1,0 +1,68 @@
+"""`infer keys`: make, list and revoke the API keys of a server; one that runs notices at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from infer.cli.options import with_options
+from infer.cli.plain import plain
+from infer.server.tenancy.keys import Keys, Limits
+
+app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Option(help="The file that infer serve --api-keys is given.")]
+Name = Annotated[str, typer.Argument(help="Of whom the key is; shown in lists, logs and metrics.")]
+DEFAULT = Path("keys.json")
+
+
+def _create(name: Name, file: File = DEFAULT, *, limits: dict[str, Any]) -> None:
+    """Make a key and print it: it is not kept and cannot be shown again."""
+    print(Keys(file, must_exist=False).create(name, Limits(**limits)))
+
+
+app.command("create")(with_options(Limits, "limits", "Limits")(_create))
+
+
+@app.command("list")
+def list_keys(file: File = DEFAULT) -> None:
+    """List the keys and their limits."""
+    table = Table("name", "id", "created", "limits", box=None, padding=(0, 2, 0, 0))
+    for key in Keys(file).all():
+        created = time.strftime("%Y-%m-%d", time.gmtime(key.created))
+        given = {n: v for n, v in dataclasses.asdict(key.limits).items() if v not in (None, False)}
+        limits = ", ".join(name if v is True else f"{name}={v}" for name, v in given.items())
+        table.add_row(*map(plain, (key.name, key.id, created, limits)))
+    Console(highlight=False, markup=False).print(table)
+
+
+@app.command()
+def revoke(name: Name, file: File = DEFAULT) -> None:
+    """Remove a key: from now on it is not let in, and what it runs is ended."""
+    Keys(file).revoke(name)
+
+
+@app.command()
+def purge(
+    file: File = DEFAULT,
+    sessions: Annotated[
+        str | None,
+        typer.Option(help="Database URL of the sessions, as infer serve is given it."),
+    ] = None,
+) -> None:
+    """Delete the sessions of keys that are not in the file any more: nobody can reach them."""
+    from infer.server.sessions.routes import default_url
+    from infer.server.sessions.store import Sessions
+
+    keys = Keys(file).all()
+    store = Sessions(sessions or default_url())
+    try:
+        print(f"{store.purge([key.id for key in keys])} sessions deleted")
+    finally:
+        store.close()

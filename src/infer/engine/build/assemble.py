@@ -1,0 +1,352 @@
+"""The composition root: settings in, an engine out.
+
+The only module that names concrete parts: which decoder, attention backend, storage, runner,
+scheduler. Everything else receives what it works with. A problem is a `LoadError` or `ConfigError`
+here, before anything is served.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import infer.engine.build.hardware as machine
+from infer.attention.cpu import NativeBackend, obstacle
+from infer.attention.layout import AttentionBackend
+from infer.attention.sdpa import SDPABackend
+from infer.config import EngineConfig, SchedulerConfig, own_function
+from infer.engine.build.checkpoint import Checkpoint, find_checkpoint, text_of
+from infer.engine.build.memory_plan import (
+    CPU_TOKENS_BESIDE_STREAMS,
+    CUDA_TOKENS_BESIDE_STREAMS,
+    MAX_PREFIX_SHARE,
+    MemoryPlan,
+    gib,
+    make_plan,
+)
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import Intake, Limits, log_tool_use
+from infer.engine.core import EngineCore
+from infer.engine.loop import Blueprint, EngineThread
+from infer.errors import ConfigError, LoadError
+from infer.files import reading
+from infer.kernels import cuda
+from infer.kernels.invariance import batch_invariance_problem, invariant_sizes
+from infer.models.model import Model, build_model
+from infer.models.model_config import ModelConfig
+from infer.runner.grammar_masks import Restrictions
+from infer.runner.graphs import CudaCapture, step_sizes
+from infer.runner.kv_storage import KVStorage
+from infer.runner.model_runner import ModelRunner
+from infer.runner.sampler import sample
+from infer.schedule.page_allocator import PageAllocator
+from infer.schedule.scheduler import Scheduler
+from infer.text.grammars.compiler import Compiler, Vocabulary
+from infer.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+SHARE_AFTER_FULL_STEP = 0.92
+"""of the memory of a GPU that a full step leaves free, what the KV cache takes"""
+DEAD_ENGINE_S = 15.0
+"""how long an engine waits for the memory of the one before it"""
+SMALL_MODEL_BYTES = 16 << 20
+"""of weights, up to which a server has as much to do for a token as its engine, and so a core"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """An engine that is ready to be stepped, and what its façade needs."""
+
+    core: EngineCore
+    intake: Intake
+    model_name: str
+
+
+def assemble(config: EngineConfig) -> EngineParts:
+    """Load the model and put an engine together; `LoadError` / `ConfigError` if that cannot be."""
+    blueprint = prepare(config)
+    tokenizer = Tokenizer(blueprint.files)
+    log_tool_use(tokenizer)
+    core, limits = blueprint.build()
+    return EngineParts(core, Intake(tokenizer, limits, config.seed or 0), blueprint.model_name)
+
+
+def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
+    """All that can be known, and refused, before the weights are loaded."""
+    machine.keep_freed_memory()
+    checkpoint = find_checkpoint(
+        config.model, revision=config.revision, dummy=config.load_format == "dummy"
+    )
+    device = machine.choose_device(config)
+    dtype = machine.choose_dtype(config, checkpoint.config, device)
+    if device.type == "cpu":
+        machine.log_dtype(config, checkpoint.config, dtype)
+    with reading(str(config.model)):
+        plan = make_plan(config, checkpoint.config, checkpoint.name)
+    ends_s = time.monotonic() + DEAD_ENGINE_S
+    while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
+        time.sleep(0.2)  # an engine that has died may still be giving its memory back
+        plan = make_plan(config, checkpoint.config, checkpoint.name)
+    if not plan.fits:
+        raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
+    spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
+    torch.set_num_threads(config.num_threads or machine.default_threads(spare))
+    return Blueprint(
+        model_name=config.served_model_name or checkpoint.name,
+        files=text_of(checkpoint, config),
+        build=lambda: _build(config, checkpoint, plan, dtype, device),
+        pinned=lambda core: _pinned(core, device),
+    )
+
+
+def _pinned(core: EngineCore, device: torch.device) -> dict[str, Any]:
+    """On a GPU the size of the cache follows from what was free: the next engine, which has the
+    requests of this one to go on with, gets as many pages."""
+    if device.type != "cuda":
+        return {}
+    scheduler = core.scheduler
+    return {
+        "kv_cache_pages": scheduler.allocator.num_usable,
+        "max_seq_len": scheduler.config.max_seq_len,
+    }
+
+
+def prepare_process(settings: dict[str, Any]) -> Blueprint:
+    """`prepare` for `engine.process.child`, which gets the settings as plain data."""
+    return prepare(EngineConfig(**settings), beside_server=True)
+
+
+def _build(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plan: MemoryPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[EngineCore, Limits]:
+    started_s = time.perf_counter()
+    model_config = checkpoint.config
+    # A second's work for a large vocabulary, most of it with the interpreter's lock: beside the
+    # weights it costs little, beside the first request a second.
+    restrictions = Restrictions(
+        lambda: Compiler(
+            Vocabulary.of(Tokenizer(text_of(checkpoint, config)), model_config.vocab_size)
+        )
+    )
+    before = machine.used_bytes(device)
+    with reading(f"the weights of {checkpoint.name}"):
+        source = checkpoint.source(dtype, device)
+        source.quantization = config.weight_format
+        source.batch_invariant = config.batch_invariant
+        model = build_model(model_config, source, plan.max_seq_len)
+    after = machine.used_bytes(device)
+    if device.type == "cpu" and (problem := batch_invariance_problem(model)):
+        log.warning("%s", problem)
+    beside = CUDA_TOKENS_BESIDE_STREAMS if device.type == "cuda" else CPU_TOKENS_BESIDE_STREAMS
+    scheduler_config = SchedulerConfig(
+        max_batch_size=config.max_batch_size or machine.default_seats(device),
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_tokens_beside_streams=None if config.max_num_batched_tokens else beside,
+        max_seq_len=plan.max_seq_len,
+        max_waiting_requests=config.max_waiting_requests,
+        batching_mode=config.batching_mode,
+        scheduler_policy=config.scheduler_policy,
+        batch_wait_timeout_s=config.batch_wait_timeout_s,
+        max_step_ms=config.max_step_ms,
+        hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
+    )
+    seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
+    workshop = _Workshop(config, plan, model, restrictions, device, seats)
+    num_pages = plan.num_pages
+    if device.type == "cuda":
+        num_pages = _pages_that_fit(config, plan, workshop, device)
+    runner = workshop.runner(num_pages)
+    if workshop.launches:
+        _warm_up(runner, seats)
+    allocator = PageAllocator(
+        num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
+    )
+    scheduler = Scheduler(scheduler_config, allocator, time.monotonic)
+    limits = Limits(
+        vocab_size=model_config.vocab_size,
+        max_seq_len=plan.max_seq_len,
+        num_seats=scheduler.num_seats,
+        max_waiting_requests=config.max_waiting_requests,
+    )
+    log.info(
+        "%s: %s on %s, weights %s (planned %s), KV cache %s, %s (planned %s) for %s tokens,"
+        " ready in %.1f s",
+        checkpoint.name,
+        plan.dtype,
+        device,
+        "?" if before is None or after is None else gib(after - before),
+        gib(plan.weight_bytes),
+        plan.kv_cache_dtype,
+        gib((num_pages + 1) * plan.page_size * plan.kv_bytes_per_token),
+        gib(plan.kv_bytes),
+        f"{num_pages * plan.page_size:,}",
+        time.perf_counter() - started_s,
+    )
+    core = EngineCore(scheduler, runner)
+    if problem := core.try_out():
+        raise LoadError(f"a first step fails, so every request would: {problem}")
+    return core, limits
+
+
+class _Workshop:
+    """Makes runners over caches of any size for one model."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: MemoryPlan,
+        model: Model,
+        restrictions: Restrictions,
+        device: torch.device,
+        seats: int,
+    ) -> None:
+        self.config, self.plan, self.model = config, plan, model
+        self.restrictions, self.device, self.seats = restrictions, device, seats
+        self.max_tokens = max(plan.max_num_batched_tokens, seats)
+        self.sizes: list[int] | None = None
+        self.obstacle = cuda.obstacle(device)
+        if config.attention_backend == "sdpa":
+            self.obstacle = "attention_backend='sdpa'"
+        if config.attention_backend == "triton" and self.obstacle:
+            raise ConfigError("attention_backend", f"'triton' is not possible: {self.obstacle}")
+        if device.type != "cuda":
+            return
+        if config.batch_invariant:
+            if self.obstacle:
+                raise ConfigError("batch_invariant", f"is not possible here: {self.obstacle}")
+            sizes = step_sizes(self.max_tokens, seats)
+            self.sizes = invariant_sizes(model, sizes, device)
+            lost = sorted(set(sizes).difference(self.sizes))
+            log.info("batch-invariant: steps have %d sizes; without %s", len(self.sizes), lost)
+        else:
+            log.info(
+                "on this device an answer may depend on the requests beside it, in its last bits;"
+                " batch_invariant (--batch-invariant) keeps it from that"
+            )
+
+    @property
+    def launches(self) -> bool:
+        """Whether its runners work on a device of their own, one step ahead."""
+        return self.device.type == "cuda" and self.obstacle is None
+
+    def runner(self, num_pages: int) -> Any:
+        """A runner with so many pages (without page 0) of cache."""
+        plan, shape, device = self.plan, self.model.config, self.device
+        held = getattr(torch, plan.kv_cache_dtype)
+        storage = KVStorage(shape, num_pages + 1, plan.page_size, dtype=held, device=device)
+        caches = (*storage.keys, *storage.values)
+        if self.launches:
+            if self.config.sampler != "default":
+                raise ConfigError("sampler", "a GPU's runner draws with a kernel; leave it out")
+            from infer.attention.triton import TritonBackend
+            from infer.runner.device_runner import DeviceRunner
+
+            backend = TritonBackend(
+                storage.keys,
+                storage.values,
+                num_heads=shape.num_heads,
+                scale=shape.attention_scale,
+                windows=[shape.window(layer) for layer in range(shape.num_layers)],
+                ordered=self.config.batch_invariant,
+            )
+            log.info("attention: Triton kernels")
+            return DeviceRunner(
+                self.model,
+                backend,
+                self.restrictions,
+                caches,
+                device,
+                max_tokens=self.max_tokens,
+                max_sequences=self.seats,
+                max_seq_len=plan.max_seq_len,
+                capture=CudaCapture[Tensor | None](),
+                sizes=self.sizes,
+            )
+        if device.type == "cuda":
+            log.warning("the kernels for CUDA are not used, and steps are slow: %s", self.obstacle)
+        attention = _attention(self.config.attention_backend, storage, shape)
+        own = None if self.config.sampler == "default" else self.config.sampler
+        sampler = own_function("sampler", own) if own else sample
+        return ModelRunner(self.model, attention, self.restrictions, caches, device, sampler)
+
+
+def _pages_that_fit(
+    config: EngineConfig, plan: MemoryPlan, workshop: _Workshop, device: torch.device
+) -> int:
+    """Pages of a cache on a GPU: what the settings say, else from what a full step leaves free."""
+    given = config.kv_cache_memory_bytes or config.kv_cache_pages
+    if given or config.kv_cache_backend != "paged" or not workshop.launches:
+        return plan.num_pages
+    per_sequence = -(-workshop.max_tokens // workshop.seats)
+    rehearsal = workshop.runner(-(-per_sequence // plan.page_size) + 1)
+    torch.cuda.reset_peak_memory_stats(device)
+    held = torch.cuda.memory_allocated(device)
+    rehearsal.rehearse(workshop.seats, per_sequence)
+    peak = torch.cuda.max_memory_allocated(device) - held
+    del rehearsal
+    torch.cuda.empty_cache()
+    free = machine.free_bytes(device)
+    page_bytes = plan.page_size * plan.kv_bytes_per_token
+    pages = int(SHARE_AFTER_FULL_STEP * (free - peak)) // page_bytes - 1
+    useful = MAX_PREFIX_SHARE * workshop.seats * -(-plan.max_seq_len // plan.page_size)
+    log.info("a full step takes %s; %s are free beside it", gib(peak), gib(free - peak))
+    least = -(-plan.max_seq_len // plan.page_size)
+    if pages < least:
+        raise ConfigError(
+            "max_seq_len",
+            f"beside weights and a full step there is room for {max(0, pages) * plan.page_size:,}"
+            f" tokens of KV cache; a sequence may have {plan.max_seq_len:,}: lower max_seq_len,"
+            " max_num_batched_tokens or max_batch_size",
+        )
+    return min(pages, useful)
+
+
+def _warm_up(runner: Any, seats: int) -> None:
+    """Have every kernel compiled that a step may need, before the first request."""
+    for num_sequences in (1, 2, 8, 16, 32, 64, seats):
+        if num_sequences <= seats:
+            runner.rehearse(num_sequences, 1)
+    for num_tokens in (2, 20, 160):
+        runner.rehearse(1, num_tokens)
+
+
+def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
+    """What the settings would need on this machine; loads nothing. `free`: bytes to plan with."""
+    checkpoint = find_checkpoint(config.model, revision=config.revision)
+    return make_plan(config, checkpoint.config, checkpoint.name, free=free)
+
+
+def build_async_llm(config: EngineConfig) -> AsyncLLM:
+    """An engine in a thread behind the asyncio façade; not started yet."""
+    parts = assemble(config)
+    return AsyncLLM(EngineThread(parts.core), parts.intake, parts.model_name)
+
+
+def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:
+    cache = storage.keys[0]
+    reason = obstacle(shape.head_dim, cache.dtype, cache.device, cache.shape[1])
+    if wanted == "native" and reason:
+        raise ConfigError("attention_backend", f"'native' is not possible: {reason}; use 'auto'")
+    if wanted == "auto" and reason and cache.device.type == "cpu":
+        log.warning("attention will be several times slower than it could be: %s", reason)
+    kind = SDPABackend if wanted == "sdpa" or reason else NativeBackend
+    backend = kind(
+        storage.keys,
+        storage.values,
+        num_heads=shape.num_heads,
+        scale=shape.attention_scale,
+        windows=[shape.window(layer) for layer in range(shape.num_layers)],
+    )
+    isa = f"native, {backend.isa}" if isinstance(backend, NativeBackend) else "torch's SDPA"
+    log.info("attention: %s", isa)
+    return backend

@@ -1,0 +1,89 @@
+"""`Checkpoint`: the three parts of a model on disk, whatever it is stored as.
+
+A folder in Hugging Face's layout or a single GGUF file, a local path or a hub id: from here on
+nobody asks which. Opening reads configuration only; the text side and the weights are read when
+they are asked for. Used by `engine.build.assemble`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from infer.config import EngineConfig
+from infer.errors import ConfigError, LoadError
+from infer.files import MAX_CONFIG_BYTES, read_text, reading
+from infer.models.gguf_file import GGUFFile
+from infer.models.hub import SHIPPED_FOLDER, locate
+from infer.models.model_config import ModelConfig
+from infer.models.registry import read_model_config
+from infer.models.weights import WeightSource, dummy_source, open_checkpoint
+from infer.text.checkpoint_text import TextFiles, read_text_files
+from infer.text.gguf_vocab import text_files
+from infer.text.trial import try_patterns
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model on disk: what it is called, its shape, how its other parts are loaded."""
+
+    name: str
+    config: ModelConfig
+    text: Callable[[], TextFiles]
+    source: Callable[[torch.dtype, torch.device], WeightSource]
+
+
+def find_checkpoint(
+    model: str | None, *, revision: str | None = None, dummy: bool = False
+) -> Checkpoint:
+    """The checkpoint that `model` names, `dummy`: with random weights; `LoadError` if none does."""
+    path, name = locate(model, revision=revision)
+    with reading(str(path)):
+        return _open(path, name, dummy)
+
+
+def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
+    if path.is_file():
+        file = GGUFFile(path)
+        return Checkpoint(
+            name,
+            file.config,
+            text=lambda: text_files(file.metadata, str(path)),
+            source=dummy_source if dummy else file.source,
+        )
+    # Random weights speak noise in any vocabulary: a config alone borrows the shipped tokenizer.
+    borrows = dummy and not (path / "tokenizer.json").is_file()
+    return Checkpoint(
+        name,
+        read_model_config(path),
+        text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
+        source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
+    )
+
+
+def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
+    """The text side of a checkpoint, with what the operator has said about it.
+
+    Raises `ConfigError` for a file of a chat template that cannot be read.
+    """
+    with reading(f"the tokenizer of {checkpoint.name}"):
+        files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
+        try_patterns(files.tokenizer_json)
+    if config.chat_template is None:
+        return files
+    path = Path(config.chat_template)
+    try:
+        if not path.is_file():
+            raise ConfigError("chat_template", f"there is no file {config.chat_template!r}")
+        template = read_text(path, MAX_CONFIG_BYTES)
+    except LoadError as error:
+        raise ConfigError("chat_template", str(error)) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        message = f"{config.chat_template!r} cannot be read: {reason}"
+        raise ConfigError("chat_template", message) from None
+    return dataclasses.replace(files, templates={"default": template})

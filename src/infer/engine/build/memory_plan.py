@@ -1,0 +1,276 @@
+"""What a model will need on this machine, before it is loaded: `infer plan` and the start-up check.
+
+Weights are counted by building the model from tensors that have a shape and no memory, so the
+number is exact for every family; the KV cache follows from the config; activations are the
+high-water of one full step. `make_plan` raises `ConfigError`, with the table, when it cannot fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
+from infer.engine.build.hardware import (
+    choose_cache_dtype,
+    choose_device,
+    choose_dtype,
+    default_seats,
+    free_bytes,
+)
+from infer.errors import ConfigError
+from infer.kernels.invariance import linears
+from infer.kernels.linear import can_pack, held_bytes, native_obstacle
+from infer.kernels.loader import STRIP, cell_bytes
+from infer.models.model import build_model
+from infer.models.model_config import ModelConfig
+from infer.models.weights import WeightSource
+
+SHARE_OF_FREE_MEMORY = 0.8
+"""of the memory that is left beside weights and activations, what the KV cache may take"""
+MAX_PREFIX_SHARE = 2
+"""how many times what full seats need the KV cache is by default: the rest remembers prefixes"""
+CPU_TOKENS_BESIDE_STREAMS = 512
+CUDA_TOKENS_BESIDE_STREAMS = 2048
+"""of a step, by default: running streams wait for its end"""
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes and counts; see `rows` for what they mean."""
+
+    model: str
+    device: str
+    dtype: str
+    num_parameters: int
+    weight_bytes: int
+    activation_bytes: int
+    free_bytes: int
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
+    kv_bytes: int
+    page_size: int
+    num_pages: int
+    """without page 0"""
+    max_seq_len: int
+    max_batch_size: int
+    max_num_batched_tokens: int
+    fits: bool
+    field: str
+    """the setting to change, if it does not fit"""
+    advice: str
+    """what would fit, if it does not"""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_pages * self.page_size
+
+    def sequences_that_fit(self) -> dict[int, int]:
+        """Length in tokens → sequences of that length that the KV cache holds together."""
+        lengths = [n for n in LENGTHS if n < self.max_seq_len] + [self.max_seq_len]
+        return {n: self.num_pages // -(-n // self.page_size) for n in lengths}
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "sequences_that_fit": self.sequences_that_fit()}
+
+    def __str__(self) -> str:
+        return "\n".join(f"  {what:<20}{how_much}" for what, how_much in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """The plan as a table of what and how much."""
+        left = self.free_bytes - self.weight_bytes - self.activation_bytes - self.kv_bytes
+        fit = ", ".join(f"{count} x {n:,}" for n, count in self.sequences_that_fit().items())
+        return [
+            ("model", f"{self.model}, {self.num_parameters / 1e6:,.1f} M parameters"),
+            ("computed in", f"{self.dtype} on {self.device}"),
+            ("free memory", gib(self.free_bytes)),
+            ("weights", gib(self.weight_bytes)),
+            ("activations", f"{gib(self.activation_bytes)} in a step of"
+             f" {self.max_num_batched_tokens} tokens"),
+            ("KV cache a token", f"{self.kv_bytes_per_token:,} bytes, {self.kv_cache_dtype}"),
+            ("KV cache", f"{gib(self.kv_bytes)}: {self.num_pages:,} pages of {self.page_size}"
+             f" tokens, {self.num_cached_tokens:,} tokens"),
+            ("sequences that fit", f"{fit} tokens (seats: {self.max_batch_size})"),
+            ("left over", gib(left) if left >= 0 else f"{gib(-left)} too little"),
+            ("verdict", "fits" if self.fits else f"does not fit: {self.advice}"),
+        ]  # fmt: skip
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for a person."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def make_plan(
+    config: EngineConfig, model: ModelConfig, name: str, *, free: int | None = None
+) -> MemoryPlan:
+    """The plan for these settings; `fits` says whether it can be carried out.
+
+    `free`: bytes to plan with instead of what the device has free. Raises `ConfigError` only for
+    settings that are wrong on any machine.
+    """
+    device = choose_device(config)
+    dtype = choose_dtype(config, model, device)
+    if config.max_seq_len is not None and config.max_seq_len > model.max_seq_len:
+        raise ConfigError(
+            "max_seq_len", f"{config.max_seq_len} exceeds the model's own limit {model.max_seq_len}"
+        )
+    free = free_bytes(device) if free is None else free
+    batched = config.max_num_batched_tokens or default_batched_tokens(device, dtype)
+    seats = config.max_batch_size or default_seats(device)
+    seats = 1 if config.batching_mode == "sequential" else seats
+    parameters, weights = count_weights(model, dtype, device, config.weight_format)
+    activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
+    page_size = page_size_for(config, model)
+    cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
+    heads = 2 * model.num_layers * model.num_kv_heads
+    token_bytes = heads * cell_bytes(model.head_dim, cache_dtype)
+    given = config.kv_cache_memory_bytes
+    if config.kv_cache_pages is not None:
+        given = (config.kv_cache_pages + 1) * page_size * token_bytes
+    cache = _Cache(
+        config,
+        page=(page_size, token_bytes),
+        model_max=model.max_seq_len,
+        seats=seats,
+        budget=given or max(0, int((free - weights - activations) * SHARE_OF_FREE_MEMORY)),
+    )
+    need = weights + activations + cache.kv_bytes
+    return MemoryPlan(
+        model=name,
+        device=device.type,
+        dtype=config.weight_format or str(dtype).removeprefix("torch."),
+        num_parameters=parameters,
+        weight_bytes=weights,
+        activation_bytes=activations,
+        free_bytes=free,
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        kv_bytes_per_token=cache.token_bytes,
+        kv_bytes=cache.kv_bytes,
+        page_size=cache.page_size,
+        num_pages=cache.num_pages,
+        max_seq_len=cache.max_seq_len,
+        max_batch_size=seats,
+        max_num_batched_tokens=batched,
+        fits=cache.advice == "" and need <= free,
+        field=cache.field,
+        advice=_advice(free - weights - activations, cache, dtype),
+    )
+
+
+def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of a page; slots are pages of a whole sequence, in whole strips of the kernel."""
+    if config.kv_cache_backend == "paged":
+        return config.page_size or DEFAULT_PAGE_SIZE
+    return -(-(config.max_seq_len or model.max_seq_len) // STRIP) * STRIP
+
+
+def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
+    """Enough to use the device well in one step."""
+    if device.type == "cuda":
+        return 4096
+    fast = dtype == torch.bfloat16 and native_obstacle() is None
+    return 1024 if fast else CPU_TOKENS_BESIDE_STREAMS
+
+
+class _Cache:
+    """Pages and their size from the settings and a budget; `advice` says why if it cannot be."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        page: tuple[int, int],
+        model_max: int,
+        seats: int,
+        budget: int,
+    ) -> None:
+        """`page`: its tokens, and the bytes of one of them."""
+        self.page_size, self.token_bytes = page
+        self.max_seq_len = config.max_seq_len or model_max
+        self.advice = ""
+        self.field = "kv_cache_memory_bytes"
+        if config.kv_cache_backend != "paged":
+            self.num_pages = seats
+            if self.kv_bytes > budget:
+                self.field = "kv_cache_backend"
+                self.advice = (
+                    f"{config.kv_cache_backend!r} needs {gib(self.kv_bytes)} for"
+                    f" {seats} seats of {self.max_seq_len} tokens, there are {gib(budget)}: lower"
+                    " max_batch_size or max_seq_len, or use 'paged'"
+                )
+            return
+        # More than every seat at full length is of use only to remember prefixes.
+        useful = -(-self.max_seq_len // self.page_size) * seats
+        self.num_pages = max(0, budget // (self.page_size * self.token_bytes) - 1)
+        if not (config.kv_cache_memory_bytes or config.kv_cache_pages):
+            self.num_pages = min(self.num_pages, MAX_PREFIX_SHARE * useful)
+        if config.max_seq_len is None and self.num_pages:
+            self.max_seq_len = min(self.max_seq_len, self.num_pages * self.page_size)
+        if self.num_pages < 1 or self.num_pages * self.page_size < self.max_seq_len:
+            self.advice = (
+                f"{gib(budget)} of KV cache hold {self.num_pages * self.page_size} tokens; one"
+                f" sequence of max_seq_len={self.max_seq_len} does not fit: lower max_seq_len or"
+                " give kv_cache_memory_bytes more"
+            )
+
+    @property
+    def kv_bytes(self) -> int:
+        """With page 0."""
+        return (self.num_pages + 1) * self.page_size * self.token_bytes
+
+
+def _advice(left: int, cache: _Cache, dtype: torch.dtype) -> str:
+    """What would fit, if this does not."""
+    tokens = left // cache.token_bytes
+    if tokens >= cache.page_size and (cache.advice or left >= cache.kv_bytes):
+        return cache.advice
+    if tokens < cache.page_size:
+        narrower = ", or dtype='bfloat16'" if dtype == torch.float32 else ""
+        return f"the weights alone leave no room: choose a smaller model{narrower}"
+    return (
+        f"beside the weights there is room for {tokens:,} tokens of KV cache: lower"
+        f" kv_cache_memory_bytes to {tokens * cache.token_bytes:,}, max_seq_len or max_batch_size"
+    )
+
+
+def count_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+) -> tuple[int, int]:
+    """(parameters, bytes in memory), by building the model without memory.
+
+    A tied embedding counts twice in bytes where linear layers are packed: once to look tokens up,
+    once in the packed layout to make logits.
+    """
+    count = 0
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        nonlocal count
+        tensor = torch.empty(shape, dtype=dtype, device="meta")
+        count += tensor.numel()
+        return tensor
+
+    source = WeightSource((), read, dtype=dtype, device=torch.device("meta"), complete=False)
+    model = build_model(config, source, max_seq_len=1)
+    numbers = count
+    if config.tie_embeddings and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
+        numbers += config.vocab_size * config.hidden_size
+    layers = list(linears(model))
+    numbers -= sum(layer.num_weights for layer in layers)
+    return count, numbers * dtype.itemsize + held_bytes(layers, model.lm_head, quantization)
+
+
+def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:
+    """High-water of one step: the widest layer over all tokens (a gate's two halves and its result,
+    or its result and what the kernel packs), and the logits of sampled rows."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    width = 4 * config.hidden_size + max(2 * heads, 3 * config.intermediate_size)
+    # Logits exist in the computed dtype, in float32, and once more while they are sampled.
+    logits = rows * config.vocab_size * (dtype.itemsize + 8)
+    return tokens * width * dtype.itemsize + logits

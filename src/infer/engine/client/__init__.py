@@ -1,0 +1,1 @@
+"""The asyncio façade: input, output, and the engine as its clients see it. No torch."""

@@ -1,0 +1,216 @@
+"""`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread.
+
+Commands go in through a queue and are applied between steps; outputs come back as one list per
+step. Nothing else is shared. `EngineClient` is what the façade sees of an engine, wherever it is:
+`EngineThread` here, for tests and programs, or `engine.process.EngineProcess` under `infer serve`.
+An exception that gets out of the loop ends the engine, and its owner is told.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from infer.engine.client.input import Limits
+from infer.engine.core import EngineCore
+from infer.errors import RequestError
+from infer.text.checkpoint_text import TextFiles
+from infer.threads import BackgroundThread
+from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.step_events import StepFacts
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""an idle engine reports so often"""
+SOFT_LIMIT_S = 10.0
+"""an engine that has not reported for so long hangs, or is very slow: it is neither ready nor,
+if somebody waits for it, live"""
+
+
+class Abort(NamedTuple):
+    """A request is to end now."""
+
+    request_id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+Command = Request | Abort | None
+"""add this request · abort that one · stop"""
+
+
+@dataclass(frozen=True, slots=True)
+class Blueprint:
+    """An engine that can be made: known before its weights are loaded, which `build` does."""
+
+    model_name: str
+    files: TextFiles
+    build: Callable[[], tuple[EngineCore, Limits]]
+    pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
+    """settings that another engine needs to take over from this one: what was chosen by the state
+    of the machine when this one was built"""
+
+
+Deliver = Callable[[list[StepOutput], StepFacts | None], None]
+"""takes what a step gave, and what it did (None = nothing)"""
+
+
+def settle() -> None:
+    """Before the work begins: what has been made until now stays, so the garbage collector need not
+    look at it ever again. Looking at all of it stops a process for 0.1 s."""
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # counts what is left, so that the next time comes soon, and is short
+
+
+class EngineClient(Protocol):
+    """An engine from outside: takes messages, sends messages."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are taken (they may have to wait until it is ready)."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it works now."""
+
+    @property
+    def silence_s(self) -> float:
+        """How long it has not reported: it does after each step and each `HEARTBEAT_S`. 0 while
+        another one is being started."""
+
+    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
+        """Begin to work. From a thread of the engine, `deliver` is called with each step's
+        outputs, and `died` if it ends for good though nobody has stopped it."""
+
+    def add(self, request: Request) -> None:
+        """Send a request; a refusal comes back as an output with an error."""
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Send an abort; it is applied before the next step."""
+
+    def stop(self) -> None:
+        """Finish the step that runs, then end; whatever was in flight is dropped."""
+
+    def stats(self) -> dict[str, int | float]:
+        """Gauges and counters by name."""
+
+
+class EngineLoop:
+    """Takes commands, steps, sends; `run` is called once, by whoever gives it a thread."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        send: Deliver,
+        commands: queue.SimpleQueue[Command],
+    ) -> None:
+        """`send` gets an empty list when there was nothing to do for `HEARTBEAT_S`."""
+        self._commands = commands
+        self._core = core
+        self._send = send
+        self._refused: list[StepOutput] = []
+
+    def run(self) -> None:
+        """Until it is told to stop."""
+        while self._take_commands():
+            outputs, self._refused = self._refused, []
+            facts = None
+            if self._core.has_work:
+                outputs += self._core.step()
+                facts = self._core.facts
+            self._send(outputs, facts)
+
+    def _take_commands(self) -> bool:
+        """Apply what has been sent; waits while there is nothing to do. False = stop."""
+        wait_s = self._core.wait_s()
+        wait_s = HEARTBEAT_S if wait_s is None else min(wait_s, HEARTBEAT_S)
+        try:
+            command = self._commands.get(block=wait_s != 0.0, timeout=wait_s or None)
+            while True:
+                if command is None:
+                    return False
+                self._apply(command)
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _apply(self, command: Request | Abort) -> None:
+        if isinstance(command, Abort):
+            self._core.abort(*command)
+            return
+        try:
+            self._core.add(command)
+        except RequestError as error:
+            reason = ErrorRecord.of(error)
+            refusal = StepOutput(command.request_id, None, FinishReason.ERROR, error=reason)
+            self._refused.append(refusal)
+
+
+class EngineThread:
+    """An `EngineClient` whose engine is a thread of this process."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread: BackgroundThread | None = None
+        self._heard_s = 0.0
+
+    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
+        """See `EngineClient`."""
+        assert self._thread is None, "an engine is started once"
+        self._heard_s = time.monotonic()
+        run = partial(self._run, deliver, died)
+        self._thread = BackgroundThread(run, lambda: self._commands.put(None), "infer-engine")
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a thread that takes commands."""
+        return self._thread is not None and self._thread.is_alive
+
+    @property
+    def is_ready(self) -> bool:
+        """A thread is never between two lives."""
+        return self.is_alive
+
+    @property
+    def silence_s(self) -> float:
+        """See `EngineClient`."""
+        return time.monotonic() - self._heard_s
+
+    def add(self, request: Request) -> None:
+        """See `EngineClient`."""
+        self._commands.put(request)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """See `EngineClient`."""
+        self._commands.put(Abort(request_id, reason))
+
+    def stop(self) -> None:
+        """See `EngineClient`."""
+        self._commands.put(None)
+        if self._thread is not None:
+            self._thread.stop()
+
+    def stats(self) -> dict[str, int | float]:
+        """Each number is exact, their set may straddle a step; a thread is never restarted."""
+        return {**self._core.stats(), "num_restarts": 0}
+
+    def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
+        def send(outputs: list[StepOutput], facts: StepFacts | None) -> None:
+            self._heard_s = time.monotonic()
+            if outputs or facts:
+                deliver(outputs, facts)
+
+        try:
+            EngineLoop(self._core, send, self._commands).run()
+        except BaseException:
+            log.exception("the engine has died")
+            died()

@@ -1,0 +1,68 @@
+"""`LayerStack`: all layers of a decoder in one call of the native library (layers.cpp).
+
+The same calls in the same order as the decoder's own loop, so the same bits. A layer costs the
+interpreter 65 µs, a tenth of a small model's step: its data leaves the caches with every layer's
+weights.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from infer.kernels import loader
+from infer.kernels.linear import Linear, NativeLinear
+from infer.kernels.rotary import HeadNorms
+
+Parts = tuple[Linear, Linear, Linear, Linear, HeadNorms | None]
+"""of a layer: qkv (and the norm before it), o, gate_up (norm and gate), down, norms of heads"""
+
+
+@runtime_checkable
+class AttendsThrough(Protocol):
+    """What attends and can do so for all layers of a stack at once."""
+
+    def through(self, stack: LayerStack, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [T, E] → [T, E]; cos, sin [T, D/2] of the tokens' positions."""
+
+
+class LayerStack:
+    """Made by `stack_layers` for a decoder, which keeps what the addresses point to."""
+
+    def __init__(self, first: Parts, num_layers: int, addresses: list[int]) -> None:
+        self._num_layers, self._table = num_layers, array("q", addresses)
+        qkv, o, gate_up, _, norms = first
+        kv_size = (qkv.out_features - o.in_features) // 2
+        self._sizes = (o.out_features, o.in_features, kv_size, gate_up.out_features)
+        self._eps = 0.0 if norms is None else norms.q.eps
+        self._apply = loader.loaded().infer_layers
+
+    def __call__(
+        self, attention: int, caches: array[int], x: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """`attention`: handle of a kernel that has planned the step; `caches`: a window's index and
+        the addresses of keys and values for each layer."""
+        assert (x.dtype, x.stride()) == (torch.bfloat16, (self._sizes[0], 1))
+        y = torch.empty_like(x)
+        self._apply(
+            *(attention, self._table.buffer_info()[0], caches.buffer_info()[0], self._num_layers),
+            *(cos.data_ptr(), sin.data_ptr(), self._eps, x.data_ptr(), y.data_ptr()),
+            *(x.shape[0], *self._sizes, torch.get_num_threads()),
+        )
+        return y
+
+
+def stack_layers(layers: Sequence[Parts]) -> LayerStack | None:
+    """None if a layer is not the kernel's own."""
+    addresses = []
+    for *products, norms in layers:
+        handles = [each.handle for each in products if isinstance(each, NativeLinear)]
+        if len(handles) < len(products):
+            return None
+        addresses += handles
+        addresses += [0, 0] if norms is None else [norm.data_ptr() for norm in norms.weights]
+    return LayerStack(layers[0], len(layers), addresses)

@@ -1,0 +1,1 @@
+"""HTTP below the endpoints: connections, bodies, errors, the context of a request."""

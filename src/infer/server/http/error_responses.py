@@ -1,0 +1,190 @@
+"""The one place where an exception becomes an HTTP error, and the layer that none gets past.
+
+Our own exceptions are shown as they are (`infer.errors` promises that they hold nothing of the
+server's inside); any other becomes one fixed sentence, because its text may carry paths, addresses
+or somebody's prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from infer.errors import EngineError, RequestError
+from infer.server.http.connections import note_refusal
+from infer.server.http.context import HARMLESS, Visit
+
+log = logging.getLogger("infer.server")
+
+DEAD_RETRY_AFTER_S = 5
+"""Retry-After of a 503 that says nothing about when"""
+MAX_HEADER_BYTES = 16 * 1024
+"""request line and headers"""
+IGNORED = "infer.ignored"
+"""where in a request's scope the names of fields are that were not understood and not refused"""
+_UNEXPECTED = "the server failed to process this request"
+_ABSENT = {"/v1/embeddings": "embeddings", "/v1/responses": "responses"}
+"""OpenAI's paths that clients try, and what they will not find"""
+_ROUTER = {
+    404: "there is no such route: this server completes texts and chats; see / for what there is",
+    405: "this route is there, but not with this method; see the Allow header",
+}
+_MAX_IGNORED_SHOWN = 32
+
+
+class ClientGone(Exception):
+    """The client has left (or reads nothing any more): there is nobody to answer."""
+
+
+class HttpError(RequestError):
+    """A refusal with a status that only HTTP knows."""
+
+    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+        super().__init__(message, param=param, code=code)
+        self.status = status
+
+
+def headers_too_large() -> HttpError:
+    """There, or while they come."""
+    message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
+    return HttpError(431, message, code="headers_too_large")
+
+
+def _check_head(scope: Scope) -> None:
+    """What the parser lets through: it looks at the size only of what is not complete, and a length
+    beside chunks may mean another end of the request to whoever passed it on."""
+    sizes = [len(name) + len(value) + 4 for name, value in scope["headers"]]
+    target = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
+    if len(scope["method"]) + target + 14 + sum(sizes) > MAX_HEADER_BYTES:
+        note_refusal(scope, "headers_too_large")
+        raise headers_too_large()
+    names = {name for name, _ in scope["headers"]}
+    message = ""
+    if {b"content-length", b"transfer-encoding"} <= names:
+        message = "send Content-Length or Transfer-Encoding, not both"
+    elif b"transfer-encoding" in names and scope["http_version"] < "1.1":
+        message = "HTTP/1.0 has no Transfer-Encoding: send Content-Length, or HTTP/1.1"
+    if message:
+        note_refusal(scope, "invalid_http")
+        raise HttpError(400, message, code="invalid_http")
+
+
+def describe(error: BaseException) -> Response:
+    """What the client is told: OpenAI's error body, one line of ASCII JSON."""
+    status, kind, message = 500, "server_error", _UNEXPECTED
+    param: str | None = None
+    code: str | None = "internal_error"
+    headers: dict[str, str] = {}
+    if isinstance(error, RequestError | EngineError):
+        status, kind, message = error.status, error.type, str(error) or _UNEXPECTED
+        if isinstance(error, RequestError):
+            param, code = error.param, error.code
+        else:
+            code = "engine_unavailable" if status == 503 else "engine_error"
+        if status == 408:  # nothing that comes now could be told from the rest of it
+            headers = {"connection": "close"}
+        retry_after_s = getattr(error, "retry_after_s", None)
+        if retry_after_s is not None or status == 503:
+            headers["retry-after"] = str(retry_after_s or DEAD_RETRY_AFTER_S)
+    elif isinstance(error, HTTPException):  # from the router: no such route, not with this method
+        phrase = HTTPStatus(error.status_code).phrase.lower()
+        status, kind = error.status_code, "invalid_request_error"
+        message, code = _ROUTER.get(status, phrase), phrase.replace(" ", "_")
+        headers = dict(error.headers or {})
+    fields = {"message": message, "type": kind, "param": param, "code": code}
+    body = json.dumps({"error": fields}, separators=(",", ":"))
+    return Response(body, status, headers, "application/json")
+
+
+async def respond(http: Request, error: Exception) -> Response:
+    """The app's handler of every exception that is expected."""
+    if isinstance(error, HTTPException) and (name := _ABSENT.get(http.url.path)):
+        message = f"this server has no {name}: it completes texts and chats; see / for what it has"
+        error = HttpError(404, message, code="not_found")
+    response = describe(error)
+    if response.status_code == 405:  # the router knows only the first route of this path
+        here = [
+            r for r in http.app.routes if isinstance(r, Route) and r.matches(http.scope)[0].value
+        ]
+        response.headers["allow"] = ", ".join(sorted({m for r in here for m in r.methods or ()}))
+    return response
+
+
+async def pass_on(_: Request, error: Exception) -> Response:
+    """In the place of Starlette's last resort, which would answer with words of its own, and whom
+    nobody reads any more: `Edge` knows what to do."""
+    raise error
+
+
+def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """A header for what was ignored; names that are no names are shown as `?`."""
+    names = scope[IGNORED][:_MAX_IGNORED_SHOWN]
+    shown = ", ".join(name if HARMLESS.fullmatch(name) else "?" for name in names)
+    return [(b"x-ignored-params", shown.encode("ascii"))] if names else []
+
+
+class Edge:
+    """The outermost layer: ids on every response, and an answer to what nobody expected.
+
+    The id on a response is the client's `x-request-id` where it is one line of harmless characters,
+    else that of the visit, which ends here, however it ends. Plain ASGI on purpose: Starlette's
+    middleware class would put a queue between handler and socket and hide `http.disconnect`.
+    A client that takes nothing of its answer for `write_stall_s` counts as one that has left.
+    """
+
+    def __init__(
+        self, app: ASGIApp, write_stall_s: float, on_end: Sequence[Callable[[Visit], None]] = ()
+    ) -> None:
+        self._app = app
+        self._write_stall_s = write_stall_s
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope[IGNORED] = []
+        visit = Visit.of(scope)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                visit.status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", visit.shown_id.encode("ascii")),
+                    (b"x-content-type-options", b"nosniff"),
+                    *_ignored_params(scope),
+                    *((name.encode(), value.encode()) for name, value in visit.headers),
+                ]
+            try:
+                async with asyncio.timeout(self._write_stall_s):
+                    await send(message)
+            except (TimeoutError, OSError):
+                raise ClientGone from None
+
+        try:
+            with visit.leaving:
+                _check_head(scope)
+                await self._app(scope, receive, send_with_id)
+        except HttpError as error:  # of the head; nobody knows where the next request begins
+            response = describe(error)
+            response.headers["connection"] = "close"
+            await response(scope, receive, send_with_id)
+        except ClientGone:
+            log.debug("request %s: the client has left", visit.id)
+        except Exception as error:
+            log.exception("request %s failed", visit.id)
+            if not visit.status:
+                await describe(error)(scope, receive, send_with_id)
+        finally:
+            for listener in self._on_end:
+                listener(visit)

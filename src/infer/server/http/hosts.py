@@ -1,0 +1,82 @@
+"""`HostGuard`: without keys, on loopback, requests of other sites' pages are refused.
+
+A page may let its own name lead to 127.0.0.1 (DNS rebinding); then the browser lets it read what
+this server answers. It cannot choose the Host header, which holds that name, nor Origin. So Host
+must be a loopback address, `localhost` or a name that the operator has given, and Origin, where
+there is one, the same host or one of `--cors-origins`. With keys a page has nothing to show, and
+on other addresses the operator has said that everybody may come: there neither is looked at.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infer.server.http.connections import note_refusal
+from infer.server.http.error_responses import HttpError, describe
+
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+?)\.?(?::[0-9]{1,5})?", re.ASCII)
+_MAX_SHOWN = 64
+
+
+def is_loopback(address: str) -> bool:
+    """Whether it is the literal of an address that only this machine reaches."""
+    try:
+        found = ipaddress.ip_address(address.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    mapped = getattr(found, "ipv4_mapped", None)
+    return bool((mapped or found).is_loopback)
+
+
+def name_of(host: str) -> str | None:
+    """The name or address in a Host header, in lower case and without port; None = it is none."""
+    found = _HOST.fullmatch(host.lower())
+    return found[1] if found else None
+
+
+class HostGuard:
+    """See the module's docstring."""
+
+    def __init__(
+        self, app: ASGIApp, *, has_keys: bool, hosts: Sequence[str], origins: Sequence[str]
+    ) -> None:
+        self._app = app
+        self._has_keys = has_keys
+        self._hosts = {"localhost", *(name_of(host) for host in hosts)}
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not self._has_keys:
+            server = scope.get("server")
+            if server and is_loopback(server[0]) and (error := self._refusal(scope)):
+                await describe(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> HttpError | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host")
+        if host is not None and not self._is_known(host):
+            note_refusal(scope, "host")
+            message = f"the Host {host[:_MAX_SHOWN]!r} is no name of this server, which has no keys"
+            message += ": use localhost or 127.0.0.1, or name the host with --allowed-hosts"
+            return HttpError(403, message, code="host_not_allowed")
+        origin = headers.get("origin")
+        if origin is None or origin in self._origins:
+            return None
+        scheme, _, authority = origin.partition("://")
+        if scheme in ("http", "https") and host is not None and authority == host.lower():
+            return None
+        note_refusal(scope, "origin")
+        message = f"pages of {origin[:_MAX_SHOWN]!r} may not use this server, which has no keys"
+        message += ": name the origin with --cors-origins"
+        return HttpError(403, message, code="origin_not_allowed")
+
+    def _is_known(self, host: str) -> bool:
+        name = name_of(host)
+        return name is not None and (name in self._hosts or is_loopback(name))

@@ -1,0 +1,49 @@
+"""Files of the server that only their owner may read, and that several processes may change."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows; there files are not locked
+    fcntl = None  # type: ignore[assignment]
+
+MAX_WAIT_S = 10.0
+"""For the lock of a file of keys."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, max_wait_s: float = MAX_WAIT_S) -> Iterator[None]:
+    """Nobody else who locks this file has it meanwhile, in any process. `TimeoutError`."""
+    if fcntl is None:
+        yield
+        return
+    path = path.resolve()
+    ends_s = time.monotonic() + max_wait_s
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+    with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > ends_s:
+                    raise TimeoutError(f"another process keeps {path.name} locked") from None
+                time.sleep(0.01)
+        yield
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file, at once; nobody but its owner may read it. A symbolic link stays one."""
+    path = path.resolve()
+    beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)  # a umask may have taken the owner's rights
+        file.write(text)
+    beside.replace(path)

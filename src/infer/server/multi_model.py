@@ -1,0 +1,386 @@
+"""`Models`: several models behind one address, each with an engine and an app of its own.
+
+A request's `model` says whose app answers it (a GET says it in the query; the first one is the
+default); what is asked about requests, and for numbers, is answered from all. Engines are loaded
+one at a time, at the start or when the first request comes, and unloaded when nobody has used them
+for a while. One that cannot be loaded, or crashes, is a 503 for those who ask for it and nothing to
+the others. To `serve.Server` this is what an engine is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import re
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+
+from infer.config import EngineConfig
+from infer.engine.client.async_llm import AsyncLLM
+from infer.errors import ConfigError, EngineDeadError, InferError, LoadError
+from infer.server.http.connections import connections_of
+from infer.server.http.context import Visit
+from infer.server.http.error_responses import HttpError, respond
+from infer.server.observe.metrics import CONTENT_TYPE, text_of
+from infer.server.observe.request_trace import Stories
+from infer.server.offload import PARSED, TextPool
+from infer.server.request_endpoints import cancelled, listed, shown
+
+log = logging.getLogger("infer.server")
+
+RETRY_LOAD_S = 15.0
+"""a model that could not be loaded is not tried again for so long"""
+_NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}=.+")
+
+
+def configs_of(
+    models: Sequence[str], settings: Mapping[str, Any]
+) -> EngineConfig | dict[str, EngineConfig]:
+    """What `--model` means: one model; or, from `NAME=PATH-OR-HUB-ID` …, one for each name."""
+    if not models or (len(models) == 1 and not _NAMED.match(models[0])):
+        return EngineConfig.from_kwargs(model=next(iter(models), None), **settings)
+    configs: dict[str, EngineConfig] = {}
+    for text in models:
+        name, _, model = text.partition("=")
+        if not _NAMED.fullmatch(text):
+            raise ConfigError("model", f"with several, each is NAME=PATH-OR-HUB-ID; not {text!r}")
+        if name in configs:
+            raise ConfigError("model", f"the name {name!r} is given twice")
+        if "served_model_name" in settings:
+            raise ConfigError("served_model_name", "each --model NAME=… has its name already")
+        configs[name] = EngineConfig.from_kwargs(**settings, model=model, served_model_name=name)
+    return configs
+
+
+@dataclass(eq=False)
+class _Model:
+    """A name, and the engine behind it if one is loaded."""
+
+    name: str
+    launch: Callable[[], AsyncLLM]
+    engine: AsyncLLM | None = None
+    app: Starlette | None = None
+    used_s: float = 0.0
+    refused_until_s: float = 0.0
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """held to load and to unload"""
+
+    @property
+    def status(self) -> str:
+        if self.engine is not None:
+            return "loaded" if self.engine.is_ready else "restarting"
+        if self.changing.locked():
+            return "loading"
+        return "failed" if time.monotonic() < self.refused_until_s else "unloaded"
+
+
+class _Loader:
+    """One thread that launches engines, one after the other, and lives on with them: the system
+    ends a process with the thread that started it. Nobody waits for it at the end of the program,
+    since a load may hang."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[AsyncLLM], Callable[[], AsyncLLM]]] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._run, name="infer-load", daemon=True).start()
+
+    def submit(self, launch: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
+        """What `launch` returns or raises, once it has been its turn."""
+        future: Future[AsyncLLM] = Future()
+        self._queue.put((future, launch))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, launch = self._queue.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(launch())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, launch
+
+
+class Models:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        launches: Mapping[str, Callable[[], AsyncLLM]],
+        make_app: Callable[[AsyncLLM], Starlette],
+        *,
+        idle_unload_s: float | None = None,
+        end_loads: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`launches`: how each is loaded, in a thread. `make_app`: the app over one engine, without
+        `Edge`. `end_loads` has a launch that runs in another thread raise `LoadError`."""
+        self._models = {name: _Model(name, launch) for name, launch in launches.items()}
+        self._make_app = make_app
+        self._idle_unload_s = idle_unload_s
+        self._loader = _Loader()
+        self._end_loads = end_loads
+        self._ending = asyncio.Event()
+        """set when nothing is to be loaded any more"""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pool = TextPool()
+        self._created = int(time.time())
+        self._draining = False
+
+    # ---- what `serve.Server` asks of an engine
+
+    @property
+    def model_name(self) -> str:
+        """The names of all."""
+        return ", ".join(self._models)
+
+    @property
+    def num_open(self) -> int:
+        """Requests that run in any of them."""
+        return sum(engine.num_open for engine in self._engines())
+
+    def drain(self) -> None:
+        """From now on finish what there is and refuse what comes."""
+        self._draining = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._ending.set)
+        for engine in self._engines():
+            engine.drain()
+
+    async def close(self) -> None:
+        """End what runs with an error, then stop the engines."""
+        self._draining = True
+        self._ending.set()
+        await asyncio.to_thread(self._end_loads)
+        await asyncio.gather(*[engine.close() for engine in self._engines()])
+
+    def _engines(self) -> list[AsyncLLM]:
+        return [model.engine for model in self._models.values() if model.engine is not None]
+
+    # ---- loading and unloading
+
+    def load_all(self) -> None:
+        """Before the server starts. Raises `LoadError` if not even one can be loaded."""
+        errors = []
+        for model in self._models.values():
+            try:
+                model.engine = self._loader.submit(model.launch).result()
+            except LoadError as error:
+                errors.append(error)
+                self._note_failure(model, error)
+        if len(errors) == len(self._models):
+            raise errors[0]
+
+    def _note_failure(self, model: _Model, error: LoadError) -> None:
+        log.error("the model %r cannot be loaded: %s", model.name, error)
+        model.refused_until_s = time.monotonic() + RETRY_LOAD_S
+
+    async def _app_of(self, model: _Model) -> Starlette:
+        model.used_s = time.monotonic()
+        if model.app is not None:
+            return model.app
+        async with model.changing:
+            if model.app is None:
+                await self._load(model)
+            model.used_s = time.monotonic()
+            assert model.app is not None
+            return model.app
+
+    async def _load(self, model: _Model) -> None:
+        if self._draining:
+            raise EngineDeadError("the server is shutting down")
+        if time.monotonic() < model.refused_until_s:
+            raise EngineDeadError(f"the model {model.name!r} could not be loaded")
+        loading = asyncio.wrap_future(self._loader.submit(model.launch))
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait((loading, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not loading.done():
+                await asyncio.to_thread(self._end_loads)
+                raise EngineDeadError("the server is shutting down")
+            engine = loading.result()
+        except LoadError as error:
+            self._note_failure(model, error)
+            raise EngineDeadError(f"the model {model.name!r} could not be loaded") from None
+        finally:
+            ending.cancel()
+            if not loading.done():
+                loading.add_done_callback(_forget)
+        await self._begin(model, engine)
+
+    async def _begin(self, model: _Model, engine: AsyncLLM) -> None:
+        engine.model_name = model.name
+        await engine.start()
+        if self._draining:
+            await engine.close()
+        model.engine, model.app = engine, self._make_app(engine)
+
+    async def _unload_idle(self, after_s: float) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, after_s / 4))
+            now_s = time.monotonic()
+            for model in self._models.values():
+                engine = model.engine
+                if engine is None or model.changing.locked():
+                    continue
+                if engine.num_open:
+                    model.used_s = now_s
+                elif now_s - model.used_s >= after_s:
+                    async with model.changing:
+                        self._save_usage(model)
+                        model.engine = model.app = None
+                        await engine.close()
+                    log.info("the model %r is unloaded", model.name)
+
+    def _save_usage(self, model: _Model) -> None:
+        if model.app is not None:
+            model.app.state.metrics.save()
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self._loop = asyncio.get_running_loop()
+        for model in self._models.values():
+            if model.engine is not None:
+                model.used_s = time.monotonic()
+                await self._begin(model, model.engine)
+        idle_s = self._idle_unload_s
+        unloading = None if idle_s is None else asyncio.create_task(self._unload_idle(idle_s))
+        try:
+            yield
+        finally:
+            if unloading is not None:
+                unloading.cancel()
+            await self.close()
+            for model in self._models.values():
+                self._save_usage(model)
+            self._pool.close()
+
+    # ---- answering
+
+    def make_app(self, layers: list[Middleware]) -> Starlette:
+        """The ASGI app over all of them, with `layers` around it."""
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._list, methods=["GET"]),
+                Route("/v1/models/{name:path}", self._one, methods=["GET"]),
+                Route("/v1/requests", self._requests, methods=["GET"]),
+                Route("/v1/requests/{id}", self._request, methods=["GET"]),
+                Route("/v1/requests/{id}", self._cancel, methods=["DELETE"]),
+                Route("/v1/requests/{id}/cancel", self._cancel, methods=["POST"]),
+                Route("/metrics", self._metrics, methods=["GET"]),
+                Route("/stats", self._stats, methods=["GET"]),
+                Route("/health", self._health, methods=["GET"]),
+                Route("/health/live", self._health, methods=["GET"]),
+                Route("/health/ready", self._ready, methods=["GET"]),
+                Mount("/", self._pass_on),
+            ],
+            exception_handlers={HTTPException: respond, InferError: respond},
+            middleware=layers,
+            lifespan=self._lifespan,
+        )
+
+    def seen(self, visit: Visit) -> None:
+        """An HTTP request has ended: it is counted by the app of the model that it was for, or, if
+        it did not get so far, of the default one."""
+        model = self._models.get(visit.model) or self._find(None)
+        if model.app is not None:
+            model.app.state.metrics.seen(visit)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        name = request.query_params.get("model")
+        if scope["method"] == "POST" and "content-type" in request.headers:
+            scope[PARSED] = body = await self._pool.read_object(request)
+            name = body.get("model", name)
+        model = self._find(name)
+        Visit.of(scope).model = model.name
+        app = await self._app_of(model)
+        await app(scope, receive, send)
+
+    def _find(self, name: Any) -> _Model:
+        if name is None:
+            return next(iter(self._models.values()))
+        if not isinstance(name, str) or name not in self._models:
+            message = f"there is no such model here; this server has {self.model_name}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+        return self._models[name]
+
+    def _states(self, request: Request) -> dict[str, Any]:
+        """Of the apps that are loaded, by name; if the query names one, of that one alone."""
+        names = [name for name in (request.query_params.get("model"),) if name is not None]
+        models = list(map(self._find, names)) or list(self._models.values())
+        return {model.name: model.app.state for model in models if model.app is not None}
+
+    def _stories(self, request: Request) -> list[Stories]:
+        return [state.stories for state in self._states(request).values()]
+
+    async def _requests(self, request: Request) -> Response:
+        return listed(self._stories(request), request)
+
+    async def _request(self, request: Request) -> Response:
+        return shown(self._stories(request), request)
+
+    async def _cancel(self, request: Request) -> Response:
+        return cancelled(self._stories(request), request)
+
+    async def _metrics(self, request: Request) -> Response:
+        found = [state.metrics for state in self._states(request).values()]
+        text = text_of(found, connections_of(request.scope))
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def _stats(self, request: Request) -> Response:
+        stats = {name: state.metrics.stats() for name, state in self._states(request).items()}
+        if "model" in request.query_params and stats:
+            return JSONResponse(next(iter(stats.values())))
+        return JSONResponse({"models": stats})
+
+    async def _list(self, _: Request) -> Response:
+        data = [self._shown(model) for model in self._models.values()]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _one(self, request: Request) -> Response:
+        return JSONResponse(self._shown(self._find(request.path_params["name"])))
+
+    def _shown(self, model: _Model) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "infer",
+            "max_model_len": None if model.engine is None else model.engine.max_seq_len,
+            "status": model.status,
+        }
+
+    async def _health(self, _: Request) -> Response:
+        engines = self._engines()
+        if len(engines) == len(self._models) and not any(engine.is_live for engine in engines):
+            raise EngineDeadError("no engine is running")
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, _: Request) -> Response:
+        """As long as any model can answer: a crash of one must not keep requests from the others;
+        /v1/models says how each of them is."""
+        statuses = {model.name: model.status for model in self._models.values()}
+        if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
+            raise EngineDeadError("no model is ready")
+        return JSONResponse({"status": "ready", "models": statuses})
+
+
+def _forget(loading: asyncio.Future[AsyncLLM]) -> None:
+    """Of a load that nobody waits for any more: how it ended need not be said."""
+    if not loading.cancelled():
+        loading.exception()

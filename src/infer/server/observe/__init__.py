@@ -1,0 +1,1 @@
+"""What happened to requests: traces, metrics, logs, spans."""

@@ -1,0 +1,184 @@
+"""Logs: what is written, and who waits for it to be taken, which is no thread that serves.
+
+`JsonLines` makes a line of JSON of each log record and, at its end, of each request: ids, sizes,
+times, addresses and names of keys; never the text of a prompt or an answer. JSON escapes control
+characters, so nobody can forge a line. `LogWriter` hands lines to a thread, so that a pipe that
+nobody reads stops nothing: what does not fit into its queue is dropped and counted. `serve`
+installs them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from typing import Any, TextIO
+
+from infer.server.http.context import Visit
+from infer.threads import BackgroundThread
+
+MAX_QUEUED_CHARS = 4 << 20
+"""of lines that nobody has taken yet"""
+LAST_LINES_S = 1.0
+"""how long the end of the server waits for them to be taken"""
+_LOOK_S = 0.2
+_PIECE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
+"""what a pipe that can be written takes without waiting"""
+
+access = logging.getLogger("infer.access")
+
+
+class JsonLines(logging.Formatter):
+    """One object a line; what is in a record's `fields` becomes members of it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter`."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(line, default=str)
+
+
+class LogWriter(logging.Handler):
+    """A handler that never waits: a thread writes the lines, in order, to a stream.
+
+    At most `MAX_QUEUED_CHARS` wait there. What comes then is dropped; how much it was is said as
+    soon as there is room again.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        """`stream`: default stderr."""
+        super().__init__()
+        self._stream = stream or sys.stderr
+        self._fd = _descriptor(self._stream)
+        self._lines: deque[str] = deque()
+        self._num_chars = 0
+        self.num_dropped = 0
+        """lines since the start"""
+        self._num_untold = 0
+        self._wake = threading.Condition()
+        self._closing_s: float | None = None
+        """until when what is left may be written"""
+        self._thread = BackgroundThread(self._run, self._begin_to_close, "infer-log")
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        try:
+            line = self.format(record) + "\n"
+        except Exception:
+            self.handleError(record)
+            return
+        with self._wake:
+            if self._num_chars + len(line) > MAX_QUEUED_CHARS:
+                self.num_dropped += 1
+                self._num_untold += 1
+                return
+            self._push(line)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Write what is left, for `LAST_LINES_S` at most."""
+        self._thread.stop()
+        super().close()
+
+    def _push(self, line: str) -> None:
+        self._lines.append(line)
+        self._num_chars += len(line)
+
+    def _begin_to_close(self) -> None:
+        with self._wake:
+            if self._closing_s is None:
+                self._closing_s = time.monotonic() + LAST_LINES_S
+            self._wake.notify()
+
+    def _next(self) -> str | None:
+        """Waits for a line; None: there will be no more."""
+        with self._wake:
+            if self._num_untold and self._num_chars < MAX_QUEUED_CHARS // 2:
+                lost, self._num_untold = self._num_untold, 0
+                text = "%d lines of the log were dropped: nobody read it fast enough"
+                level, name = logging.WARNING, "infer.server"
+                record = logging.LogRecord(name, level, __file__, 0, text, (lost,), None)
+                self._push(self.format(record) + "\n")
+            while not self._lines:
+                if self._closing_s is not None:
+                    return None
+                self._wake.wait()
+            line = self._lines.popleft()
+            self._num_chars -= len(line)
+            return line
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed: nobody is there
+            while (line := self._next()) is not None:
+                if self._fd is None:
+                    self._stream.write(line)
+                    self._stream.flush()
+                elif not self._write(self._fd, line.encode("utf-8", "backslashreplace")):
+                    return
+        with self._wake:
+            self._num_chars = MAX_QUEUED_CHARS  # nobody takes them any more
+            self._lines.clear()
+
+    def _write(self, fd: int, data: bytes) -> bool:
+        """All of it, without ever being inside a write that waits; False: it is time to end."""
+        while data:
+            if self._closing_s is not None and time.monotonic() >= self._closing_s:
+                return False
+            if _takes(fd, _LOOK_S):
+                data = data[os.write(fd, data[:_PIECE_BYTES]) :]
+        return True
+
+
+def _descriptor(stream: TextIO) -> int | None:
+    """Where there is a file, it is written to itself: the stream's lock, held by a thread that
+    waits, would keep the interpreter from ending."""
+    try:
+        fd = stream.fileno()
+        stream.flush()
+    except (OSError, ValueError, AttributeError):
+        return None
+    return fd
+
+
+def _takes(fd: int, timeout_s: float) -> bool:
+    """Whether a file can be written to without waiting, after `timeout_s` at most."""
+    if not hasattr(select, "poll"):
+        return True
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(1000 * timeout_s))
+
+
+def log_visit(visit: Visit) -> None:
+    """A request that has been answered, or whose client has left; and what became of it."""
+    if not access.isEnabledFor(logging.INFO):
+        return
+    fields = {
+        "request_id": visit.id,
+        "client_request_id": visit.client_id,
+        "client": visit.client,
+        "key": visit.key_name or None,
+        "method": visit.method,
+        "path": visit.path,
+        "status": visit.status or 499,
+        "ms": round(1000 * (time.monotonic() - visit.received_s), 3),
+        **visit.told,
+    }
+    access.info("request", extra={"fields": fields})

@@ -1,0 +1,279 @@
+"""`Metrics`: what `/metrics` and `/stats` say, with the names that vLLM's dashboards know.
+
+Nothing is counted twice: counters and gauges are the engine's own, read when somebody asks; times
+and sizes are taken from each story when it ends; the pauses between tokens are counted by `Stories`
+itself. The prometheus client only writes; it holds no state of ours. Labels are the model's name
+and, for keys, the name of the key: values that a client cannot choose.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from infer.engine.client.async_llm import AsyncLLM
+from infer.errors import ConfigError
+from infer.server.http.connections import Connections
+from infer.server.http.context import Visit
+from infer.server.http.private_files import locked, write_private
+from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, Stories, Story
+from infer.types.step_events import StepFacts
+
+log = logging.getLogger("infer.server")
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+SAVE_S = 10.0
+MAX_WAITS = 1000
+"""the latest requests whose waiting times `/stats` tells"""
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_COUNTS = tuple(2**i for i in range(18))
+
+_TIMES = {
+    "time_to_first_token_seconds": ("visit", "first_s"),
+    "request_queue_time_seconds": ("visit", "admitted_s"),
+    "request_prefill_time_seconds": ("admitted_s", "first_s"),
+    "request_decode_time_seconds": ("first_s", "end"),
+    "request_inference_time_seconds": ("admitted_s", "end"),
+    "e2e_request_latency_seconds": ("visit", "end"),
+}
+"""from one point of a story to another"""
+_SIZES: dict[str, Callable[[Story], int]] = {
+    "request_prompt_tokens": lambda story: story.num_prompt,
+    "request_generation_tokens": lambda story: story.sum_of("num_tokens"),
+    "request_params_max_tokens": lambda story: story.max_tokens,
+    "request_params_n": lambda story: len(story.tracks),
+    "request_num_preemptions": lambda story: story.num_preemptions,
+}
+_GAUGES = {f"num_requests_{how}": f"num_{how}" for how in ("running", "waiting", "preempted")}
+_COUNTERS = {
+    "prompt_tokens": "num_prompt_tokens",
+    "prompt_tokens_cached": "num_cached_tokens",
+    "prefix_cache_queries": "num_prompt_tokens",
+    "prefix_cache_hits": "num_cached_tokens",
+    "generation_tokens": "num_sampled_tokens",
+    "num_preemptions": "num_preemptions",
+    "engine_steps": "num_steps",
+    "engine_restarts": "num_restarts",
+}
+
+
+DEFAULT_PREFIX = "infer"
+
+
+class _Together:
+    """A collector of several: what has one name is one family, since a scrape has each once."""
+
+    def __init__(self, all_metrics: Sequence[Metrics]) -> None:
+        self._all = all_metrics
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for metrics in self._all:
+            for family in metrics.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
+class _OfConnections:
+    """A collector of what belongs to the server, whatever its models are."""
+
+    def __init__(self, prefix: str, connections: Connections) -> None:
+        self._prefix = prefix
+        self._connections = connections
+
+    def collect(self) -> Iterator[Metric]:
+        prefix, found = self._prefix, self._connections
+        text = "connections that are open"
+        yield GaugeMetricFamily(f"{prefix}:open_connections", text, found.num_open)
+        text = "connections that gave way to new ones"
+        yield CounterMetricFamily(f"{prefix}:connections_gave_way", text, found.num_gave_way)
+        text = "what was refused before it was a request"
+        refusals = CounterMetricFamily(f"{prefix}:protocol_refusals", text, labels=["reason"])
+        for reason, count in found.refusals.counts.items():
+            refusals.add_metric([reason], count)
+        yield refusals
+
+
+def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
+    """The answer to a scrape; the samples of several engines differ in `model_name`."""
+    prefix = next((metrics.prefix for metrics in all_metrics), DEFAULT_PREFIX)
+    registry = CollectorRegistry()
+    registry.register(_Together(all_metrics))
+    registry.register(_OfConnections(prefix, connections))
+    return generate_latest(registry)
+
+
+class Metrics:
+    """See the module's docstring. A collector in prometheus' sense."""
+
+    def __init__(
+        self, engine: AsyncLLM, stories: Stories, prefix: str, usage: Path | None = None
+    ) -> None:
+        """`usage`: a file where the totals of the keys outlive the server, by model and key. Of a
+        server that dies the last `SAVE_S` are lost. Servers with one file add to each other's."""
+        self._engine = engine
+        self._stories = stories
+        self.prefix = prefix
+        self._times = {name: Histogram(_SECONDS) for name in _TIMES}
+        self._sizes = {name: Histogram(_COUNTS) for name in _SIZES}
+        self._per_token = Histogram(GAP_BUCKETS_S)
+        self._per_step = Histogram(_COUNTS)
+        self._num_rows = 0
+        self._outcomes: Counter[str] = Counter()
+        self._refusals: Counter[str] = Counter()
+        self._usage = usage
+        self._saved_s = 0.0
+        known = self._saved().get(engine.model_name, {})
+        self._by_key = {key: Counter(counts) for key, counts in known.items()}
+        self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
+        """what of it the file has"""
+        self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
+        stories.on_step.append(self._stepped)
+        stories.on_end.append(self._ended)
+
+    def _stepped(self, facts: StepFacts) -> None:
+        chunks = [fact.total for fact in facts.happenings if fact.kind == "chunk"]
+        self._per_step.add(sum(chunks) + facts.num_sequences - len(chunks))
+        self._num_rows += facts.num_sequences
+
+    def _ended(self, story: Story) -> None:
+        assert story.outcome is not None
+        points = {name: story.earliest(name) for name in ("admitted_s", "first_s")}
+        points |= {"visit": story.visit.received_s, "end": story.ended_s}
+        for name, (begin, end) in _TIMES.items():
+            begin_s, end_s = points[begin], points[end]
+            if begin_s is not None and end_s is not None:
+                self._times[name].add(end_s - begin_s)
+        for name, size in _SIZES.items():
+            self._sizes[name].add(size(story))
+        num_tokens, first_s = story.sum_of("num_tokens"), points["first_s"]
+        if num_tokens > 1 and first_s is not None and story.ended_s is not None:
+            self._per_token.add((story.ended_s - first_s) / (num_tokens - 1))
+        if points["admitted_s"] is not None:
+            self._waits_s.append(points["admitted_s"] - story.visit.received_s)
+        self._outcomes[story.outcome] += 1
+        if story.visit.key_name:
+            self._by_key.setdefault(story.visit.key_name, Counter()).update(
+                requests=1,
+                prompt_tokens=story.num_prompt,
+                cached_tokens=story.sum_of("num_cached"),
+                generation_tokens=num_tokens,
+            )
+            if time.monotonic() > self._saved_s + SAVE_S:
+                self.save()
+
+    def _saved(self) -> dict[str, dict[str, dict[str, int]]]:
+        if self._usage is None or not self._usage.exists():
+            return {}
+        try:
+            return dict(json.loads(self._usage.read_text()))
+        except (OSError, ValueError) as error:
+            raise ConfigError("api_keys", f"{self._usage.name} holds no usage: {error}") from None
+
+    def save(self) -> None:
+        """Write the totals of the keys; those of other models stay as they are."""
+        if self._usage is None or not self._by_key:
+            return
+        self._saved_s = time.monotonic()
+        try:
+            with locked(self._usage, max_wait_s=0.2):
+                totals = self._saved()
+                ours = totals.setdefault(self._engine.model_name, {})
+                for key, counts in self._by_key.items():
+                    theirs, known = ours.get(key, {}), self._written.get(key, Counter())
+                    ours[key] = {
+                        name: theirs.get(name, 0) + count - known.get(name, 0)
+                        for name, count in counts.items()
+                    }
+                write_private(self._usage, json.dumps(totals))
+            self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
+        except (OSError, ConfigError) as error:
+            log.error("the usage of the keys is not saved: %s", error)
+
+    def seen(self, visit: Visit) -> None:
+        """An HTTP request has ended."""
+        if visit.status in (401, 429, 503):
+            self._refusals[str(visit.status)] += 1
+
+    def stats(self) -> dict[str, Any]:
+        """For people: what the scheduler is doing."""
+        stats = self._engine.stats()
+        num_steps = sum(self._per_step.counts)
+        waits_ms = sorted(round(1000 * wait_s, 3) for wait_s in self._waits_s) or [0.0]
+        last = len(waits_ms) - 1
+        return {
+            "queue_depth": stats["num_waiting"],
+            "running": stats["num_running"],
+            "preempted": stats["num_preempted"],
+            "mean_batch_size": round(self._num_rows / num_steps, 3) if num_steps else 0.0,
+            "mean_tokens_per_step": round(self._per_step.sum / num_steps, 3) if num_steps else 0.0,
+            "batches_formed": stats["num_batches"] or stats["num_steps"],
+            "waiting_ms": {
+                "mean": round(statistics.fmean(waits_ms), 3),
+                **{f"p{q}": waits_ms[q * last // 100] for q in (50, 95, 100)},
+            },
+            "keys": {name: dict(counts) for name, counts in self._by_key.items()},
+            "engine": stats,
+        }
+
+    # ---- for the prometheus client
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        stats = self._engine.stats()
+        for name, source in _GAUGES.items():
+            yield self._one(GaugeMetricFamily, name, stats[source])
+        used = 1 - stats["num_free_pages"] / stats["num_pages"]
+        yield self._one(GaugeMetricFamily, "kv_cache_usage_perc", used)
+        for name, source in _COUNTERS.items():
+            yield self._one(CounterMetricFamily, name, stats[source])
+        yield self._labelled("request_success", "finished_reason", self._outcomes)
+        yield self._labelled("admission_rejections", "reason", self._refusals)
+        for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):
+            counts = {key: counts[name] for key, counts in self._by_key.items()}
+            yield self._labelled(f"key_{name}", "key", counts)
+        histograms = {**self._times, **self._sizes}
+        histograms["inter_token_latency_seconds"] = self._stories.gaps
+        histograms["request_time_per_output_token_seconds"] = self._per_token
+        histograms["iteration_tokens_total"] = self._per_step
+        for name, histogram in histograms.items():
+            yield self._histogram(name, histogram)
+
+    def _one(self, kind: type[Any], name: str, value: float) -> Metric:
+        family = kind(f"{self.prefix}:{name}", name.replace("_", " "), labels=["model_name"])
+        family.add_metric([self._engine.model_name], value)
+        assert isinstance(family, Metric)
+        return family
+
+    def _labelled(self, name: str, label: str, counts: dict[str, int]) -> Metric:
+        name, words = f"{self.prefix}:{name}", name.replace("_", " ")
+        family = CounterMetricFamily(name, words, labels=["model_name", label])
+        for value, count in counts.items():
+            family.add_metric([self._engine.model_name, value], count)
+        return family
+
+    def _histogram(self, name: str, histogram: Histogram) -> Metric:
+        name, words = f"{self.prefix}:{name}", name.replace("_", " ")
+        family = HistogramMetricFamily(name, words, labels=["model_name"])
+        bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
+        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
+        family.add_metric([self._engine.model_name], buckets, histogram.sum)
+        return family

@@ -1,0 +1,132 @@
+"""`TextPool`: reads bodies, and does the long work on them beside the event loop, in threads.
+
+The event loop carries everybody's streams, so what takes time in proportion to a body, a session's
+history, the choices of a request or the size of its answer is done in threads, of which each key
+has a fair part. How much may wait for them is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+
+from infer.errors import OverloadedError
+from infer.server.http.body_budget import BodyBudget
+from infer.server.http.connections import note_refusal
+from infer.server.http.error_responses import ClientGone, HttpError
+from infer.server.http.fair_threads import FairThreads
+from infer.server.http.json_body import check_media_type, parse_object, read_body
+from infer.server.openai.large_json import LARGE_ANSWER_BYTES
+from infer.server.tenancy.limits import Tenant, tenant_of, too_many
+
+T = TypeVar("T")
+
+PARSED = "infer.body"
+"""in a scope: the object, where somebody has read it before"""
+NUM_BYTES = "infer.num_bytes"
+"""in a scope: the size of the body, and of what was added to it since (a session's messages)"""
+BODY_TIMEOUT_S = 30.0
+"""a body that is not there by then is answered with 408"""
+LONG_BODY_BYTES = 16 * 1024
+"""from here on it is parsed, checked and tokenised off the event loop, not to delay the streams"""
+MAX_LONG_BODIES = 64
+"""of them that are worked on, or wait for it; further ones are refused (503)"""
+MAX_LONG_BODIES_A_KEY = 16
+"""of one key, which may not have more than `max_concurrent` either; further ones are 429"""
+
+
+class TextPool:
+    """Threads for what is done with long bodies, and a queue for them that has an end.
+
+    One parses, since the parser does not let go of the interpreter: the event loop would wait for
+    two of them in turn.
+    """
+
+    def __init__(self) -> None:
+        self._parser = FairThreads(1, "infer-json")
+        self._threads = FairThreads(2, "infer-text")
+        self._num_open: Counter[str] = Counter()
+        """by owner"""
+        self._budget = BodyBudget()
+
+    async def read_object(self, request: Request) -> dict[str, Any]:
+        """The JSON object that the body is."""
+        if PARSED in request.scope:
+            parsed: dict[str, Any] = request.scope[PARSED]
+            return parsed
+        check_media_type(request.headers)
+        with self._budget.body() as grow_to:
+            try:
+                async with asyncio.timeout(BODY_TIMEOUT_S):
+                    body = await read_body(request, grow_to)
+            except TimeoutError:
+                note_refusal(request.scope, "body_timeout")
+                message = f"the body was not complete after {BODY_TIMEOUT_S:g} s"
+                raise HttpError(408, message, code="request_timeout") from None
+            except OverloadedError:
+                note_refusal(request.scope, "body_budget")
+                raise
+            except ClientDisconnect:
+                raise ClientGone from None
+            request.scope[NUM_BYTES] = len(body)
+            return await self._done(self._parser, request, parse_object, body)
+
+    async def computed(
+        self, request: Request, work: Callable[..., T], *arguments: Any, heavy: bool = False
+    ) -> T:
+        """`work(*arguments)`; in a thread if it is heavy, or the body so long, that others would
+        notice."""
+        return await self._done(self._threads, request, work, *arguments, heavy=heavy)
+
+    async def rendered(
+        self, request: Request, num_bytes: int, work: Callable[..., T], *arguments: Any
+    ) -> T:
+        """`work(*arguments)`, which writes an answer of about `num_bytes`; in a thread if that is
+        much. Never refused: so far only the answers of open requests come."""
+        if num_bytes <= LARGE_ANSWER_BYTES:
+            return work(*arguments)
+        owner, work = tenant_of(request.scope).key.id, partial(work, *arguments)
+        result: T = await self._threads.submit(owner, work, lambda: None)
+        return result
+
+    async def _done(
+        self,
+        threads: FairThreads,
+        request: Request,
+        work: Callable[..., T],
+        *arguments: Any,
+        heavy: bool = False,
+    ) -> T:
+        if not heavy and request.scope.get(NUM_BYTES, 0) <= LONG_BODY_BYTES:
+            return work(*arguments)
+        tenant = tenant_of(request.scope)
+        owner = tenant.key.id
+        self._check_room(tenant)
+        self._num_open[owner] += 1
+        result: T = await threads.submit(
+            owner, partial(work, *arguments), partial(self._count_down, owner)
+        )
+        return result
+
+    def _check_room(self, tenant: Tenant) -> None:
+        key = tenant.key
+        most = min(MAX_LONG_BODIES_A_KEY, key.limits.max_concurrent)
+        if key.id and self._num_open[key.id] >= most:
+            raise too_many(f"this key may have {most} long bodies worked on", 1)
+        if self._num_open.total() >= MAX_LONG_BODIES:
+            raise OverloadedError("too many long bodies are being read")
+
+    def _count_down(self, owner: str) -> None:
+        self._num_open[owner] -= 1
+        if not self._num_open[owner]:
+            del self._num_open[owner]
+
+    def close(self) -> None:
+        """Waits for nothing."""
+        for threads in (self._parser, self._threads):
+            threads.close()

@@ -1,0 +1,1 @@
+"""OpenAI's formats: schemas, requests for the engine, answers, streams. No engine state."""

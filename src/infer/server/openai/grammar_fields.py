@@ -1,0 +1,104 @@
+"""The ways in which a body asks for structured output, each read as a `Grammar`.
+
+OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`. Only the shape is
+checked here; whether a schema or an expression can be compiled, the engine's intake says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infer.errors import RequestError, UnprocessableError
+from infer.types.grammar import Grammar
+
+FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex",
+          "guided_choice", "guided_grammar")  # fmt: skip
+_MEMBER_OF = {"json_schema": "json_schema", "json_object": "schema"}
+"""what a response_format of this type may have beside it"""
+
+
+def response_format(value: Any) -> Grammar | None:
+    """`{"type": "text"}`, `json_object` (some clients add a `schema`), or `json_schema` with
+    `{"json_schema": {"schema"}}`."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(kind, str):
+        raise RequestError("response_format must be an object with a type")
+    allowed = {"type", _MEMBER_OF.get(kind, "type")}
+    if unknown := sorted(value.keys() - allowed):
+        raise UnprocessableError(f"response_format of this type has no field {unknown[0][:64]!r}")
+    if kind == "json_schema":
+        return _named_schema(value.get("json_schema"))
+    if kind not in ("text", "json_object"):
+        kinds = "'text', 'json_object' or 'json_schema'"
+        raise UnprocessableError(f"response_format: type must be {kinds}")
+    schema = value.get("schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise RequestError("response_format: schema must be an object")
+    return Grammar.json(schema) if kind == "json_object" else None
+
+
+def _named_schema(value: Any) -> Grammar:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise RequestError("response_format: json_schema must be an object with a name")
+    if unknown := sorted(value.keys() - {"name", "description", "schema", "strict"}):
+        raise UnprocessableError(f"response_format: json_schema has no field {unknown[0][:64]!r}")
+    schema = value.get("schema")
+    if schema is not None and not isinstance(schema, dict):
+        raise RequestError("response_format: json_schema.schema must be an object")
+    return Grammar.json(schema)
+
+
+def outputs(value: Any) -> Grammar | None:
+    """An object with exactly one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
+    if not isinstance(value, dict):
+        raise RequestError("structured_outputs must be an object")
+    given = {name: member for name, member in value.items() if member not in (None, False)}
+    if unknown := sorted(given.keys() - _OUTPUTS):
+        known = ", ".join(_OUTPUTS)
+        raise UnprocessableError(
+            f"structured_outputs has no field {unknown[0][:64]!r}; known are {known}"
+        )
+    if len(given) != 1:
+        raise RequestError(f"structured_outputs needs exactly one of {', '.join(_OUTPUTS)}")
+    ((name, member),) = given.items()
+    return _OUTPUTS[name](member)
+
+
+def json_schema(value: Any) -> Grammar:
+    """A schema as an object or as its text."""
+    if not isinstance(value, dict | str):
+        raise RequestError("a JSON schema must be an object or its text")
+    return Grammar.json(value)
+
+
+def regex(value: Any) -> Grammar:
+    """A regular expression."""
+    return Grammar.regex(_text(value))
+
+
+def choice(value: Any) -> Grammar:
+    """A list of texts."""
+    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+        raise RequestError("choices must be a list of at least one string")
+    return Grammar.choice(value)
+
+
+def grammar(value: Any) -> Grammar:
+    """A grammar in Lark or GBNF."""
+    return Grammar.grammar(_text(value))
+
+
+def _json_object(value: Any) -> Grammar:
+    if value is not True:
+        raise RequestError("structured_outputs: json_object must be true or false")
+    return Grammar.json()
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise RequestError("a regular expression or grammar must be a string")
+    return value
+
+
+_OUTPUTS = {"json": json_schema, "json_object": _json_object, "regex": regex, "choice": choice,
+            "grammar": grammar}  # fmt: skip

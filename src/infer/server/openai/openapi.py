@@ -1,0 +1,99 @@
+"""`/openapi.json`, and the page at `/`: the app's own routes, and the bodies the wire models read.
+
+Made from what answers, so that it cannot say anything else: paths and methods are the routes',
+fields are those of the models that an endpoint is marked with (`takes`), summaries its docstring.
+Ranges that depend on the model are not in it (errors tell them). Statuses are those of the layers
+that a request passes, and the endpoint's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from pydantic.json_schema import models_json_schema
+from starlette.routing import BaseRoute, Route
+
+from infer.server.openai.schema_base import Wire
+from infer.server.tenancy.limits import OPEN_PATHS, costs
+from infer.version import VERSION
+
+E = TypeVar("E", bound=Callable[..., Any])
+
+JSON = "application/json"
+REF = "#/components/schemas/{model}"
+ANY_REQUEST = {400, 403, 431, 500, 503}
+ANY_BODY = {404, 408, 413, 415, 422}  # 404: it names a model that is not there
+_TYPES = {"message": "string", "type": "string", "param": ["string", "null"]}
+_MEMBERS = {name: {"type": kind} for name, kind in {**_TYPES, "code": _TYPES["param"]}.items()}
+_ERROR = {"type": "object", "properties": _MEMBERS, "required": [*_MEMBERS]}
+_ERRORS = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
+
+
+def takes(
+    *bodies: type[Wire], refuses: Iterable[int] = (), answers: Iterable[str] = (JSON,)
+) -> Callable[[E], E]:
+    """Marks an endpoint: the bodies it reads (one of them), the statuses of its own errors, and the
+    media types of a 200."""
+
+    def mark(endpoint: E) -> E:
+        endpoint.told = (bodies, refuses, answers)  # type: ignore[attr-defined]
+        return endpoint
+
+    return mark
+
+
+def each(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, Route, str]]:
+    """Method, route and summary."""
+    for route in routes:
+        assert isinstance(route, Route)
+        (method,) = (route.methods or set()) - {"HEAD"}
+        yield method, route, (route.endpoint.__doc__ or "").partition("\n")[0]
+
+
+def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
+    """The whole of it."""
+    paths: dict[str, dict[str, Any]] = {}
+    models: dict[type[Wire], None] = {}
+    for method, route, summary in each(routes):
+        bodies, refuses, answers = getattr(route.endpoint, "told", ((), (), (JSON,)))
+        is_open = not has_keys or route.path in OPEN_PATHS
+        statuses = ANY_REQUEST | {*refuses} | (ANY_BODY if bodies else set())
+        statuses |= {429} if not is_open and costs(method, route.path) else set()
+        statuses |= ({404} if route.param_convertors else set()) | (set() if is_open else {401})
+        responses = {str(status): _response(status, (JSON,)) for status in sorted(statuses)}
+        operation = {
+            "summary": summary,
+            "parameters": [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in route.param_convertors
+            ],
+            "responses": {"200": _response(200, answers), **responses},
+            "security": [] if is_open else [{"key": []}, {"header": []}],
+        }
+        if bodies:
+            models |= dict.fromkeys(bodies)
+            schema = {"anyOf": [{"$ref": REF.format(model=body.__name__)} for body in bodies]}
+            operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        paths.setdefault(route.path_format, {})[method.lower()] = operation
+    named = models_json_schema([(model, "validation") for model in models], ref_template=REF)[1]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "infer", "version": VERSION},
+        "paths": paths,
+        "components": {
+            "schemas": {**named["$defs"], "Error": _ERRORS},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _response(status: int, kinds: Iterable[str]) -> dict[str, Any]:
+    schema = {"type": "object"} if status == 200 else {"$ref": REF.format(model="Error")}
+    content = {kind: {"schema": schema} if kind == JSON else {} for kind in kinds}
+    phrase = "Cancelled" if status == 499 else HTTPStatus(status).phrase
+    return {"description": phrase, "content": content}

@@ -1,0 +1,530 @@
+"""The request bodies as they come over the wire, as strict pydantic models.
+
+Shape and type are decided here: a wrong type is 400, an unknown name or a value outside a list is
+422, a known name whose effect we do not have is 400 by name, `null` is the same as absent, and a
+bool is never a number. Ranges of sampling values belong to `infer.types.SamplingParams` (built in
+`intake`), lengths in tokens to the engine. The extension names are those that vLLM uses.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, FailFast, Field, ValidationInfo, model_validator
+
+from infer.errors import RequestError, UnprocessableError
+from infer.server.http.json_body import MAX_NAME_CHARS, parse_json
+from infer.server.openai import grammar_fields, ignored_fields
+from infer.server.openai.schema_base import Wire, plain
+from infer.types import sampling
+from infer.types.grammar import Grammar
+from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
+
+MAX_CHOICES_PER_PROMPT = 8
+MAX_CHOICES = 256
+"""prompts x n of one request"""
+MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
+"""of `bad_words` that are spelled on the event loop"""
+MAX_LIGHT_ENTRIES = 2048
+"""choices x fields that are looked at there"""
+MAX_MESSAGES = 1024
+MAX_CHAT_STOP_STRINGS = 4
+MAX_METADATA_ENTRIES = 16
+MAX_TOOLS = 128
+"""OpenAI's limit too"""
+MAX_PRIORITY = 1000
+MAX_TIMEOUT_S = 86400
+
+Prompt = str | tuple[int, ...]
+Object = dict[str, Any]
+_TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """All four spellings of `prompt` as one tuple of prompts."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise RequestError("prompt must be a string, a list of strings or token ids")
+    if _is_ids(value):
+        return (tuple(value),)
+    if len(value) > MAX_CHOICES:
+        raise UnprocessableError(f"prompt is a list of more than {MAX_CHOICES} prompts")
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) and _is_ids(item) for item in value):
+        return tuple(map(tuple, value))
+    raise RequestError(
+        "prompt must be a string, a list of strings, a list of token ids (integers)"
+        " or a list of lists of token ids"
+    )
+
+
+def _is_ids(items: list[Any]) -> bool:
+    return set(map(type, items)) <= {int}
+
+
+def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+        raise RequestError(f"{info.field_name} must be a string or a list of strings")
+    return tuple(strings)
+
+
+def _few(strings: tuple[str, ...]) -> tuple[str, ...]:
+    if len(strings) > MAX_CHAT_STOP_STRINGS:
+        raise UnprocessableError(
+            f"stop has {len(strings)} strings; at most {MAX_CHAT_STOP_STRINGS} are supported"
+        )
+    return strings
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    """JSON's keys are strings; here they are token ids."""
+    if not isinstance(value, dict):
+        raise RequestError("logit_bias must be an object: token id → number")
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:  # `SamplingParams` would say so too, but late
+        raise UnprocessableError(f"logit_bias has more than {MAX_LOGIT_BIAS_ENTRIES} entries")
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not _TOKEN_ID.fullmatch(key):
+            raise RequestError(f"logit_bias: {key[:MAX_NAME_CHARS]!r} is not a token id")
+        if type(bias) not in (int, float):
+            raise RequestError(f"logit_bias: the value of token {key} must be a number")
+        if int(key) in biases:
+            raise RequestError(f"logit_bias has token {int(key)} twice")
+        biases[int(key)] = bias
+    return biases
+
+
+def _metadata(value: Any) -> dict[str, str]:
+    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+        raise RequestError("metadata must be an object whose values are strings")
+    if len(value) > MAX_METADATA_ENTRIES:
+        raise UnprocessableError(f"metadata has more than {MAX_METADATA_ENTRIES} entries")
+    return value
+
+
+def _content(value: Any) -> str:
+    """A string, or the texts of a list of text parts one after the other."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise RequestError("content must be a string or a list of text parts")
+    for part in value:
+        kind = part.get("type")
+        if kind != "text":
+            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
+            raise RequestError(
+                f"content has a part with {shown}; only parts of the type 'text' are supported",
+                code="unsupported_content_part",
+            )
+        if not isinstance(part.get("text"), str) or len(part) > 2:
+            raise RequestError("a text part of content must be {'type': 'text', 'text': string}")
+    return "".join(part["text"] for part in value)
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise RequestError("chat_template_kwargs must be an object: variable → value")
+    for name in ("self", "messages", "tools", "add_generation_prompt", "continue_final_message"):
+        if name in value:
+            raise RequestError(f"chat_template_kwargs cannot set {name!r}")
+    return value
+
+
+def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
+    """Definitions or calls of functions."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RequestError(f"{info.field_name} must be a list of objects")
+    if len(value) > MAX_TOOLS:
+        raise UnprocessableError(f"{info.field_name} must be a list of at most {MAX_TOOLS}")
+    for item in value:
+        function = item.get("function")
+        if item.get("type", "function") != "function":
+            raise RequestError(f"{info.field_name}: only the type 'function' is supported")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            words = "each needs a `function`, an object with a `name`"
+            raise RequestError(f"{info.field_name}: {words}")
+        if not isinstance(function.get("parameters") or {}, dict):
+            raise RequestError(f"{info.field_name}: parameters must be an object, a JSON schema")
+    return value
+
+
+def _tool_choice(value: Any) -> str | dict[str, str]:
+    """ "none", "auto", "required", or a function as `{"name": …}`."""
+    if isinstance(value, dict):
+        function = value.get("function")
+        if value == {"type": "function", "function": function} and isinstance(function, dict):
+            name = function.get("name")
+            if isinstance(name, str) and len(function) == 1:
+                return {"name": name}
+    elif value in ("none", "auto", "required"):
+        return str(value)
+    words = "{'type': 'function', 'function': {'name': string}}"
+    raise RequestError(f"tool_choice must be 'none', 'auto', 'required' or {words}")
+
+
+def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the form templates expect: the arguments are an object, not the text of one."""
+    parsed = []
+    for call in calls:
+        arguments = call["function"].get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = parse_json(arguments.encode())
+            except RequestError:
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError("tool_calls: arguments must be a JSON object, as text or as it is")
+        parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return parsed
+
+
+# Templates know no developer: it is the newer name of system.
+Role = Annotated[
+    Literal["system", "developer", "user", "assistant", "tool"],
+    AfterValidator(lambda role: "system" if role == "developer" else role),
+]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
+TokenIds = Annotated[list[int], FailFast()]  # not a finding for each of a million wrong ones
+ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str, Any])]
+Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
+
+
+def _between(low: float, high: float) -> dict[str, Any]:
+    return {"minimum": low, "maximum": high}
+
+
+_COUNT = _between(0, sampling.MAX_TOKENS_CEILING)
+_STRING = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_STRING_CHARS}
+
+
+def _strings(most: int) -> dict[str, Any]:
+    return {"anyOf": [_STRING, {"type": "array", "items": _STRING, "maxItems": most}]}
+
+
+def _token_ids(most: int, least: int = 0) -> dict[str, Any]:
+    ids = {"type": "integer", **_between(0, 2**31 - 1)}
+    return {"anyOf": [{"type": "array", "items": ids, "minItems": least, "maxItems": most}]}
+
+
+_RANGES: dict[str, dict[str, Any]] = {
+    "temperature": {"anyOf": [{"const": 0}, {"type": "number", **_between(0.01, 2)}]},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": _between(0, 1),
+    "presence_penalty": _between(-2, 2),
+    "frequency_penalty": _between(-2, 2),
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
+    "top_k": _between(-1, 2**31 - 1),
+    "seed": {"anyOf": [{"type": "integer", **_between(-(2**63), 2**63 - 1)}]},
+    "min_tokens": _COUNT,
+    "prompt_logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
+    "stop": _strings(sampling.MAX_STOP_STRINGS),
+    "bad_words": _strings(sampling.MAX_BAD_WORDS),
+    "stop_token_ids": _token_ids(sampling.MAX_STOP_TOKEN_IDS),
+    "allowed_token_ids": _token_ids(sampling.MAX_ALLOWED_TOKEN_IDS, 1),
+    "logit_bias": {
+        "maxProperties": MAX_LOGIT_BIAS_ENTRIES,
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", **_between(-100, 100)},
+    },
+    "guided_choice": {"minItems": 1},
+}
+"""of `SamplingParams`, which decides; what depends on the model is not here"""
+_FUNCTION = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+_TOOL = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "description": {"type": "string"},
+                "parameters": {"type": "object"},
+            },
+            "required": ["name"],
+        },
+    },
+    "required": ["function"],
+}
+_CHOSEN = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "required": ["type", "function"],
+    "additionalProperties": False,
+}
+_CONVERSATION: dict[str, dict[str, Any]] = {
+    "messages": {"minItems": 1},
+    "tools": {"items": _TOOL, "maxItems": MAX_TOOLS},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN]},
+}
+
+
+class StreamOptions(Wire):
+    inert_fields = ignored_fields.STREAM_FIELDS
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """with every piece, if `include_usage` asks for usage at all"""
+
+
+class Body(Wire):
+    """Every body may name the model."""
+
+    model: str | None = None
+
+
+class Generation(Body):
+    """What both generating endpoints take."""
+
+    inert_fields = ignored_fields.REQUEST_FIELDS
+    documented = _RANGES
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stream_format: Literal["openai", "events"] = "openai"
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Annotated[dict[int, float], plain(_logit_bias, dict[str, float])] = Field({})
+    stop: Stop = ()
+    user: str | None = None
+    metadata: Annotated[dict[str, str], plain(_metadata, dict[str, str])] = Field({})
+
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: TokenIds = Field([])
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+    """seconds; the server has a limit of its own"""
+    allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
+    bad_words: Stop = ()
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+
+    response_format: Annotated[Grammar | None, plain(grammar_fields.response_format, Object)] = None
+    structured_outputs: Annotated[Grammar | None, plain(grammar_fields.outputs, Object)] = None
+    guided_json: Annotated[Grammar | None, plain(grammar_fields.json_schema, Object | str)] = None
+    guided_regex: Annotated[Grammar | None, plain(grammar_fields.regex, str)] = None
+    guided_choice: Annotated[Grammar | None, plain(grammar_fields.choice, list[str])] = None
+    guided_grammar: Annotated[Grammar | None, plain(grammar_fields.grammar, str)] = None
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether it takes a noticeable time to read, however small the body: a grammar has to be
+        compiled, many words have to be spelled, or many choices made."""
+        num_entries = len(self.logit_bias) + len(self.allowed_token_ids or ())
+        return bool(
+            self.num_grammar_chars
+            or sum(map(len, self.bad_words)) > MAX_LIGHT_CHARS
+            or len(self.bad_words) > MAX_LIGHT_WORDS
+            or self.num_choices * (1 + num_entries) > MAX_LIGHT_ENTRIES
+        )
+
+    @property
+    def num_grammar_chars(self) -> int:
+        """Of the grammar that has to be compiled; 0 = there is none."""
+        return sum(len(grammar.text) for grammar in self.grammars.values())
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether the client leaves it to the server how much may be generated."""
+        return self.max_tokens is None
+
+    @property
+    def grammars(self) -> dict[str, Grammar]:
+        """What the answer's text must look like, by the name of the field that says so."""
+        given = {name: getattr(self, name) for name in grammar_fields.FIELDS}
+        return {name: grammar for name, grammar in given.items() if grammar is not None}
+
+    @property
+    def num_choices(self) -> int:
+        """Of the whole answer; so many places it needs."""
+        return self.n
+
+    @model_validator(mode="after")
+    def _streaming(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream: true", param="stream_options")
+        if self.stream_format == "events" and not self.stream:
+            raise RequestError("stream_format 'events' needs stream: true", param="stream_format")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
+        if len(self.grammars) > 1:
+            one, other, *_ = self.grammars
+            raise RequestError(f"{one} and {other} are two grammars; send one", param=other)
+        return self
+
+
+class CompletionBody(Generation):
+    """`POST /v1/completions`."""
+
+    documented = _RANGES | {
+        "max_tokens": _COUNT,
+        "logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
+    }
+
+    prompt: Annotated[tuple[Prompt, ...], plain(_prompts, str | list[str | int | list[int]])]
+    max_tokens: int = 16
+    logprobs: int | None = None
+    echo: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompt) * self.n
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> CompletionBody:
+        if self.num_choices > MAX_CHOICES:
+            raise UnprocessableError(
+                f"{len(self.prompt)} prompts x n={self.n} is more than {MAX_CHOICES} choices",
+                param="n",
+            )
+        return self
+
+
+class Message(Wire):
+    """It may call tools, and then needs no content."""
+
+    inert_fields = ignored_fields.MESSAGE_FIELDS
+    role: Role
+    content: Annotated[str | None, plain(_content, str | list[dict[str, str]])] = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """the same by its other name"""
+    tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            code = "missing_required_parameter"
+            raise RequestError("content is required", param="content", code=code)
+        return self
+
+
+class Conversation(Body):
+    """What a chat template is given."""
+
+    documented = _CONVERSATION
+    messages: list[Message] = Field(max_length=MAX_MESSAGES)
+    tools: Functions = Field([])
+    tool_choice: ToolChoice = "auto"
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], plain(_variables, dict[str, Any])] = Field({})
+    reasoning_effort: Effort | None = None
+    """for templates that read it; `none` also says `enable_thinking=False`"""
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """Beside the messages. Whoever continues a message need not say that none begins."""
+        begin = self.add_generation_prompt
+        if begin is None:
+            begin = not self.continue_final_message
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            effort["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        arguments = {**effort, **self.chat_template_kwargs, "add_generation_prompt": begin}
+        if self.continue_final_message:
+            arguments["continue_final_message"] = True
+        if self.shown_tools:
+            arguments["tools"] = self.shown_tools
+        return arguments
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]]:
+        """Those that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+
+class ChatBody(Conversation, Generation):
+    """`POST /v1/chat/completions`, and `/render`, which shows the prompt it becomes."""
+
+    documented = (
+        _RANGES
+        | _CONVERSATION
+        | {
+            "max_tokens": {"anyOf": [{"type": "integer", **_between(1, _COUNT["maximum"])}]},
+            "max_completion_tokens": {
+                "anyOf": [{"type": "integer", **_between(1, _COUNT["maximum"])}]
+            },
+            "top_logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
+            "stop": _strings(MAX_CHAT_STOP_STRINGS),
+        }
+    )
+    max_completion_tokens: int | None = None
+    session_id: str | None = None
+    """its messages go before these; see `server.sessions.routes`"""
+    stop: Annotated[Stop, AfterValidator(_few)] = ()
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """Those of which the answer must be a call."""
+        if isinstance(self.tool_choice, str):
+            return self.tools if self.tool_choice == "required" else []
+        return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
+
+    @property
+    def num_grammar_chars(self) -> int:
+        return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
+
+    @property
+    def is_open_ended(self) -> bool:
+        return self.max_tokens is None and self.max_completion_tokens is None
+
+    @model_validator(mode="after")
+    def _choosing(self) -> ChatBody:
+        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
+            raise RequestError("tool_choice names none of the tools", param="tool_choice")
+        if self.forced_tools and self.grammars:
+            other = next(iter(self.grammars))
+            raise RequestError(f"{other} and this tool_choice exclude each other", param=other)
+        return self
+
+
+class TokenizeChatBody(Conversation):
+    """`POST /tokenize` of messages."""
+
+    inert_fields = ignored_fields.TOKENIZE_CHAT_FIELDS
+    return_token_strs: bool = False
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize` of a text."""
+
+    prompt: str
+    add_special_tokens: bool = True
+    parse_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    documented = {"tokens": {"items": {"type": "integer", "minimum": 0}}}  # noqa: RUF012
+    tokens: TokenIds

@@ -1,0 +1,156 @@
+"""What all wire models share, and pydantic's findings in our words.
+
+A `RequestError` names the field and what was expected; values sent by the client are not repeated.
+Only the first finding is told. Errors that our own validators raise pass unchanged, except that
+they get the place where they happened.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+
+from infer.errors import RequestError, UnprocessableError
+from infer.server.http.json_body import MAX_NAME_CHARS
+from infer.server.openai import ignored_fields
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "literal_error": "a string",
+    "list_type": "a list",
+    "model_type": "an object",
+}
+_SENT = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+_LIMITS = {
+    "gt": "above {}",
+    "ge": "at least {}",
+    "le": "at most {}",
+    "max_length": "a list of at most {}",
+}
+
+# Of one endpoint in the place of another's, for the hint in an error.
+_OTHER_NAMES = {
+    "messages": "prompt",
+    "prompt": "messages",
+    "max_completion_tokens": "max_tokens",
+    "top_logprobs": "logprobs",
+}
+
+
+def plain(check: Callable[..., Any], sent: Any) -> PlainValidator:
+    """`check` alone decides; `sent` is what clients send, for the OpenAPI document."""
+    return PlainValidator(check, json_schema_input_type=sent)
+
+
+class Wire(BaseModel):
+    """Strict types, no unknown names, null = absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    inert_fields: ClassVar[ignored_fields.Inert] = {}
+    documented: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """ranges that are checked further on, where errors are told in other words: for the document"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, value: Any, info: ValidationInfo) -> Any:
+        """Drops nulls and fields without effect; refuses the others that are not ours, or adds
+        their names to the context, if that is a list."""
+        if not isinstance(value, dict):
+            return value  # pydantic says what is wrong
+        kept = {}
+        for name, member in value.items():
+            if member is None:
+                continue
+            if name in cls.model_fields:
+                kept[name] = member
+            elif name not in cls.inert_fields:
+                if info.context is None:
+                    code = "unknown_parameter"
+                    raise UnprocessableError(cls._unknown(name), param=name, code=code)
+                info.context.append(name)
+            elif not ignored_fields.has_no_effect(member, cls.inert_fields[name]):
+                raise RequestError(
+                    f"{name} is not supported with this value; leave it out or send"
+                    f" {ignored_fields.shown(cls.inert_fields[name])}",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        return kept
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> Any:
+        """With the fields without effect, and null wherever a field may be left out."""
+        schema = handler.resolve_ref_schema(handler(core))
+        for name, field in schema["properties"].items():
+            field |= cls.documented.get(name, {})
+            if name not in schema.get("required", ()):
+                schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
+        others = {name: ignored_fields.schema(values) for name, values in cls.inert_fields.items()}
+        schema["properties"] = others | schema["properties"]
+        return schema
+
+    @classmethod
+    def _unknown(cls, name: str) -> str:
+        short = name[:MAX_NAME_CHARS]
+        near = [other for other in (_OTHER_NAMES.get(name),) if other in cls.model_fields]
+        near += difflib.get_close_matches(short, [*cls.model_fields, *cls.inert_fields], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(cls.model_fields)}"
+        return f"there is no field {short!r}; {hint}"
+
+
+W = TypeVar("W", bound=Wire)
+
+
+def read(model: type[W], body: dict[str, Any], ignored: list[str] | None = None) -> W:
+    """`body` as a `model`; raises `RequestError` (400) or `UnprocessableError` (422).
+
+    With `ignored`, unknown names are no error and are added to it.
+    """
+    try:
+        return model.model_validate(body, context=ignored)
+    except ValidationError as error:
+        raise _explained(error.errors(include_url=False)[0]) from None
+
+
+def _explained(finding: Any) -> RequestError:
+    kind, sent, context = finding["type"], finding["input"], finding.get("ctx", {})
+    # messages, 0, content → messages[0].content
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in finding["loc"]]
+    param = "".join(steps).removeprefix(".")
+    own = context.get("error")
+    if isinstance(own, RequestError):
+        inner = "." + own.param if own.param and param else own.param or ""
+        return type(own)(own.message, param=(param + inner) or None, code=own.code)
+    if kind == "missing":
+        return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
+    if kind == "literal_error" and isinstance(sent, str):
+        return UnprocessableError(f"{param} must be {context['expected']}", param=param)
+    limits = [words.format(context[key]) for key, words in _LIMITS.items() if key in context]
+    if limits:
+        return UnprocessableError(f"{param} must be {' and '.join(limits)}", param=param)
+    right, wrong = _EXPECTED.get(kind, "of another type"), _SENT.get(type(sent), "something else")
+    message = f"{param} must be {right}, not {wrong}"
+    return RequestError(message, param=param, code="invalid_type")

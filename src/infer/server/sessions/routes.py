@@ -1,0 +1,230 @@
+"""The paths of sessions, and `Turn`: one question and its answer within a session.
+
+A chat completion with a `session_id` is asked with the session's messages before its own; when its
+answer is whole, and before the client is told so, the turn is written. An answer that breaks off
+leaves the session as it was, so the same message can be sent again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from infer.errors import ConfigError, UnprocessableError
+from infer.server.http.context import Visit
+from infer.server.offload import NUM_BYTES, TextPool
+from infer.server.openai import schema_base
+from infer.server.openai.answers import unnumbered
+from infer.server.openai.large_json import json_response
+from infer.server.openai.openapi import takes
+from infer.server.openai.schema import MAX_MESSAGES
+from infer.server.openai.schema import Message as WireMessage
+from infer.server.openai.schema_base import Wire
+from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
+from infer.server.sessions.store import MAX_TITLE_CHARS, Message, Quota, Sessions, busy
+from infer.server.tenancy.limits import tenant_of
+
+log = logging.getLogger("infer.server")
+_TITLE = {"title": {"maxLength": MAX_TITLE_CHARS, "pattern": "^[^\\u0000]*$"}}
+
+
+class SessionBody(Wire):
+    documented = _TITLE
+    title: str = ""
+    messages: list[WireMessage] = Field([], max_length=MAX_MESSAGES)
+
+
+class RenameBody(Wire):
+    documented = _TITLE
+    title: str
+
+
+class ForkBody(Wire):
+    at: int | None = Field(None, ge=0)
+
+
+class Turn:
+    """A question within a session that is being answered."""
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        threads: DatabaseThreads,
+        owner: str,
+        name: str,
+        before: int,
+        asked: Any,
+    ) -> None:
+        self._sessions = sessions
+        self._threads = threads
+        self._where = (owner, name, before)
+        self._asked: list[Message] = asked
+        self._texts: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, new: dict[str, Any]) -> None:
+        """To the answer; see `CompletionAnswer.on_new`."""
+        self._texts.append(new.get("content", ""))
+        self._calls += unnumbered(new.get("tool_calls", ()))
+
+    async def keep(self) -> None:
+        """Write it, with the answer as it is now."""
+        text = "".join(self._texts)
+        whole = [call for call in self._calls if _is_whole(call)]
+        # A call that was cut short is no call that a later request could have in its history.
+        text += "".join(_as_text(call) for call in self._calls if call not in whole)
+        answer: Message = {"role": "assistant", "content": text}
+        if whole:
+            answer = {**answer, "content": text or None, "tool_calls": whole}
+        turn = [*self._asked, answer]
+        await self._threads.call(self._sessions.add_turn, *self._where, turn)
+
+
+def _is_whole(call: dict[str, Any]) -> bool:
+    try:
+        return isinstance(json.loads(call["function"]["arguments"]), dict)
+    except ValueError:
+        return False
+
+
+def _as_text(call: dict[str, Any]) -> str:
+    function = call["function"]
+    return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}'
+
+
+def default_url() -> str:
+    """Of the database in the user's state folder, which is made if it is not there."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(state) / "infer"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return f"sqlite:///{folder / 'sessions.db'}"
+
+
+class Conversations:
+    """Sessions as the server offers them."""
+
+    def __init__(self, url: str | None, pool: TextPool, quota: Quota | None = None) -> None:
+        self._url = url
+        self._quota = quota or Quota()
+        self._pool = pool
+        self._busy: set[str] = set()
+        self._threads = DatabaseThreads()
+        self._opening = threading.Lock()
+        if url is not None:
+            self._sessions  # noqa: B018  a database that cannot be used is known at the start
+
+    @cached_property
+    def _sessions(self) -> Sessions:
+        if self._url is not None:
+            return Sessions(self._url, self._quota)
+        return Sessions(default_url(), self._quota)
+
+    def _do(self, method: str, *arguments: Any) -> Any:
+        """Of `Sessions`, which are opened by whoever comes first, in a thread."""
+        with self._opening:
+            sessions = self._opened()
+        return getattr(sessions, method)(*arguments)
+
+    def _opened(self) -> Sessions:
+        """Raises `DatabaseError` where the default place cannot be used; a URL was tried before."""
+        try:
+            return self._sessions
+        except (ConfigError, OSError) as error:
+            log.error("the sessions cannot be kept: %s", error)
+            message = "this server cannot keep sessions: its database cannot be used"
+            raise DatabaseError(message) from None
+
+    async def begin(self, http: HttpRequest, body: dict[str, Any]) -> Turn | None:
+        """Put the session's messages before those of a chat's body, if it names a session."""
+        name, asked = body.get("session_id"), body.get("messages")
+        if not isinstance(name, str) or not isinstance(asked, list):
+            return None  # what is wrong is said where the body is checked
+        if body.get("n") not in (None, 1):
+            raise UnprocessableError(
+                "a session has one answer to a question: n must be 1", param="n"
+            )
+        owner = tenant_of(http.scope).key.id
+        if name in self._busy:
+            raise busy()
+        num_new = http.scope.get(NUM_BYTES, 0)
+        found = await self._threads.call(
+            self._do, "begin_turn", owner, name, len(asked) + 1, num_new
+        )
+        if name in self._busy:
+            raise busy()
+        self._busy.add(name)
+        Visit.of(http.scope).leaving.callback(self._busy.discard, name)
+        body["messages"] = [*found.messages, *asked]
+        # What is done with the body from now on takes as long as if all this had been sent.
+        http.scope[NUM_BYTES] = num_new + found.num_bytes
+        return Turn(self._sessions, self._threads, owner, name, len(found.messages), asked)
+
+    @takes(SessionBody, refuses=(429,))
+    async def _create(self, http: HttpRequest) -> Response:
+        """A conversation that is kept here."""
+        body = await self._pool.read_object(http)
+        wire = await self._pool.computed(http, schema_base.read, SessionBody, body)
+        messages = body.get("messages") or []
+        return await self._call(http, "create", wire.title, messages)
+
+    async def _list(self, http: HttpRequest) -> Response:
+        """The sessions of this key, the last used first."""
+        owner = tenant_of(http.scope).key.id
+        data = await self._threads.call(self._do, "all", owner)
+        return JSONResponse({"object": "list", "data": data})
+
+    async def _read(self, http: HttpRequest) -> Response:
+        """A session with its messages."""
+        where = (tenant_of(http.scope).key.id, http.path_params["id"])
+        num_bytes = await self._threads.call(self._do, "num_bytes", *where)
+        found = await self._threads.call(self._do, "read", *where)
+        return await self._pool.rendered(http, num_bytes, json_response, found)
+
+    @takes(RenameBody)
+    async def _rename(self, http: HttpRequest) -> Response:
+        """Give a session a title."""
+        wire = schema_base.read(RenameBody, await self._pool.read_object(http))
+        return await self._call(http, "rename", http.path_params["id"], wire.title)
+
+    async def _delete(self, http: HttpRequest) -> Response:
+        """Forget a session."""
+        await self._call(http, "delete", name := http.path_params["id"])
+        return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
+
+    @takes(ForkBody, refuses=(429,))
+    async def _fork(self, http: HttpRequest) -> Response:
+        """A new session that begins with the first `at` messages of this one."""
+        wire = schema_base.read(ForkBody, await self._pool.read_object(http))
+        return await self._call(http, "fork", http.path_params["id"], wire.at)
+
+    async def _call(self, http: HttpRequest, name: str, *arguments: Any) -> Response:
+        owner = tenant_of(http.scope).key.id
+        return JSONResponse(await self._threads.call(self._do, name, owner, *arguments))
+
+    def close(self) -> None:
+        """At the end of the server."""
+        self._threads.close()
+        if "_sessions" in self.__dict__:
+            self._sessions.close()
+
+    def routes(self) -> list[Route]:
+        """Where all that is found."""
+        one = "/v1/sessions/{id}"
+        return [
+            Route("/v1/sessions", self._create, methods=["POST"]),
+            Route("/v1/sessions", self._list, methods=["GET"]),
+            Route(one, self._read, methods=["GET"]),
+            Route(one, self._rename, methods=["PATCH"]),
+            Route(one, self._delete, methods=["DELETE"]),
+            Route(f"{one}/fork", self._fork, methods=["POST"]),
+        ]

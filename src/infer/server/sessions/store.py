@@ -1,0 +1,306 @@
+"""`Sessions`: conversations that the server keeps, so that a client sends only what is new.
+
+A session belongs to the key that made it; nobody else finds it. Its messages are rows of their own,
+in the order of `position`, and only whole turns are written: what was asked together with its
+answer, once the answer is there. Two turns at the same time would each miss the other, so the
+second is refused. Any database that SQLAlchemy reaches will do; calls block, so they are made in
+threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import sqlalchemy as sql
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from infer.errors import ConfigError, UnprocessableError
+from infer.server.http.error_responses import HttpError
+
+MAX_TITLE_CHARS = 200
+MAX_LISTED = 1000
+MAX_SESSION_BYTES = 4 * 1024 * 1024
+"""of a session that is continued, with what comes: more than the longest context holds"""
+BUSY_S = 2.0
+"""how long a call waits for a SQLite file that somebody else has locked"""
+CONNECT_S = 5
+"""how long a call waits for a server of databases, or for a connection that is free"""
+Message = dict[str, Any]
+
+_tables = sql.MetaData()
+_sessions = sql.Table(
+    "sessions",
+    _tables,
+    sql.Column("id", sql.String(64), primary_key=True),
+    sql.Column("owner", sql.String(64), nullable=False, index=True),
+    sql.Column("title", sql.String(MAX_TITLE_CHARS), nullable=False),
+    sql.Column("created", sql.BigInteger, nullable=False),
+    sql.Column("updated", sql.BigInteger, nullable=False),
+)
+_messages = sql.Table(
+    "messages",
+    _tables,
+    sql.Column("session", sql.ForeignKey("sessions.id", ondelete="CASCADE"), primary_key=True),
+    sql.Column("position", sql.Integer, primary_key=True),
+    sql.Column("message", sql.JSON, nullable=False),
+)
+
+_sizes = sql.Table(
+    "session_sizes",
+    _tables,
+    sql.Column("session", sql.ForeignKey("sessions.id", ondelete="CASCADE"), primary_key=True),
+    sql.Column("messages", sql.Integer, nullable=False),
+    sql.Column("bytes", sql.BigInteger, nullable=False),
+)
+"""a row for each session, so that nobody has to read the messages to know how many there are"""
+
+
+class Quota(NamedTuple):
+    """What the sessions of one owner may be, all together."""
+
+    sessions: int = 1000
+    messages: int = 100_000
+    bytes: int = 64 * 1024 * 1024
+    """of the messages as JSON"""
+
+
+class Begun(NamedTuple):
+    """What a turn goes on from."""
+
+    messages: list[Message]
+    num_bytes: int
+
+
+class Sessions:
+    """See the module's docstring."""
+
+    def __init__(self, url: str, quota: Quota | None = None) -> None:
+        """Raises `ConfigError` if the database cannot be used."""
+        self._quota = quota or Quota()
+        try:
+            _make_private(url)
+            # Errors are logged, texts not; and a server of databases may be restarted.
+            where = sql.make_url(url)
+            waits: dict[str, Any] = {}
+            if where.get_backend_name() == "sqlite":
+                waits = {"connect_args": {"timeout": BUSY_S}}
+            elif where.get_backend_name() == "postgresql":
+                waits = {"connect_args": {"connect_timeout": CONNECT_S}, "pool_timeout": CONNECT_S}
+            self._engine = sql.create_engine(
+                where, hide_parameters=True, pool_pre_ping=True, **waits
+            )
+            _tables.create_all(self._engine)
+            with self._engine.begin() as db:
+                _measure_older_ones(db)
+        except (SQLAlchemyError, ImportError) as error:
+            message = f"the database cannot be used ({type(error).__name__})"
+            raise ConfigError(
+                "sessions",
+                f"{message}; give a URL like sqlite:///sessions.db or"
+                " postgresql+psycopg://user@host/name (needs the extra: infer[postgres])",
+            ) from None
+
+    def create(
+        self, owner: str, title: str = "", messages: Sequence[Message] = ()
+    ) -> dict[str, Any]:
+        """A new session, which may begin with messages."""
+        _check_title(title)
+        session_id, now = f"sess-{secrets.token_hex(16)}", int(time.time())
+        row = {"id": session_id, "owner": owner, "title": title, "created": now, "updated": now}
+        with self._engine.begin() as db:
+            db.execute(sql.insert(_sessions).values(row))
+            db.execute(sql.insert(_sizes).values(session=session_id, messages=0, bytes=0))
+            _append(db, session_id, 0, messages)
+            self._check_quota(db, owner)  # now that nobody else can write
+        return _shown(row)
+
+    def all(self, owner: str) -> list[dict[str, Any]]:
+        """Of an owner, the last used first."""
+        query = sql.select(_sessions).where(_sessions.c.owner == owner)
+        query = query.order_by(_sessions.c.updated.desc(), _sessions.c.id).limit(MAX_LISTED)
+        with self._engine.connect() as db:
+            return [_shown(row._mapping) for row in db.execute(query)]
+
+    def read(self, owner: str, session_id: str) -> dict[str, Any]:
+        """A session with its messages; 404 where it is not this owner's."""
+        with self._engine.connect() as db:
+            return {**_shown(_own(db, owner, session_id)), "messages": _history(db, session_id)}
+
+    def num_bytes(self, owner: str, session_id: str) -> int:
+        """Of its messages; 404 where it is not this owner's."""
+        with self._engine.connect() as db:
+            _own(db, owner, session_id)
+            return _num_bytes(db, session_id)
+
+    def begin_turn(self, owner: str, session_id: str, num_asked: int, num_new: int) -> Begun:
+        """The messages before a turn of `num_asked` messages in `num_new` bytes. Raises 413 where
+        they are too many, or there is no room for the turn: before it is answered."""
+        with self._engine.connect() as db:
+            _own(db, owner, session_id)
+            num_bytes = _num_bytes(db, session_id)
+            if num_bytes + num_new > MAX_SESSION_BYTES:
+                message = f"the session has {num_bytes} bytes; with what comes it may have"
+                message += f" {MAX_SESSION_BYTES}: begin another one"
+                raise HttpError(413, message, code="session_too_long", param="session_id")
+            self._check_quota(db, owner, Quota(0, num_asked, num_new))
+            return Begun(_history(db, session_id), num_bytes)
+
+    def rename(self, owner: str, session_id: str, title: str) -> dict[str, Any]:
+        """Give it a title."""
+        _check_title(title)
+        with self._engine.begin() as db:
+            row = _own(db, owner, session_id)
+            db.execute(
+                sql.update(_sessions).where(_sessions.c.id == session_id).values(title=title)
+            )
+        return _shown({**row, "title": title})
+
+    def delete(self, owner: str, session_id: str) -> None:
+        """Forget it."""
+        with self._engine.begin() as db:
+            _own(db, owner, session_id)
+            db.execute(sql.delete(_messages).where(_messages.c.session == session_id))
+            db.execute(sql.delete(_sizes).where(_sizes.c.session == session_id))
+            db.execute(sql.delete(_sessions).where(_sessions.c.id == session_id))
+
+    def purge(self, owners: Collection[str]) -> int:
+        """Forget the sessions of everybody but these, and of those without a key; how many."""
+        gone = _sessions.c.owner.not_in([*owners, ""])
+        with self._engine.begin() as db:
+            theirs = sql.select(_sessions.c.id).where(gone)
+            for table in (_messages, _sizes):
+                db.execute(sql.delete(table).where(table.c.session.in_(theirs)))
+            return db.execute(sql.delete(_sessions).where(gone)).rowcount
+
+    def fork(self, owner: str, session_id: str, num_messages: int | None) -> dict[str, Any]:
+        """A new session that begins with the first messages of this one; None = with all."""
+        found = self.read(owner, session_id)
+        messages = found["messages"]
+        if num_messages is not None and not 0 <= num_messages <= len(messages):
+            message = f"the session has {len(messages)} messages; at must be between 0 and that"
+            raise UnprocessableError(message, param="at")
+        return self.create(owner, found["title"], messages[:num_messages])
+
+    def add_turn(
+        self, owner: str, session_id: str, num_before: int, messages: Sequence[Message]
+    ) -> None:
+        """Write a turn behind the messages that it was asked with; 409 if there are others."""
+        try:
+            with self._engine.begin() as db:
+                _own(db, owner, session_id)
+                if len(_history(db, session_id)) != num_before:
+                    raise busy()
+                _append(db, session_id, num_before, messages)
+                now = sql.update(_sessions).where(_sessions.c.id == session_id)
+                db.execute(now.values(updated=int(time.time())))
+        except IntegrityError:  # another server has written one since we looked
+            raise busy() from None
+
+    def _check_quota(self, db: sql.Connection, owner: str, more: Quota | None = None) -> None:
+        """Raises where an owner's sessions, and what is to come, are more than they may be."""
+        used = sql.select(
+            sql.func.count(),
+            sql.func.coalesce(sql.func.sum(_sizes.c.messages), 0),
+            sql.func.coalesce(sql.func.sum(_sizes.c.bytes), 0),
+        ).where(_sizes.c.session == _sessions.c.id, _sessions.c.owner == owner)
+        row = db.execute(used).one()
+        wanted = Quota(*(int(a) + b for a, b in zip(row, more or Quota(0, 0, 0), strict=True)))
+        for name, most in self._quota._asdict().items():
+            if getattr(wanted, name) > most:
+                status = 429 if name == "sessions" else 413
+                message = f"the sessions of this key may have {most} {name} in all"
+                if name == "sessions":
+                    message = f"this key may have {most} sessions"
+                message += "; DELETE /v1/sessions/ID makes room"
+                raise HttpError(status, message, code="session_quota_exceeded")
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+
+def busy() -> HttpError:
+    """Two turns of a session at the same time."""
+    message = "another turn of this session is being answered; send this one after it"
+    return HttpError(409, message, code="session_busy", param="session_id")
+
+
+def _own(db: sql.Connection, owner: str, session_id: str) -> dict[str, Any]:
+    query = sql.select(_sessions).where(_sessions.c.id == session_id, _sessions.c.owner == owner)
+    # No id has it, and not every database takes it as text.
+    row = None if "\0" in session_id else db.execute(query).first()
+    if row is None:
+        message = "there is no such session; POST /v1/sessions makes one"
+        raise HttpError(404, message, code="session_not_found", param="session_id")
+    return dict(row._mapping)
+
+
+def _history(db: sql.Connection, session_id: str) -> list[Message]:
+    query = sql.select(_messages.c.message).where(_messages.c.session == session_id)
+    return list(db.scalars(query.order_by(_messages.c.position)))
+
+
+def _append(db: sql.Connection, session_id: str, start: int, messages: Sequence[Message]) -> None:
+    rows = [
+        {"session": session_id, "position": start + i, "message": message}
+        for i, message in enumerate(messages)
+    ]
+    if rows:
+        db.execute(sql.insert(_messages), rows)
+        num_bytes = sum(len(json.dumps(message)) for message in messages)
+        size = sql.update(_sizes).where(_sizes.c.session == session_id)
+        more = {"messages": _sizes.c.messages + len(rows), "bytes": _sizes.c.bytes + num_bytes}
+        db.execute(size.values(more))
+
+
+def _num_bytes(db: sql.Connection, session_id: str) -> int:
+    query = sql.select(_sizes.c.bytes).where(_sizes.c.session == session_id)
+    return int(db.scalar(query) or 0)
+
+
+def _measure_older_ones(db: sql.Connection) -> None:
+    """Sessions that were made before there were sizes."""
+    size = sql.func.length(sql.cast(_messages.c.message, sql.Text))
+    found = (
+        sql.select(
+            _sessions.c.id,
+            sql.func.count(_messages.c.position),
+            sql.func.coalesce(sql.func.sum(size), 0),
+        )
+        .select_from(_sessions.outerjoin(_messages))
+        .where(_sessions.c.id.not_in(sql.select(_sizes.c.session)))
+        .group_by(_sessions.c.id)
+    )
+    if db.execute(found.limit(1)).first() is not None:  # a database may be read-only
+        db.execute(sql.insert(_sizes).from_select(["session", "messages", "bytes"], found))
+
+
+def _make_private(url: str) -> None:
+    """A database that is a file is its owner's alone, whatever the umask; files beside it get the
+    same mode."""
+    where = sql.make_url(url)
+    path = where.database or ""
+    if where.get_backend_name() != "sqlite" or path in ("", ":memory:") or path.startswith("file:"):
+        return
+    with suppress(OSError):  # what is wrong is said when it is opened
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        os.chmod(path, 0o600)
+
+
+def _check_title(title: str) -> None:
+    if len(title) > MAX_TITLE_CHARS or "\0" in title:  # which PostgreSQL's texts cannot hold
+        message = f"title must have at most {MAX_TITLE_CHARS} characters, and no NUL"
+        raise UnprocessableError(message, param="title")
+
+
+def _shown(row: Any) -> dict[str, Any]:
+    return {
+        "object": "session",
+        **{name: row[name] for name in ("id", "title", "created", "updated")},
+    }

@@ -1,0 +1,175 @@
+"""`Keys`: the file of API keys, and what each of them may do.
+
+A key is 256 bits of chance, shown once when it is made; the file holds its SHA-256. Each key of the
+file is compared, in constant time, whichever fits. The file is read again when it has changed, so
+making and revoking keys takes effect in a server that runs. Written by `infer keys`, under a lock
+beside the file (`locked`), so that nothing is lost where several write at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infer.config import check_fields, option
+from infer.errors import ConfigError
+from infer.server.http.private_files import locked, write_private
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a key may use; raises `ConfigError`."""
+
+    max_concurrent: int = option(32, "Requests that may be open at the same time.", low=1)
+    max_queued: int = option(32, "Choices that may wait for a seat at the same time.", low=0)
+    requests_per_minute: int | None = option(None, "Default: no limit.", low=1)
+    tokens_per_minute: int | None = option(
+        None, "Of prompts and answers together; default: no limit.", low=1
+    )
+    share_cache: str | None = option(
+        None, "Keys with the same name here share one prefix cache: they may find each other out."
+    )
+    public_prefixes: bool = option(
+        False, "Share what is cached of the server's public prefixes with the other such keys."
+    )
+    admin: bool = option(False, "May read /metrics and /stats, and see everybody's requests.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key, without its secret."""
+
+    id: str
+    name: str
+    sha256: str
+    created: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+    @property
+    def cache_scope(self) -> str:
+        """Of the prefix cache; nobody but the operator chooses it."""
+        return f"shared:{self.limits.share_cache}" if self.limits.share_cache else self.id
+
+
+log = logging.getLogger(__name__)
+
+_UNLIMITED = Limits(max_concurrent=10**9, max_queued=10**9, admin=True)
+ANYBODY = Key(id="", name="", sha256="", limits=_UNLIMITED)
+"""where there are no keys"""
+
+
+class Keys:
+    """See the module's docstring."""
+
+    def __init__(self, path: Path, *, must_exist: bool = True) -> None:
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+        self._keys: list[Key] = []
+        if must_exist or path.exists():
+            self._read()
+
+    def all(self) -> list[Key]:
+        """As the file has them now."""
+        return list(self._keys)
+
+    def find(self, token: str) -> Key | None:
+        """Whose secret this is."""
+        self.refresh()
+        digest = _digest(token)
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.sha256):
+                found = key
+        return found
+
+    def create(self, name: str, limits: Limits) -> str:
+        """Add a key; returns its secret, which is not kept."""
+        if not name or not name.isprintable() or len(name) > 64:
+            raise ConfigError("name", "must be 1 to 64 printable characters")
+        token = f"sk-{secrets.token_urlsafe(32)}"
+        created, digest = int(time.time()), _digest(token)
+        key_id = f"key-{secrets.token_hex(8)}"
+        new = Key(id=key_id, name=name, sha256=digest, created=created, limits=limits)
+        with self._changing():
+            if any(key.name == name for key in self._keys):
+                raise ConfigError(
+                    "name", f"there is a key {name!r}; revoke it or choose another name"
+                )
+            self._keys.append(new)
+        return token
+
+    def revoke(self, name: str) -> None:
+        """Remove a key."""
+        with self._changing():
+            left = [key for key in self._keys if key.name != name]
+            if len(left) == len(self._keys):
+                raise ConfigError("name", f"there is no key {name!r} in {self._path.name}")
+            self._keys = left
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; `OSError` / `ConfigError` if it cannot be."""
+        status = os.stat(self._path)
+        if (status.st_mtime_ns, status.st_ino) != self._stamp:
+            self._read()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """The file as it is now, for changing; written at the end, and nobody else meanwhile."""
+        try:
+            with locked(self._path):
+                if self._path.exists():
+                    self._read()
+                yield
+                keys = [dataclasses.asdict(key) for key in self._keys]
+                write_private(self._path, json.dumps({"keys": keys}, indent=1))
+        except OSError as error:
+            reason = error.strerror or error
+            raise ConfigError("api_keys", f"{self._path} cannot be written: {reason}") from None
+
+    def _read(self) -> None:
+        try:
+            status = os.stat(self._path)
+            entries = json.loads(self._path.read_text())["keys"]
+            keys = [_read_key(entry) for entry in entries]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            message = f"{self._path.name} is not a file of keys ({reason})"
+            raise ConfigError("api_keys", f"{message}; make one with infer keys create") from None
+        self._keys = keys
+        self._stamp = (status.st_mtime_ns, status.st_ino)
+        if os.name == "posix" and status.st_mode & 0o077:
+            mode = f"{status.st_mode & 0o777:04o}"
+            log.warning(
+                "%s can be read or written by others than its owner (mode %s): chmod 600 it",
+                self._path,
+                mode,
+            )
+
+
+def _read_key(entry: dict[str, Any]) -> Key:
+    key = Key(**{**entry, "limits": Limits(**entry.get("limits", {}))})
+    texts = isinstance(key.id, str) and isinstance(key.name, str) and isinstance(key.sha256, str)
+    if not texts or not key.id or type(key.created) is not int:
+        raise ValueError("an entry lacks an id, a name or a time")
+    if not re.fullmatch("[0-9a-f]{64}", key.sha256):
+        raise ValueError(f"the sha256 of the key {key.name!r:.80} is none")
+    return key
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()

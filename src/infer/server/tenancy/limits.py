@@ -1,0 +1,307 @@
+"""`Gate` and `Tenant`: whose a request is, and whether its key's limits leave room for it.
+
+The gate stands inside the outermost layer and before all routes: every path needs a key, except
+those that are listed here. It decides on the path of the ASGI scope, which no header can change. A
+tenant counts what its key has open and fills its buckets of requests and tokens by the clock. Every
+request that makes work counts, before its body is read; the tokens of an answer are reserved when
+it begins and what it did not use is given back when it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infer.server.http.context import Visit
+from infer.server.http.error_responses import HttpError, describe, log
+from infer.server.observe.request_trace import Story
+from infer.server.tenancy.keys import ANYBODY, Key, Keys
+from infer.types import Request
+
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
+WATCH_S = 0.25
+"""between two looks at the file of keys, while requests are open"""
+ADMIN_PATHS = frozenset({"/metrics", "/stats"})
+CHARS_A_TOKEN = 4
+"""at which text that is no prompt is counted"""
+MAX_MINUTES = 4
+"""of a key's tokens, that one request may use; what exceeds one minute is a debt"""
+
+
+def costs(method: str, path: str) -> bool:
+    """Whether a request counts for its key: not where it only looks at what is at hand, or ends
+    something."""
+    if path.startswith("/v1/requests"):
+        return False
+    return method not in ("GET", "HEAD", "OPTIONS") or path.startswith("/v1/sessions")
+
+
+class Bucket:
+    """So much a minute: full at the start, filled evenly."""
+
+    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
+        self.size = per_minute
+        self._level = float(per_minute)
+        self._clock = clock
+        self._at_s = clock()
+
+    def level(self) -> float:
+        """What is in it now; below 0 after more was used than was reserved."""
+        now_s = self._clock()
+        filled = self._level + (now_s - self._at_s) * self.size / 60
+        self._level, self._at_s = min(float(self.size), filled), now_s
+        return self._level
+
+    def wait_s(self, amount: float) -> float:
+        """How long until there is so much; 0 = now."""
+        return max(0.0, (amount - self.level()) * 60 / self.size)
+
+    def take(self, amount: float) -> None:
+        """Use (or, below 0, give back) so much."""
+        self._level = min(float(self.size), self.level() - amount)
+
+
+class Tenant:
+    """The state of a key: one for each, as long as the server runs."""
+
+    def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
+        self.key = key
+        self._num_open = 0
+        self._num_making = 0
+        """choices that have a place and are not yet in a story"""
+        limits = key.limits
+        self._buckets = {
+            name: Bucket(per_minute, clock)
+            for name, per_minute in (
+                ("requests", limits.requests_per_minute),
+                ("tokens", limits.tokens_per_minute),
+            )
+            if per_minute is not None
+        }
+
+    @property
+    def sight(self) -> str | None:
+        """Whose requests it may see: None = everybody's."""
+        return None if self.key.limits.admin else self.key.id
+
+    def enter(self, visit: Visit) -> None:
+        """A request that costs something has come; raises 429. Costs nothing if it is refused."""
+        limits = self.key.limits
+        if self._num_open >= limits.max_concurrent:
+            raise too_many(f"this key may have {limits.max_concurrent} requests open", 1)
+        self._take("requests", 1, visit)
+        self._num_open += 1
+        visit.leaving.callback(self._leave)
+
+    def _leave(self) -> None:
+        self._num_open -= 1
+
+    @contextmanager
+    def queueing(
+        self, num_choices: int, *, num_queued: int, num_taken: int, num_seats: int
+    ) -> Iterator[None]:
+        """Choices take their places: inside of the block they are counted as waiting, besides the
+        `num_queued` of this key that were there before; of everybody there are `num_taken`. Raises
+        429 where more would have to wait than may; 400 where they always would."""
+        most = self.key.limits.max_queued
+        if num_choices > most + num_seats:
+            message = f"this key may have {most} choices waiting, beside {num_seats} that run: send"
+            message += f" at most {most + num_seats} in one request, not {num_choices}"
+            raise HttpError(400, message, code="too_many_choices")
+        num_own = num_queued + self._num_making + num_choices
+        num_left_over = num_taken + num_choices - num_seats
+        if min(num_own, num_left_over) > most:
+            raise too_many(f"this key may have {most} choices waiting", 1)
+        self._num_making += num_choices
+        try:
+            yield
+        finally:
+            self._num_making -= num_choices
+
+    def charge_chars(self, num_chars: int, visit: Visit) -> None:
+        """Work on text that is no prompt of a model (grammars, what a tokenizer is asked for)
+        counts as the tokens that it would be about; raises 429. Nothing of it is given back."""
+        bucket = self._buckets.get("tokens")
+        if bucket is not None and num_chars:
+            self._take("tokens", min(math.ceil(num_chars / CHARS_A_TOKEN), bucket.size), visit)
+
+    def fitted(self, requests: list[Request], *, is_open_ended: bool) -> list[Request]:
+        """The requests, if all of them may use at most `MAX_MINUTES` of the key's tokens; else 400.
+        Where the client has set no limit to its tokens, they get as many as fit."""
+        bucket = self._buckets.get("tokens")
+        if bucket is None or not requests:
+            return requests
+        most = MAX_MINUTES * bucket.size
+        if _worst_case(requests) <= most:
+            return requests
+        num_prompts = sum(len(request.prompt_token_ids) for request in requests)
+        room = (most - num_prompts) // len(requests)
+        if not is_open_ended or room < max(1, requests[0].sampling.min_tokens):
+            message = f"this request may use {_worst_case(requests)} tokens; this key has"
+            message += f" {bucket.size} a minute, and one request may use {most}: send a smaller"
+            message += " max_tokens, fewer choices or a shorter prompt"
+            raise HttpError(400, message, code="tokens_per_minute_exceeded", param="max_tokens")
+        return [replace(request, max_tokens=min(request.max_tokens, room)) for request in requests]
+
+    def reserve(self, requests: Sequence[Request], visit: Visit) -> Callable[[Story], None]:
+        """Take the tokens that requests may use; the result gives back what they did not."""
+        bucket = self._buckets.get("tokens")
+        reserved = min(_worst_case(requests), bucket.size) if bucket else 0
+        self._take("tokens", reserved, visit)
+
+        def settle(story: Story) -> None:
+            if bucket:
+                bucket.take(story.num_prompt + story.sum_of("num_tokens") - reserved)
+
+        return settle
+
+    def _take(self, name: str, amount: int, visit: Visit) -> None:
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            return
+        wait_s = bucket.wait_s(amount)
+        if not wait_s:
+            bucket.take(amount)
+        left = max(0, int(bucket.level()))
+        reset_s = 60 * (1 - max(0.0, bucket.level()) / bucket.size)
+        shown = {
+            f"x-ratelimit-limit-{name}": str(bucket.size),
+            f"x-ratelimit-remaining-{name}": str(left),
+            f"x-ratelimit-reset-{name}": f"{reset_s:.3f}s",
+        }
+        kept = [header for header in visit.headers if header[0] not in shown]
+        visit.headers[:] = [*kept, *shown.items()]
+        if wait_s:
+            raise too_many(f"this key may use {bucket.size} {name} a minute", wait_s)
+
+
+def _worst_case(requests: Sequence[Request]) -> int:
+    return sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
+
+
+def too_many(message: str, wait_s: float) -> HttpError:
+    """A refusal because of a key's limits, and when to try again."""
+    error = HttpError(429, message, code="rate_limit_exceeded")
+    error.type = "rate_limit_error"
+    error.retry_after_s = math.ceil(wait_s)
+    return error
+
+
+def revoked() -> HttpError:
+    """What ends a request whose key was revoked."""
+    return HttpError(401, "the API key of this request was revoked", code="invalid_api_key")
+
+
+class Gate:
+    """See the module's docstring; `keys` None = there are none, and everybody is trusted."""
+
+    def __init__(self, app: ASGIApp, keys: Keys | None) -> None:
+        self._app = app
+        self._keys = keys
+        self._tenants: dict[str, Tenant] = {}
+        self._anybody = Tenant(ANYBODY)
+        self._open: dict[str, list[Visit]] = {}
+        """of each key; those of a key that is revoked are ended"""
+        self._watching = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit, path = Visit.of(scope), scope["path"]
+        visit.tenant = self._anybody
+        if self._keys is not None and path not in OPEN_PATHS:
+            headers = Headers(scope=scope)
+            try:
+                key = self._key_of(headers)
+            except (OSError, ValueError) as problem:
+                log.error("the file of keys cannot be read, nobody is let in: %s", problem)
+                error = HttpError(
+                    503, "the keys of this server cannot be read now", code="keys_unavailable"
+                )
+                error.type, error.retry_after_s = "server_error", 5
+                await describe(error)(scope, receive, send)
+                return
+            if key is None:  # OpenAI's words, by which LiteLLM tells it from other refusals
+                is_sent = "authorization" in headers or "x-api-key" in headers
+                found = "Incorrect" if is_sent else "No"
+                message = f"{found} API key provided; send one that this server knows as"
+                message += " `Authorization: Bearer KEY`"
+                error = HttpError(401, message, code="invalid_api_key")
+                await describe(error)(scope, receive, send)
+                return
+            visit.key_name = key.name
+            visit.tenant = tenant = self._tenant_of(key)
+            self._watch(key, visit)
+            if path in ADMIN_PATHS and not key.limits.admin:
+                error = HttpError(403, "this is for keys of admins", code="permission_denied")
+                await describe(error)(scope, receive, send)
+                return
+            if costs(scope["method"], path):
+                try:
+                    tenant.enter(visit)
+                except HttpError as error:
+                    await describe(error)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+    def _key_of(self, headers: Headers) -> Key | None:
+        assert self._keys is not None
+        authorization = headers.get("authorization")
+        if authorization is None:
+            token = headers.get("x-api-key", "")
+        else:
+            scheme, _, token = authorization.partition(" ")
+            token = token if scheme.lower() == "bearer" else ""
+        if not token:
+            return None
+        return self._keys.find(token.strip())
+
+    def _watch(self, key: Key, visit: Visit) -> None:
+        """Until it ends, look whether the key is still there."""
+        visits = self._open.setdefault(key.id, [])
+        visits.append(visit)
+        visit.leaving.callback(visits.remove, visit)
+        if not self._watching:
+            self._watching = True
+            asyncio.get_running_loop().call_later(WATCH_S, self._end_revoked)
+
+    def _end_revoked(self) -> None:
+        assert self._keys is not None
+        self._open = {key: visits for key, visits in self._open.items() if visits}
+        self._watching = bool(self._open)
+        if not self._watching:
+            return
+        # What is wrong with the file is said where somebody asks to be let in.
+        with contextlib.suppress(OSError, ValueError):
+            self._keys.refresh()
+            known = {key.id for key in self._keys.all()}
+            for key_id in self._open.keys() - known:
+                for visit in self._open[key_id]:
+                    if visit.on_revoked is not None:
+                        visit.on_revoked()
+        asyncio.get_running_loop().call_later(WATCH_S, self._end_revoked)
+
+    def _tenant_of(self, key: Key) -> Tenant:
+        tenant = self._tenants.get(key.id)
+        if tenant is None or tenant.key != key:
+            assert self._keys is not None
+            known = {other.id for other in self._keys.all()}
+            self._tenants = {i: t for i, t in self._tenants.items() if i in known}
+            tenant = self._tenants[key.id] = Tenant(key)
+        return tenant
+
+
+def tenant_of(scope: Scope) -> Tenant:
+    """Whose a request is, behind the gate."""
+    tenant = Visit.of(scope).tenant
+    assert isinstance(tenant, Tenant)
+    return tenant

@@ -1,0 +1,268 @@
+"""`AnswerParser`: an answer's text told apart into reasoning, content and tool calls.
+
+It is fed with pieces and gives what is certain; all it gives together depends on the text alone,
+never on how it was cut, so a stream and a plain answer go through the same code. `formats` is the
+table of the formats that it reads. What does not parse as a call stays content: nothing is lost. A
+call is given when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from infer.text.grammars.compiler import JSON_OPTIONS
+from infer.text.tools.bare_calls import BareCalls
+from infer.text.tools.call import Reading
+from infer.text.tools.call import ToolCall as ToolCall
+from infer.text.tools.formats import BARE as BARE
+from infer.text.tools.formats import GEMMA as GEMMA
+from infer.text.tools.formats import GEMMA4 as GEMMA4
+from infer.text.tools.formats import HERMES as HERMES
+from infer.text.tools.formats import THOUGHTS, Names, Thoughts, thoughts_in
+from infer.text.tools.formats import ToolFormat as ToolFormat
+from infer.text.tools.json_calls import BracketEnd, write_json
+from infer.types.grammar import Grammar
+
+MAX_FORCED_CALLS = 8
+_CALL_HEAD = '{"name": '
+
+
+class Parts(NamedTuple):
+    """A piece of an answer, told apart."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+
+
+def forced_format(way: ToolFormat | None) -> ToolFormat:
+    """The format of calls that a grammar makes, for a model with this one.
+
+    Grammars make JSON; a model whose own calls are none writes plain objects.
+    """
+    return way if way in (HERMES, BARE) else _OBJECTS
+
+
+_OBJECTS = ToolFormat("objects", {}, lambda calls: "; ".join(write_json(calls)), is_bare=True)
+
+
+def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Grammar:
+    """What an answer that must call some of the tools looks like."""
+    opening, closing = way.forced
+    begin, end = (opening and f"{opening}\n"), (closing and f"\n{closing}")
+    rules, names = [], []
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        head = f'{begin}{{"name": {json.dumps(function["name"])}, "{way.arguments}": '
+        schema = {"type": "object", **(function.get("parameters") or {})}
+        options = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+        names.append(f"call{i}")
+        rules.append(f"call{i}: {json.dumps(head)} arguments{i} {json.dumps('}' + end)}")
+        rules.append(f"arguments{i}: %json {options}")
+    between = json.dumps("\n" if begin else "; ")
+    more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
+    lines = [f"start: call {more}", f"call: {' | '.join(names)}", *rules]
+    return Grammar.grammar("\n".join(lines))
+
+
+def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCall] | None:
+    """The calls of a text that a grammar of `forced_calls` has begun and that was cut short.
+
+    The last one has its arguments as far as they go, which is no JSON. A name that is not complete
+    is taken for the only one that it can become; where there are several, there is no last call.
+    None for a text that is not the beginning of such calls.
+    """
+    calls = list[ToolCall]()
+    while True:
+        text = text.lstrip("; \n")
+        match = re.match(r'\{"name": ("(?:[^"\\]|\\.)*")', text)
+        if match is None:
+            begun = text.removeprefix(_CALL_HEAD) if text.startswith(_CALL_HEAD) else ""
+            if not (text.startswith(_CALL_HEAD) or _CALL_HEAD.startswith(text)):
+                return calls or None
+            possible = [name for name in names if json.dumps(name).startswith(begun)]
+            return [*calls, ToolCall(possible[0], "")] if len(possible) == 1 else calls
+        name_text, rest = json.loads(match[1]), text[match.end() :]
+        head = f', "{way.arguments}": '
+        arguments = rest.removeprefix(head) if rest.startswith(head) else ""
+        at = BracketEnd().find(arguments) if arguments.startswith("{") else -1
+        if at < 0:
+            return [*calls, ToolCall(name_text, arguments)]
+        calls.append(ToolCall(name_text, arguments[:at]))
+        text = arguments[at:].removeprefix("}")
+        if not text.strip("; \n"):
+            return calls
+
+
+class AnswerParser:
+    """For one answer."""
+
+    def __init__(
+        self,
+        tools: ToolFormat | None,
+        *,
+        thinks: bool,
+        inside: bool = False,
+        thoughts: Thoughts = THOUGHTS[0],
+        names: Names = None,
+        opened: bool = False,
+        forced: bool = False,
+    ) -> None:
+        """`thinks`: a text may begin with thoughts; `inside`: the prompt has begun them.
+
+        `thoughts` are the marks around them. `names` are those of the request's tools: without a
+        mark nothing else is a call; None: any name is one. `opened`: the prompt has ended with the
+        mark of `tools.prompt_opens`. `forced`: the text was made by a grammar of `forced_calls`;
+        where it is cut short, so is the last call.
+        """
+        self._tools = tools
+        self._thoughts = thoughts
+        self._names = names
+        self._opened = opened
+        self._forced = forced
+        self._held = ""
+        self._before = ""
+        """white space and the mark before a block that is being read"""
+        self._reading: Reading | None = None
+        self._trim = inside
+        self._state = "reasoning" if inside else "begin" if thinks else "first"
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._has_called = False
+
+    def push(self, text: str, *, end: bool = False) -> Parts:
+        """What is certain with this further piece; `end`: it is the last one."""
+        self._held += text
+        while self._advance(end):
+            pass
+        parts = Parts("".join(self._reasoning), "".join(self._content), tuple(self._calls))
+        for given in (self._reasoning, self._content, self._calls):
+            given.clear()
+        return parts
+
+    def _advance(self, end: bool) -> bool:
+        """Do what the state can do; whether another one goes on with what is held."""
+        tools = self._tools
+        if self._state == "begin":
+            seen, opening = self._held.lstrip(), self._thoughts.opening
+            if seen.startswith(opening):
+                self._go("reasoning", seen.removeprefix(opening))
+                return True
+            if opening.startswith(seen) and not end:
+                return False
+            self._state = "first"
+        if self._state == "reasoning":
+            return self._until([self._thoughts.closing], self._reasoning, end)
+        if self._state == "first":
+            self._state = "content"
+            if tools is not None and tools.is_bare:
+                self._state, self._reading = "block", BareCalls(self._names)
+            elif tools is not None and self._opened:
+                reading = tools.openings[tools.prompt_opens]
+                self._state, self._reading = "block", reading(self._names)
+        if self._state == "content":
+            if tools is not None and tools.openings:
+                return self._until(list(tools.openings), self._content, end)
+            self._give(self._content, self._held)
+            self._held = ""
+            return False
+        return self._block(end)
+
+    def _block(self, end: bool) -> bool:
+        assert self._reading is not None
+        block = self._reading.read(self._held, end=end)
+        if block is None:
+            return False
+        calls, rest = block.calls, self._held[block.size :]
+        if calls is None and self._forced and end:
+            assert self._tools is not None
+            cut = cut_calls(self._held, self._tools, self._names or ())
+            if cut or (cut is not None and self._has_called):
+                calls, rest = cut, ""
+        if calls is None:
+            self._give(self._content, self._before + self._held[: block.size])
+            self._state, self._held = "content", rest
+        else:
+            self._calls += calls
+            self._has_called = True
+            self._go("content", rest)
+        return bool(rest)
+
+    def _until(self, marks: list[str], given: list[str], end: bool) -> bool:
+        """Give what stands before the first of the marks, without the white space around it."""
+        held = self._held
+        found = min(((at, mark) for mark in marks if (at := held.find(mark)) >= 0), default=None)
+        if found is not None:
+            at, mark = found
+            before = held[:at].rstrip()
+            self._give(given, before)
+            if self._state == "reasoning":
+                self._go("first", held[at + len(mark) :])
+            else:
+                assert self._tools is not None
+                self._before = held[len(before) : at] + mark
+                self._reading = self._tools.openings[mark](self._names)
+                self._state, self._held = "block", held[at + len(mark) :]
+            return True
+        if not end:  # hold back what may be the beginning of one
+            begun = max(map(self._num_begun, marks))
+            held = held[: len(held) - begun].rstrip()
+        elif self._forced and self._state == "content" and self._is_cut(held.strip(), marks[0]):
+            held, self._held = "", ""
+        self._give(given, held)
+        self._held = self._held[len(held) :]
+        return False
+
+    def _is_cut(self, held: str, mark: str) -> bool:
+        """Whether a forced call was cut within its mark, and what it is a call of is known."""
+        if not mark.startswith(held):
+            return False
+        names = list(self._names or ())
+        if not self._has_called and len(names) == 1:
+            self._calls.append(ToolCall(names[0], ""))
+        return self._has_called or len(names) == 1
+
+    def _num_begun(self, mark: str) -> int:
+        """How many characters at the end of what is held may be the beginning of a mark."""
+        tail = self._held[1 - len(mark) :]
+        at = tail.find(mark[0])
+        while at >= 0 and not mark.startswith(tail[at:]):
+            at = tail.find(mark[0], at + 1)
+        return len(tail) - at if at >= 0 else 0
+
+    def _go(self, state: str, rest: str) -> None:
+        self._state, self._held, self._trim, self._before = state, rest, True, ""
+
+    def _give(self, given: list[str], text: str) -> None:
+        if self._trim:
+            text = text.lstrip()
+            self._trim = not text
+        given.append(text)
+
+
+def parser_for(
+    template: str,
+    tools: ToolFormat | None,
+    *,
+    prompt_end: str,
+    names: Names = None,
+    forced: bool = False,
+) -> AnswerParser:
+    """The parser of an answer to a prompt that this chat template has made.
+
+    `prompt_end`: the last characters of the prompt. The others as for `AnswerParser`.
+    """
+    thoughts, prompt_end = thoughts_in(template), prompt_end.rstrip()
+    return AnswerParser(
+        tools,
+        thinks=thoughts is not None,
+        inside=thoughts is not None and prompt_end.endswith(thoughts.opening),
+        thoughts=thoughts or THOUGHTS[0],
+        names=names,
+        opened=bool(tools and tools.prompt_opens and prompt_end.endswith(tools.prompt_opens)),
+        forced=forced,
+    )

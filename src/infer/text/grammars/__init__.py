@@ -1,0 +1,1 @@
+"""Grammars: their compiler, and how a grammar is tried before it is accepted."""

@@ -1,0 +1,204 @@
+"""`GrammarChecker`: whether a grammar can be served, found out in a process that may die of it.
+
+The compiler of grammars is native code, and it is given what strangers write: a fault in it must
+not end the process that holds everybody's streams. So grammars are compiled in a small process
+first (`text.grammars.grammar_child`), with the vocabulary and the limits of the engine, and within
+limits of time and memory. When it dies, the grammar is refused and the next one gets a new process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from infer.errors import OverloadedError, RequestError
+from infer.text.grammars.compiler import Vocabulary
+from infer.text.grammars.grammar_child import MAX_CPU_S
+from infer.text.grammars.grammar_depth import TOO_DEEP, is_too_deep
+from infer.text.grammars.grammar_frames import Verdict, read_frame, write_frame
+from infer.types.grammar import Grammar
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 30.0
+"""for one grammar, where the machine has much else to do; `MAX_CPU_S` ends it sooner"""
+START_S = 120.0
+"""for the process to begin and read the vocabulary"""
+MAX_KNOWN = 256
+"""grammars that were accepted and are not tried again"""
+_TOO_LONG = f"it cannot be compiled in {MAX_CPU_S} s of computing"
+_TOO_HARD = "it cannot be compiled in the memory that there is for one"
+_DIED = "it cannot be compiled"
+
+
+class _Process:
+    """One life of the process that compiles."""
+
+    def __init__(self) -> None:
+        # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "infer.text.grammars.grammar_child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                "OPENBLAS_NUM_THREADS": "1",
+                "OMP_NUM_THREADS": "1",
+            },
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self._is_ready = False
+        # Whoever forgets about it, and the end of the interpreter.
+        self._finalizer = weakref.finalize(self, _kill, self._process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_until_ready(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """Raises `EOFError`, `OSError` or `TimeoutError` if it does not get there."""
+        if not self._is_ready:
+            write_frame(self._in, vocabulary())
+            self._receive(START_S)
+            self._is_ready = True
+
+    def verdict(self, grammar: Grammar) -> Verdict:
+        """Raises `EOFError` or `OSError` if it dies, `TimeoutError` if nothing comes."""
+        write_frame(self._in, (grammar.kind, grammar.text))
+        return Verdict(*self._receive(DEADLINE_S))
+
+    def _receive(self, patience_s: float) -> Any:
+        readable = select.poll()
+        readable.register(self._out, select.POLLIN)
+        if not readable.poll(1000 * patience_s):
+            raise TimeoutError
+        return read_frame(self._out)
+
+    def end(self) -> int:
+        """Its exit code, or minus the signal that ended it."""
+        with contextlib.suppress(OSError):
+            self._in.close()
+        # It ends by itself when it can; in a compiler it cannot.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.5 if self._is_ready else 0)
+        self._finalizer()
+        return self._process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(OSError):
+            pipe.close()
+    process.kill()
+    process.wait()
+
+
+class GrammarChecker:
+    """See the module's docstring. Any thread may ask; one grammar is compiled at a time."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """`vocabulary` is called when it is first needed."""
+        self._vocabulary = vocabulary
+        self._process: _Process | None = None
+        self._busy = threading.Lock()
+        self._accepted: OrderedDict[Grammar, int] = OrderedDict()
+        self._is_closed = False
+        self.num_deaths = 0
+        """of the process, since it was made"""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, if there is one now."""
+        return None if self._process is None else self._process.pid
+
+    def warm(self) -> None:
+        """Start the process; it gets ready beside whatever else there is to do."""
+        with self._busy:
+            if self._process is None and not self._is_closed:
+                self._process = _Process()
+        threading.Thread(target=self._warm, name="infer-grammar-start", daemon=True).start()
+
+    def _warm(self) -> None:
+        with self._busy, contextlib.suppress(OSError, EOFError, TimeoutError):
+            self._started()
+
+    def check(self, grammar: Grammar) -> int:
+        """How many bytes the grammar takes when it is compiled.
+
+        Raises `RequestError` (param "grammar") for a grammar that no text can be made with, or that
+        takes too much; `OverloadedError` if that cannot be found out now.
+        """
+        known = self._accepted.get(grammar)
+        if known is not None:
+            return known
+        if is_too_deep(grammar):
+            raise _refusal(grammar, TOO_DEEP)
+        with self._busy:
+            verdict = self._tried(grammar)
+            if verdict.problem:
+                raise _refusal(grammar, verdict.problem)
+            self._accepted[grammar] = verdict.num_bytes
+            if len(self._accepted) > MAX_KNOWN:
+                self._accepted.popitem(last=False)
+            return verdict.num_bytes
+
+    def _tried(self, grammar: Grammar) -> Verdict:
+        """What the process says, or its death."""
+        for _ in range(2):
+            try:
+                process = self._started()
+            except (OSError, EOFError, TimeoutError) as error:
+                code = self._end()
+                log.error("grammars cannot be checked: %r, status %s", error, code)
+                raise OverloadedError("grammars cannot be checked at the moment") from None
+            started_s = time.monotonic()
+            try:
+                return process.verdict(grammar)
+            except (OSError, EOFError, TimeoutError) as error:
+                code = self._end()
+                self.num_deaths += 1
+                took_s = time.monotonic() - started_s
+                log.warning("a grammar has ended its check: status %s, %.1f s", code, took_s)
+                if code == -signal.SIGXCPU or isinstance(error, TimeoutError):
+                    return Verdict(_TOO_LONG)
+                if code == -signal.SIGABRT:  # what a native allocator does without memory
+                    return Verdict(_TOO_HARD)
+                # A kill is not the grammar's doing, unless it happens again.
+        return Verdict(_DIED)
+
+    def _started(self) -> _Process:
+        if self._is_closed:
+            raise OSError("the checker is closed")
+        if self._process is None:
+            self._process = _Process()
+        self._process.wait_until_ready(self._vocabulary)
+        return self._process
+
+    def _end(self) -> int | None:
+        process, self._process = self._process, None
+        return None if process is None else process.end()
+
+    def close(self) -> None:
+        """End the process; nothing can be checked any more."""
+        self._is_closed = True
+        with self._busy:
+            self._end()
+
+
+def _refusal(grammar: Grammar, problem: str) -> RequestError:
+    return RequestError(f"grammar ({grammar.kind}): {problem}", param="grammar")

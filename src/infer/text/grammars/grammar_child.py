@@ -1,0 +1,101 @@
+"""The process in which grammars are tried before they are accepted: it may die of one.
+
+`python -m infer.text.grammars.grammar_child` is started by `text.grammars.grammar_checker`. It gets
+a vocabulary and then grammars by its standard input, and answers each with a `Verdict`; it ends
+when its input does. Time and memory are limited by the system: what goes beyond ends the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
+from typing import BinaryIO
+
+from infer.text.grammars.compiler import Compiler, Vocabulary, compiling_thread
+from infer.text.grammars.grammar_frames import Verdict, read_frame, write_frame
+from infer.types.grammar import Grammar
+
+MAX_CPU_S = 3
+"""for one grammar"""
+MAX_BYTES = 96 << 20
+"""that a compiled grammar may have"""
+MAX_BYTES_MEANWHILE = 1 << 30
+"""of address space beyond what the vocabulary takes"""
+_NICE = 5
+TOO_LARGE = f"it is too large: compiled, it takes %d MiB, and at most {MAX_BYTES >> 20}"
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks"),
+            *("fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def used_bytes() -> int:
+    """Allocated by this process and not freed; without glibc the most that it ever had."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    mallinfo.restype = _Mallinfo2
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
+
+
+def _limit(kind: int, value: int) -> None:
+    with contextlib.suppress(ValueError, OSError):
+        hard = resource.getrlimit(kind)[1]
+        soft = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def _address_space() -> int | None:
+    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+    return None
+
+
+def _verdict(compiler: Compiler, grammar: Grammar) -> Verdict:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime) + 1 + MAX_CPU_S)
+    before = used_bytes()
+    problem, compiled = compiler.problem(grammar)
+    num_bytes = max(0, used_bytes() - before)
+    del compiled
+    if not problem and num_bytes > MAX_BYTES:
+        problem = TOO_LARGE % (num_bytes >> 20)
+    return Verdict(problem, num_bytes)
+
+
+def _serve(source: BinaryIO, sink: BinaryIO) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        json_text, num_tokens, ends, num_logits = read_frame(source)
+        compiler = Compiler(Vocabulary(json_text, num_tokens, tuple(ends), num_logits))
+        if (size := _address_space()) is not None:
+            _limit(resource.RLIMIT_AS, size + MAX_BYTES_MEANWHILE)
+        write_frame(sink, "ready")
+        while True:
+            write_frame(sink, _verdict(compiler, Grammar(*read_frame(source))))
+
+
+def main() -> None:
+    """Until nobody asks any more."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    _limit(resource.RLIMIT_CORE, 0)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    sink = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints
+    compiling_thread("infer-grammar").submit(_serve, sys.stdin.buffer, sink).result()
+
+
+if __name__ == "__main__":
+    main()

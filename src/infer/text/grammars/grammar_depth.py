@@ -1,0 +1,166 @@
+"""How deeply a grammar is nested: rules that lead to rules, `$ref`s, schemas in schemas, brackets.
+
+Compilers of grammars recurse, and one that recurses too deeply ends its process. So the depth is
+found here first, without recursion and in time linear in the text. It may be overestimated: a name
+in a grammar's string counts as a reference, since what is a string depends on the dialect. A cycle
+counts once around.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from infer.types.grammar import Grammar
+
+MAX_DEPTH = 500
+TOO_DEEP = f"it is nested too deeply: at most {MAX_DEPTH} levels of rules, references and brackets"
+
+_NAME = re.compile(r"[A-Za-z_][\w-]*")
+# `name:`, `?name.1[lazy]:`, `name{a, b}:`, `name::_ :` and `name ::=`
+_RULE = re.compile(
+    r"(?<![\w-])([A-Za-z_][\w-]*)(?:\.-?\d+)?(?:\[[^\[\]\n]*\])?(?:\{[^{}\n]*\})?(?:::\w+)?\s*:"
+)
+_MAX_BROKEN = 16
+"""schemas in a grammar that are no JSON, before no further one is looked at"""
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+
+
+def is_too_deep(grammar: Grammar) -> bool:
+    """Whether it has more than `MAX_DEPTH` levels. False for a text that is no grammar."""
+    if grammar.kind == "json":
+        try:
+            return schema_depth(json.loads(grammar.text)) > MAX_DEPTH
+        except RecursionError:
+            return True
+        except ValueError:
+            return False
+    if grammar.kind == "grammar":
+        return _grammar_depth(grammar.text) > MAX_DEPTH
+    return False
+
+
+def schema_depth(schema: Any) -> int:
+    """Levels of objects, those that `$ref`s lead to included; a `$ref` itself is none."""
+    if not isinstance(schema, dict | list):
+        return 0
+    anchors: dict[str, Any] = {}
+    found: list[Any] = []
+    stack: list[Any] = [schema]
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        children = node.values() if isinstance(node, dict) else node
+        stack += [child for child in children if isinstance(child, dict | list)]
+        if isinstance(node, dict):
+            for key in ("$anchor", "$dynamicAnchor", "$id", "id"):
+                if isinstance(name := node.get(key), str):
+                    anchors.setdefault(name.removesuffix("#"), node)
+
+    def next_of(node: Any) -> Iterable[Any]:
+        values = node.values() if isinstance(node, dict) else node
+        yield from (value for value in values if isinstance(value, dict | list))
+        if isinstance(node, dict):
+            for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+                target = _target(schema, anchors, node.get(key))
+                if isinstance(target, dict | list):
+                    yield target
+
+    return _longest(
+        found,
+        next_of,
+        lambda node: int(isinstance(node, dict) and "$ref" not in node),
+        key=id,
+    )
+
+
+def _target(schema: Any, anchors: Mapping[str, Any], reference: Any) -> Any:
+    """What a reference leads to; None if that is not in this schema."""
+    if not isinstance(reference, str):
+        return None
+    base, _, fragment = reference.partition("#")
+    node = anchors.get(base, schema if not base else None)
+    if fragment and not fragment.startswith("/"):
+        return anchors.get(fragment)
+    for part in fragment.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict):
+            node = node.get(name)
+        elif isinstance(node, list) and name.isdecimal() and len(name) < 9:
+            node = node[int(name)] if int(name) < len(node) else None
+        else:
+            return None
+    return node
+
+
+def _grammar_depth(text: str) -> int:
+    schemas = num_broken = 0
+    for match in re.finditer(r"%json\s*(?=[{\[])", text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, match.end())
+        except RecursionError:
+            return MAX_DEPTH + 1
+        except ValueError:
+            num_broken += 1
+            if num_broken > _MAX_BROKEN:  # each may be as long as the text
+                break
+            continue
+        schemas = max(schemas, schema_depth(schema))
+    depth = deepest = 0
+    for char in text:
+        if step := _BRACKETS.get(char):
+            depth = max(0, depth + step)
+            deepest = max(deepest, depth)
+    return max(schemas, deepest, _rule_depth(text))
+
+
+def _rule_depth(text: str) -> int:
+    rules = list(_RULE.finditer(text))
+    if len(rules) <= MAX_DEPTH:  # a chain has no rule twice
+        return 0
+    ends = [*(rule.start() for rule in rules[1:]), len(text)]
+    used: dict[str, dict[str, None]] = {rule[1]: {} for rule in rules}
+    for rule, end in zip(rules, ends, strict=True):
+        names = (name[0] for name in _NAME.finditer(text, rule.end(), end))
+        used[rule[1]].update((name, None) for name in names if name in used)
+    return _longest(used, used.__getitem__, lambda name: 1, key=lambda name: name)
+
+
+def _longest(
+    nodes: Iterable[Any],
+    next_of: Callable[[Any], Iterable[Any]],
+    weight: Callable[[Any], int],
+    key: Callable[[Any], Any],
+) -> int:
+    """The weight of the heaviest path, where a node that the path has met ends it."""
+    depths: dict[Any, int] = {}
+    """of nodes that are done; 0 while a path goes through them"""
+    longest = 0
+    for start in nodes:
+        if key(start) in depths:
+            continue
+        depths[key(start)] = 0
+        stack = [(start, iter(next_of(start)), [0])]
+        height = weight(start)  # of the path: within cycles it may be more than what is kept
+        while stack:
+            node, following, best = stack[-1]
+            longest = max(longest, height)
+            child = next(following, None)
+            if child is None:
+                stack.pop()
+                height -= weight(node)
+                depths[key(node)] = weight(node) + best[0]
+                longest = max(longest, depths[key(node)])
+                if stack:
+                    above = stack[-1][2]
+                    above[0] = max(above[0], depths[key(node)])
+            elif key(child) in depths:
+                best[0] = max(best[0], depths[key(child)])
+            else:
+                depths[key(child)] = 0
+                stack.append((child, iter(next_of(child)), [0]))
+                height += weight(child)
+    return longest

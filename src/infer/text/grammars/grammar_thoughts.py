@@ -1,0 +1,106 @@
+"""`BehindThoughts`: a grammar that begins behind a model's thoughts.
+
+The thoughts themselves are free, but for two things: they do not end the answer, and no token ends
+them and says something of the answer at once, because the grammar could not see that. Where the
+prompt has not begun them, an answer begins either with the opening mark or as the grammar says.
+Marks need not be tokens of their own: the bytes of tokens decide.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from infer.text.grammars.compiler import Constraint, TokenBytes
+
+
+class BehindThoughts(Constraint):
+    """See the module's docstring. A function of the tokens of one sequence, like what it wraps."""
+
+    def __init__(
+        self, answer: Constraint, vocabulary: TokenBytes, opening: str, closing: str
+    ) -> None:
+        """`opening`: empty where the prompt has begun the thoughts."""
+        self._answer = answer
+        self._vocabulary = vocabulary
+        self._opening, self._closing = opening.encode(), closing.encode()
+        self._num_taken = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._text = b""
+        """as far as a mark may stand in it"""
+        self._state = "begin" if self._opening else "inside"
+        self._may_answer = True
+        """whether what there is may be the answer's beginning, and no thoughts"""
+        self._answer.follow([])
+
+    def follow(self, tokens: list[int]) -> None:
+        """See `Constraint`."""
+        if self._num_taken > len(tokens):
+            self._num_taken = 0
+            self._begin()
+        for token in tokens[self._num_taken :]:
+            self.take(token)
+
+    def take(self, token: int) -> bool:
+        """See `Constraint`."""
+        self._num_taken += 1
+        if self._state == "answer":
+            return self._answer.take(token)
+        self._text += self._vocabulary.pieces[token]
+        if self._state == "begin":
+            return self._take_first(token)
+        at = self._text.find(self._closing)
+        if at < 0:
+            self._text = self._text[max(0, len(self._text) - len(self._closing) + 1) :]
+        else:
+            self._state = "answer"
+        return False
+
+    def _take_first(self, token: int) -> bool:
+        completes = False
+        if self._may_answer:
+            if self._answer.forbidden()[token]:
+                self._may_answer = False
+            else:
+                completes = self._answer.take(token)
+        seen = self._text.lstrip()
+        if seen.startswith(self._opening):
+            self._state, self._text = "inside", seen.removeprefix(self._opening)
+            self._answer.follow([])
+            return False
+        if not self._opening.startswith(seen):
+            if not self._may_answer:
+                raise ValueError("neither thoughts nor what the grammar says")
+            self._state = "answer"
+        return completes
+
+    def forbidden(self) -> np.ndarray:
+        """See `Constraint`."""
+        if self._state == "answer":
+            return self._answer.forbidden()
+        if self._state == "inside":
+            return self._forbidden_inside()
+        forbidden = np.ones(self._vocabulary.num_logits, bool)
+        if self._may_answer:
+            forbidden = self._answer.forbidden().copy()
+        seen, opening = self._text.lstrip(), self._opening
+        for token in self._vocabulary.containing(opening[len(seen) : len(seen) + 1]):
+            # A piece that goes on behind the mark is as good as one that ends with it.
+            text = seen + self._vocabulary.pieces[token]
+            if opening.startswith(text) or text.startswith(opening):
+                forbidden[token] = self._speaks_too_soon(text.removeprefix(opening))
+        return forbidden
+
+    def _forbidden_inside(self) -> np.ndarray:
+        forbidden = np.zeros(self._vocabulary.num_logits, bool)
+        forbidden[self._vocabulary.ends] = True
+        for token in self._vocabulary.containing(self._closing[-1:]):
+            if self._speaks_too_soon(self._text + self._vocabulary.pieces[token]):
+                forbidden[token] = True
+        return forbidden
+
+    def _speaks_too_soon(self, text: bytes) -> bool:
+        """Whether something of the answer stands behind the closing mark."""
+        _, mark, rest = text.partition(self._closing)
+        return bool(mark and rest.strip())

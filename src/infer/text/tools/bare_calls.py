@@ -1,0 +1,131 @@
+"""An answer that is nothing but calls, with no mark before them: JSON or Python.
+
+Nothing but its beginning shows such an answer, so it is held back. It is content as soon as it
+cannot become calls of the request's tools any more: at another name, at another first member of an
+object, or at the end of a value that is no call. Then nothing of it is lost.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from infer.text.tools.call import Block, ToolCall
+from infer.text.tools.json_calls import NOT_SPACE, BracketEnd, read_json
+from infer.text.tools.python_calls import NAME, read_python
+
+FENCES = ("", "json", "python", "tool_code", "tool_call", "tool_calls")
+"""What may stand behind the three backticks of a code block that holds calls."""
+_MAX_FENCE_CHARS = 16
+_MAX_HEAD_CHARS = 2048
+"""in which it must be seen what a value is; what names are longer is found out at its end"""
+_MEMBERS = ("name", "type", "function", "arguments", "parameters", "id")
+_NAMED = re.compile(r'"(?:name|function)"\s*:\s*"([^"\\]*)(["\\]?)')
+_FENCED = re.compile(r"```([a-z_]*)[ \t]*\n")
+_BEHIND = "{[;,`<"
+
+
+class BareCalls:
+    """Reads from the beginning of an answer, or from a mark to the end."""
+
+    def __init__(self, names: Collection[str] | None, *, marked: bool = False) -> None:
+        """`names`: of the request's tools; None: any name will do. `marked`: there was a mark, so
+        that a Python call needs no list around it, and a JSON call no arguments."""
+        self._names = names
+        self._marked = marked
+        self._bracket: BracketEnd | None = None
+        self._value_end = -1
+
+    def read(self, text: str, *, end: bool) -> Block | None:
+        if not self._is_possible(text):
+            return Block(0, None)
+        if not end:
+            return None
+        calls = read_bare(text, marked=self._marked)
+        if calls is None or not self._are_known(calls):
+            return Block(0, None)
+        return Block(len(text), calls)
+
+    def _are_known(self, calls: Collection[ToolCall]) -> bool:
+        return self._names is None or all(call.name in self._names for call in calls)
+
+    def _is_possible(self, text: str) -> bool:
+        start = NOT_SPACE.search(text)
+        if start is None:
+            return True
+        seen = text[start.start() : start.start() + _MAX_HEAD_CHARS]
+        fence = _FENCED.match(seen)
+        if fence is not None and fence[1] not in FENCES:
+            return False
+        if fence is None and (seen.startswith("```") or "```".startswith(seen)):
+            return "\n" not in seen and len(seen) <= _MAX_FENCE_CHARS
+        first = seen[fence.end() :].lstrip() if fence else seen
+        if not first:
+            return True
+        if first[0] not in "{[":
+            return (self._marked or fence is not None) and self._may_name(first)
+        at = start.start() + len(seen) - len(first)
+        return self._may_open(first) and self._value_is_possible(text, at)
+
+    def _may_open(self, first: str) -> bool:
+        """Whether a value may be a call after its first characters."""
+        inside = first[1:].lstrip() if first[0] == "[" else first
+        if not inside:
+            return True
+        if inside[0] != "{":
+            return self._may_name(inside)
+        member = inside[1:].lstrip()
+        if not member:
+            return True
+        if not any(_agree(f'"{name}"', member) for name in _MEMBERS):
+            return False
+        named = _NAMED.match(member)
+        if named is None or self._names is None:
+            return True
+        spelled, closed = named[1], named[2] == '"'
+        return any(name == spelled if closed else name.startswith(spelled) for name in self._names)
+
+    def _may_name(self, text: str) -> bool:
+        if _agree("print(", text):
+            return True
+        if self._names is not None:
+            return any(_agree(f"{name}(", text) for name in self._names)
+        name = NAME.match(text)
+        return name is not None and (name.end() == len(text) or text[name.end()] == "(")
+
+    def _value_is_possible(self, text: str, start: int) -> bool:
+        """Whether the first value is open, or calls and nothing else behind it so far."""
+        if self._value_end < 0:
+            if self._bracket is None:
+                is_json = re.match(r"\[?\s*\{", text[start : start + 64]) is not None
+                if not is_json and not text[start + 1 :].lstrip():
+                    return True  # a list that has not said yet of what
+                self._bracket = BracketEnd('"' if is_json else "\"'", start)
+            at = self._bracket.find(text)
+            if at < 0:
+                return True
+            calls = read_json(text[start:at], strict=not self._marked) or read_python(
+                text[start:at]
+            )
+            if calls is None or not self._are_known(calls):
+                return False
+            self._value_end = at
+        behind = NOT_SPACE.search(text, self._value_end)
+        return behind is None or behind[0] in _BEHIND
+
+
+def _agree(one: str, other: str) -> bool:
+    """Whether one is how the other begins."""
+    return one.startswith(other) or other.startswith(one)
+
+
+def read_bare(text: str, *, marked: bool = False) -> list[ToolCall] | None:
+    """The calls of a whole answer, in a code block or not; None if it is something else."""
+    text = text.strip()
+    fence = _FENCED.match(text)
+    if fence is not None:
+        if fence[1] not in FENCES or not text.endswith("```") or len(text) < fence.end() + 3:
+            return None
+        text = text[fence.end() : -3].strip()
+    alone = marked or fence is not None
+    return read_json(text, strict=not marked) or read_python(text, alone=alone)

@@ -1,0 +1,281 @@
+"""The table of formats in which models write tool calls, and how a model's own is found.
+
+The marks and what they mean:
+
+    <tool_call> … </tool_call>         Hermes, Qwen 2.5 and 3, QwQ: around each call, a JSON object
+    <|python_tag|>                     Llama 3: before calls, JSON or Python, up to the end
+    (none)                             Llama 3, xLAM: the whole answer is JSON; Llama 3.2, Gemma 3
+                                       and ToolACE also: a list of Python calls
+    [TOOL_CALLS]                       Mistral: before a JSON list of calls, in newer models before
+                                       each single call, whose arguments stand behind [ARGS]
+    [CALL_ID]                          Mistral: between the name and [ARGS] an id, which is not read
+    <｜tool▁calls▁begin｜> … ▁end｜>      DeepSeek R1 and its distilled models: around all calls;
+    <｜tool▁call▁begin｜> … ▁end｜>       around each, with <｜tool▁sep｜> before the name
+    <TOOLCALL> … </TOOLCALL>           Nemotron: around a JSON list of calls
+    <tool_calls> … </tool_calls>       Apriel: around a JSON list of calls
+    <function=NAME> … </function>      functionary of Llama 3.1's generation: around the arguments
+    >>>NAME                            functionary of Llama 3's: before arguments; >>>all is text
+    functools[ … ]                     Firefunction, Phi 4 mini: a JSON list of calls
+    <start_function_call> … <end_…>    FunctionGemma: around each call, call:NAME{…}
+    <|tool_call> … <tool_call|>        Gemma 4: the same with other marks
+    <think> … </think>                 around thoughts, which stand before everything else
+    [THINK] … [/THINK]                 the same in Mistral's reasoning models
+
+A model's format is found by asking its chat template to write a call: the format that reads this
+call back is the model's. A template that writes none is searched for marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infer.text.tools import gemma_calls, named_calls
+from infer.text.tools.bare_calls import BareCalls
+from infer.text.tools.call import Block, Parse, Reading, ToolCall
+from infer.text.tools.json_calls import BracketEnd, JsonList, in_json_string, read_json, write_json
+from infer.text.tools.python_calls import read_python, write_python
+
+Names = Collection[str] | None
+"""of the request's tools; None: any name will do"""
+_MAX_CLOSINGS = 64
+"""in strings of a call's arguments, before it is taken for no call"""
+
+
+class Thoughts(NamedTuple):
+    """The marks around a model's thoughts."""
+
+    opening: str
+    closing: str
+
+
+THOUGHTS = (Thoughts("<think>", "</think>"), Thoughts("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes calls."""
+
+    name: str
+    openings: Mapping[str, Callable[[Names], Reading]]
+    """What reads on behind each mark that may stand anywhere in an answer."""
+    write: Callable[[Sequence[ToolCall]], str]
+    """Calls as the model would write them."""
+    marks: tuple[str, ...] = ()
+    """Those that the text must show even where they are special tokens, beside the openings."""
+    is_bare: bool = False
+    """Whether a whole answer without any mark may be calls."""
+    forced: tuple[str, str] = ("", "")
+    """What stands before and behind a call that a grammar makes."""
+    arguments: str = "arguments"
+    """The name that the arguments have in a call that a grammar makes."""
+    prompt_opens: str = ""
+    """A mark with which the prompt may end, so that the answer begins behind it."""
+    own: Parse | None = None
+    """Without marks: the syntax that is the format's own, by which it is found."""
+
+    @property
+    def all_marks(self) -> tuple[str, ...]:
+        """What a detokenizer must not leave out."""
+        return (*self.openings, *self.marks)
+
+
+class Enclosed:
+    """Reads what stands before a closing mark; at the end of an answer it may be left out."""
+
+    def __init__(self, opening: str, closing: str, parse: Parse, *, is_json: bool = True) -> None:
+        """`is_json`: the closing mark in a string of JSON closes nothing."""
+        self._opening = opening
+        self._closing = closing
+        self._parse = parse
+        self._is_json = is_json
+        self._searched = 0
+        self._num_closings = 0
+        self._first = -1
+
+    def read(self, text: str, *, end: bool) -> Block | None:
+        closing = self._closing
+        while (at := text.find(closing, self._searched)) >= 0:
+            after = at + len(closing)
+            calls = self._parse(text[:at])
+            if calls is not None:
+                return Block(after, calls)
+            if self._first < 0:
+                # A mark that opens within what is no call may open one.
+                opened = text.rfind(self._opening, 0, at)
+                self._first = opened if opened >= 0 else after
+            self._num_closings += 1
+            in_string = self._is_json and in_json_string(text[:at])
+            if not in_string or self._num_closings == _MAX_CLOSINGS:
+                return Block(self._first, None)
+            self._searched = after
+        self._searched = max(self._searched, len(text) - len(closing) + 1)
+        if not end:
+            return None
+        calls = self._parse(text) if self._first < 0 else None
+        size = len(text) if self._first < 0 else self._first
+        return Block(size, calls)
+
+
+def _enclosed(opening: str, closing: str, parse: Parse, *, is_json: bool = True) -> Mapping[
+    str, Callable[[Names], Reading]
+]:  # fmt: skip
+    return {opening: lambda names: Enclosed(opening, closing, parse, is_json=is_json)}
+
+
+def _around(opening: str, closing: str) -> Callable[[Sequence[ToolCall]], str]:
+    return lambda calls: "\n".join(f"{opening}\n{call}\n{closing}" for call in write_json(calls))
+
+
+def _list_in(opening: str, closing: str = "") -> Callable[[Sequence[ToolCall]], str]:
+    return lambda calls: f"{opening}[{', '.join(write_json(calls))}]{closing}"
+
+
+_TAGGED: Mapping[str, Callable[[Names], Reading]] = {
+    "<|python_tag|>": lambda names: BareCalls(names, marked=True)
+}
+
+HERMES = ToolFormat(
+    "hermes",
+    _enclosed("<tool_call>", "</tool_call>", read_json),
+    _around("<tool_call>", "</tool_call>"),
+    marks=("</tool_call>",),
+    forced=("<tool_call>", "</tool_call>"),
+)
+BARE = ToolFormat(
+    "json",
+    _TAGGED,
+    lambda calls: "; ".join(write_json(calls, "parameters")),
+    is_bare=True,
+    arguments="parameters",
+    own=lambda text: read_json(text, strict=True),
+)
+PYTHONIC = ToolFormat("pythonic", _TAGGED, write_python, is_bare=True, own=read_python)
+MISTRAL = ToolFormat(
+    "mistral",
+    {"[TOOL_CALLS]": lambda names: named_calls.MistralCalls()},
+    named_calls.write_mistral,
+    marks=("[ARGS]", "[CALL_ID]"),
+)
+DEEPSEEK = ToolFormat(
+    "deepseek",
+    _enclosed("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", named_calls.parse_deepseek),
+    named_calls.write_deepseek,
+    marks=(
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
+)
+NEMOTRON = ToolFormat(
+    "nemotron",
+    _enclosed("<TOOLCALL>", "</TOOLCALL>", read_json),
+    _list_in("<TOOLCALL>", "</TOOLCALL>"),
+    marks=("</TOOLCALL>",),
+)
+APRIEL = ToolFormat(
+    "apriel",
+    _enclosed("<tool_calls>", "</tool_calls>", read_json),
+    _list_in("<tool_calls>", "</tool_calls>"),
+    marks=("</tool_calls>",),
+)
+FUNCTIONARY_31 = ToolFormat(
+    "functionary-v3.1",
+    _enclosed("<function=", "</function>", named_calls.parse_function),
+    named_calls.write_functions,
+    marks=("</function>",),
+)
+FUNCTIONARY_32 = ToolFormat(
+    "functionary-v3.2",
+    {">>>": lambda names: named_calls.Section()},
+    named_calls.write_sections,
+    prompt_opens=">>>",
+)
+FUNCTOOLS = ToolFormat(
+    "functools", {"functools[": lambda names: JsonList("[")}, _list_in("functools")
+)
+GEMMA = ToolFormat(
+    "functiongemma",
+    _enclosed(
+        "<start_function_call>",
+        "<end_function_call>",
+        gemma_calls.gemma_parse("<escape>"),
+        is_json=False,
+    ),
+    lambda calls: "".join(
+        f"<start_function_call>{call}<end_function_call>"
+        for call in gemma_calls.write_gemma(calls, "<escape>")
+    ),
+    marks=("<end_function_call>", "<escape>"),
+)
+GEMMA4 = ToolFormat(
+    "gemma4",
+    _enclosed("<|tool_call>", "<tool_call|>", gemma_calls.gemma_parse('<|"|>'), is_json=False),
+    lambda calls: "".join(
+        f"<|tool_call>{call}<tool_call|>" for call in gemma_calls.write_gemma(calls, '<|"|>')
+    ),
+    marks=("<tool_call|>", '<|"|>'),
+)
+FORMATS = (
+    HERMES, MISTRAL, DEEPSEEK, NEMOTRON, APRIEL, FUNCTIONARY_31, FUNCTIONARY_32, FUNCTOOLS,
+    GEMMA, GEMMA4, BARE, PYTHONIC,
+)  # fmt: skip
+"""All of them; those without marks come last, because they are the last to be looked for."""
+GENERIC = HERMES
+"""What a model is asked to write whose template says nothing about tools."""
+
+
+def format_named(name: str) -> ToolFormat:
+    """The format of this name; `KeyError` if there is none."""
+    return {each.name: each for each in FORMATS}[name]
+
+
+def format_that_reads(text: str, calls: Sequence[ToolCall], head: str = "") -> ToolFormat | None:
+    """The format in which a text spells exactly these calls, whatever stands behind them.
+
+    Before calls that have no mark there must be the `head` (white space aside), with which an
+    answer without calls begins too: other words there would be marks of an unknown format.
+    """
+    return next((each for each in FORMATS if _reads(each, text, list(calls), head)), None)
+
+
+def format_marked_in(source: str) -> ToolFormat | None:
+    """The format whose mark occurs in the source of a template that writes no calls itself.
+
+    functionary's `>>>` is left out: it also occurs in examples of Python.
+    """
+    marked = (each for each in FORMATS if not each.prompt_opens)
+    return next((each for each in marked if any(mark in source for mark in each.openings)), None)
+
+
+def thoughts_in(source: str) -> Thoughts | None:
+    """The marks of thoughts that a template's source has."""
+    return next((each for each in THOUGHTS if each.closing in source), None)
+
+
+def _reads(way: ToolFormat, text: str, expected: list[ToolCall], head: str) -> bool:
+    for opening, reading in way.openings.items():
+        at, found = text.find(opening), list[ToolCall]()
+        while at >= 0:
+            at += len(opening)
+            block = reading(None).read(text[at:], end=True)
+            if block is None or block.calls is None:
+                break
+            found += block.calls
+            at = text.find(opening, at + block.size)
+        if found == expected:
+            return True
+    if way.own is None:
+        return False
+    starts = (at for at, char in enumerate(text) if char in "{[")
+    start = next((at for at in starts if _words(text[:at]) == _words(head)), None)
+    if start is None:
+        return False
+    after = BracketEnd("\"'").find(text[start:])
+    return after >= 0 and way.own(text[start : start + after]) == expected
+
+
+def _words(text: str) -> str:
+    return "".join(text.split())

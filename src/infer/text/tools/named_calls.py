@@ -1,0 +1,133 @@
+"""Calls in which the name stands before the arguments, which are a JSON object of their own.
+
+Mistral's `name[ARGS]{…}`, functionary's `<function=name>{…}</function>` and `>>>name`, a new line
+and the object, and DeepSeek's, where the object stands in a code block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from infer.text.tools.call import Block, ToolCall, made_call
+from infer.text.tools.json_calls import NOT_SPACE, BracketEnd, JsonList
+
+MAX_HEAD_CHARS = 512
+"""of a name and what stands around it, before the arguments begin"""
+_MISTRAL_HEAD = re.compile(
+    r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?\s*(?=\{)"
+)
+_SECTION_HEAD = re.compile(r"(?P<name>[^\s\[\]{}]+)[ \t\r]*\n\s*(?=\{)")
+_ALL = re.compile(r"all[ \t\r]*\n")
+_FUNCTION = re.compile(r"\s*(?P<name>[^\s<>{}]+)\s*>(?P<arguments>.*)", re.DOTALL)
+_NAME = re.compile(r"[^\s<>{}]+")
+DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+_BEGIN, _SEP, _END = DEEPSEEK_MARKS
+
+
+class _HeadAndObject:
+    """A head that a pattern matches, then a JSON object to its end."""
+
+    def __init__(self, head: re.Pattern[str]) -> None:
+        self._head = head
+        self._bracket: BracketEnd | None = None
+
+    def read(self, text: str, *, end: bool) -> Block | None:
+        start = text.find("{", 0, MAX_HEAD_CHARS)
+        if start < 0:
+            return Block(0, None) if end or len(text) >= MAX_HEAD_CHARS else None
+        head = self._head.match(text[: start + 1])
+        if head is None or head.end() != start:
+            return Block(0, None)
+        if self._bracket is None:
+            self._bracket = BracketEnd(start=start)
+        at = self._bracket.find(text)
+        if at < 0:
+            return Block(len(text), None) if end else None
+        call = made_call(head["name"], text[start:at])
+        return Block(at, None if call is None else [call])
+
+
+class MistralCalls:
+    """Behind `[TOOL_CALLS]`: a list of JSON calls, or one call as `name[ARGS]{…}`."""
+
+    def __init__(self) -> None:
+        self._list = JsonList()
+        self._named = _HeadAndObject(_MISTRAL_HEAD)
+
+    def read(self, text: str, *, end: bool) -> Block | None:
+        first = NOT_SPACE.search(text)
+        if first is None:
+            return Block(0, None) if end else None
+        return (self._list if first[0] in "[{" else self._named).read(text, end=end)
+
+
+class Section:
+    """Behind functionary's `>>>`: a name and its arguments, or `all` and text for the user."""
+
+    def __init__(self) -> None:
+        self._named = _HeadAndObject(_SECTION_HEAD)
+
+    def read(self, text: str, *, end: bool) -> Block | None:
+        line = text.find("\n", 0, MAX_HEAD_CHARS)
+        if line >= 0 and _ALL.fullmatch(text, 0, line + 1):
+            return Block(line + 1, [])
+        if end and text.rstrip() == "all":
+            return Block(len(text), [])
+        if line >= 0:
+            first = NOT_SPACE.search(text, line)
+            if first is not None and first[0] != "{":
+                return Block(0, None)
+        return self._named.read(text, end=end)
+
+
+def parse_function(text: str) -> list[ToolCall] | None:
+    """`name>{…}`, what stands between `<function=` and `</function>`."""
+    match = _FUNCTION.fullmatch(text)
+    call = made_call(match["name"], match["arguments"].strip() or "{}") if match else None
+    return None if call is None else [call]
+
+
+def parse_deepseek(text: str) -> list[ToolCall] | None:
+    """What stands between `<｜tool▁calls▁begin｜>` and its end."""
+    before, *pieces = text.split(_BEGIN)
+    if before.strip():
+        return None
+    calls = list[ToolCall]()
+    for piece in pieces:
+        inside, found, after = piece.rpartition(_END)
+        if found and after.strip():
+            return None
+        head, _, rest = (inside if found else piece).partition(_SEP)
+        name, arguments = head.strip(), rest.strip()
+        if not arguments.startswith("{"):  # R1's: the kind, the name, a block of code
+            name, _, block = arguments.partition("```json")
+            name, arguments = name.strip(), block.rstrip().removesuffix("```")
+        call = made_call(name, arguments)
+        if call is None or not _NAME.fullmatch(name):
+            return None
+        calls.append(call)
+    return calls or None
+
+
+def write_mistral(calls: Sequence[ToolCall]) -> str:
+    """In the newer form, which has no ids."""
+    return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{call.arguments}" for call in calls)
+
+
+def write_functions(calls: Sequence[ToolCall]) -> str:
+    """functionary's of the generation of Llama 3.1."""
+    return "".join(f"<function={call.name}>{call.arguments}</function>" for call in calls)
+
+
+def write_sections(calls: Sequence[ToolCall]) -> str:
+    """functionary's of the generation of Llama 3."""
+    return "".join(f">>>{call.name}\n{call.arguments}" for call in calls)
+
+
+def write_deepseek(calls: Sequence[ToolCall]) -> str:
+    """DeepSeek R1's."""
+    written = [
+        f"{_BEGIN}function{_SEP}{call.name}\n```json\n{call.arguments}\n```{_END}" for call in calls
+    ]
+    return f"<｜tool▁calls▁begin｜>{chr(10).join(written)}<｜tool▁calls▁end｜>"

@@ -1,0 +1,245 @@
+"""Messages with tool calls in them, made what a chat template takes, and tools where it shows none.
+
+OpenAI's API has one form of calls and results; `abilities` says in what a template differs. What
+it does not show at all becomes text that it does show: calls are written into the content, results
+become messages of the user, and tools an instruction to the model. Nothing is left out. Messages
+that a template takes as they are stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from infer.text.template_probes import ABSENT, Abilities, CallStyle, short_id, shown_tools
+from infer.text.tools.call import ToolCall, made_call
+from infer.text.tools.formats import GENERIC, ToolFormat
+
+Message = dict[str, Any]
+_EXAMPLE = ToolCall("NAME", '{"ARGUMENT": "VALUE"}')
+_INSTRUCTION = """\
+You can call these functions, each described by a JSON object:
+<tools>
+{tools}
+</tools>
+To call one, write its name and its arguments, a JSON object, in exactly this form, and nothing \
+after it:
+{example}
+What it returns is in the next message. Where no function is needed, answer without calling one."""
+
+
+def adapted(
+    messages: Sequence[Message],
+    tools: Sequence[Message] | None,
+    abilities: Abilities,
+    way: ToolFormat | None,
+) -> tuple[list[Message], dict[str, Any]]:
+    """(the messages, the variables for the tools) as the template takes them.
+
+    `way`: the format of the model's calls; None if it is not known. Both arguments are JSON values
+    of their own, which are not changed.
+    """
+    way = way or GENERIC
+    turns = _with_names(messages)
+    if abilities.calls is None:
+        turns = [_with_written_calls(turn, way) for turn in turns]
+    else:
+        style = abilities.calls
+        turns = _one_at_a_time(turns) if style.one_at_a_time else turns
+        turns = [each for turn in turns for each in _in_style(turn, style)]
+    if not abilities.takes_results and any(map(_calls_of, messages)):
+        turns = _results_of_the_user(turns)
+    # An empty list means no tools in the API; templates test for `none`.
+    variables: dict[str, Any] = {"tools": None}
+    if tools and abilities.tools_variable is None:
+        turns = _instructed(turns, tools, way, abilities.takes_system)
+    elif tools:
+        if abilities.fills_tools:
+            tools = [_filled(tool) for tool in tools]
+        as_text = abilities.tools_are_text
+        variables |= shown_tools(tools, abilities.tools_variable, as_text=as_text)
+    elif abilities.tools_are_text and abilities.tools_variable is not None:
+        variables[abilities.tools_variable] = "[]"
+    if abilities.wants_parts:
+        turns = [_in_parts(turn) for turn in turns]
+    return turns, variables
+
+
+def _in_parts(turn: Message) -> Message:
+    content = turn.get("content")
+    if not isinstance(content, str):
+        return turn
+    return {**turn, "content": [{"type": "text", "text": content}]}
+
+
+def _calls_of(turn: Message) -> list[Message]:
+    calls = turn.get("tool_calls")
+    well_formed = isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
+    )
+    return calls if well_formed and calls else []
+
+
+def _with_names(messages: Sequence[Message]) -> list[Message]:
+    """Every call gets an id and a type, and every result the name of the function it is from."""
+    names: dict[str, Any] = {}
+    turns = []
+    for i, message in enumerate(messages):
+        if calls := _calls_of(message):
+            calls = [
+                {"id": f"call_{i}_{j}", "type": "function", **call} for j, call in enumerate(calls)
+            ]
+            names |= {str(call["id"]): call["function"].get("name") for call in calls}
+            message = {**message, "tool_calls": calls}
+        elif message.get("role") == "tool" and "name" not in message:
+            name = names.get(str(message.get("tool_call_id")))
+            message = message if name is None else {**message, "name": name}
+        turns.append(message)
+    return turns
+
+
+def _decoded(call: Message) -> ToolCall | None:
+    function = call["function"]
+    return made_call(function.get("name"), function.get("arguments") or {})
+
+
+def _with_written_calls(turn: Message, way: ToolFormat) -> Message:
+    """Calls as the model would write them, in the content."""
+    calls = _calls_of(turn)
+    decoded = [_decoded(call) for call in calls]
+    if not calls or None in decoded:
+        return turn
+    text = way.write([call for call in decoded if call is not None])
+    content = turn.get("content")
+    content = content if isinstance(content, str) else ""
+    said = f"{content}\n{text}" if content.strip() else text
+    kept = {name: value for name, value in turn.items() if name != "tool_calls"}
+    return {**kept, "content": said}
+
+
+def _one_at_a_time(turns: Sequence[Message]) -> list[Message]:
+    """A message with several calls as several messages, each followed by its result."""
+    made: list[Message] = []
+    at = 0
+    while at < len(turns):
+        turn = turns[at]
+        at += 1
+        calls = _calls_of(turn)
+        if len(calls) < 2:
+            made.append(turn)
+            continue
+        results = []
+        while at < len(turns) and turns[at].get("role") == "tool":
+            results.append(turns[at])
+            at += 1
+        for i, call in enumerate(calls):
+            first = {**turn, "tool_calls": [call]}
+            made.append(first if i == 0 else {**first, "content": ""})
+            own = [one for one in results if one.get("tool_call_id") == call["id"]]
+            made += own or ([results[i]] if i < len(results) and not _have_ids(results) else [])
+        known = {call["id"] for call in calls}
+        if _have_ids(results):
+            made += [one for one in results if one.get("tool_call_id") not in known]
+        else:
+            made += results[len(calls) :]
+    return made
+
+
+def _have_ids(results: Sequence[Message]) -> bool:
+    return any("tool_call_id" in one for one in results)
+
+
+def _in_style(turn: Message, style: CallStyle) -> list[Message]:
+    """A message with calls, or the answer to one, as the template wants it."""
+    if style.short_ids and isinstance(turn.get("tool_call_id"), str):
+        return [{**turn, "tool_call_id": short_id(turn["tool_call_id"])}]
+    calls = _calls_of(turn)
+    if not calls:
+        return [turn]
+    made = {**turn, "tool_calls": [_call_in_style(call, style) for call in calls]}
+    content = made.get("content")
+    if content:
+        if style.takes_content:
+            return [made]
+        # It shows one or the other: two messages show both.
+        del made["content"]
+        kept = {name: value for name, value in turn.items() if name != "tool_calls"}
+        return [kept, *_in_style(made, style)]
+    made.pop("content", None)
+    if style.content is not ABSENT:
+        made["content"] = style.content
+    return [made]
+
+
+def _call_in_style(call: Message, style: CallStyle) -> Message:
+    function = dict(call["function"])
+    arguments = function.get("arguments", {})
+    decoded = _decoded(call)
+    if style.arguments_are_text and not isinstance(arguments, str):
+        function["arguments"] = json.dumps(arguments, ensure_ascii=False)
+    elif not style.arguments_are_text and isinstance(arguments, str) and decoded is not None:
+        function["arguments"] = json.loads(decoded.arguments)
+    made = {**call, "function": function}
+    if style.short_ids:
+        made["id"] = short_id(str(call["id"]))
+    return made
+
+
+def _results_of_the_user(turns: Sequence[Message]) -> list[Message]:
+    """Results as text of the user; what the user says next is in the same message."""
+    made: list[Message] = []
+    for turn in turns:
+        is_result = turn.get("role") == "tool"
+        content = turn.get("content")
+        if is_result:
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            content = f"<tool_response>\n{text}\n</tool_response>"
+            turn = {"role": "user", "content": content}
+        before = made[-1].get("content") if made and made[-1].get("role") == "user" else None
+        joins = turn.get("role") == "user" and isinstance(before, str) and isinstance(content, str)
+        if joins and (is_result or _is_result(made[-1])):
+            made[-1] = {**made[-1], "content": f"{before}\n{content}"}
+        else:
+            made.append(turn)
+    return made
+
+
+def _is_result(turn: Message) -> bool:
+    content = turn.get("content")
+    return isinstance(content, str) and content.startswith("<tool_response>")
+
+
+def _instructed(
+    turns: Sequence[Message], tools: Sequence[Message], way: ToolFormat, takes_system: bool
+) -> list[Message]:
+    """With an instruction about the tools at the beginning."""
+    described = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    example = way.write([_EXAMPLE])
+    text = _INSTRUCTION.format(tools="\n".join(described), example=example)
+    made = list(turns)
+    first = made[0] if made else {}
+    content = first.get("content")
+    if first.get("role") == "system" or (not takes_system and first.get("role") == "user"):
+        joined: Any = text
+        if isinstance(content, str):
+            joined = f"{content}\n\n{text}" if first["role"] == "system" else f"{text}\n\n{content}"
+        elif isinstance(content, list):
+            joined = [{"type": "text", "text": text + "\n\n"}, *content]
+        return [{**first, "content": joined}, *made[1:]]
+    return [{"role": "system" if takes_system else "user", "content": text}, *made]
+
+
+def _filled(tool: Message) -> Message:
+    """With a description and parameters, which some templates read without asking."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    parameters = function.get("parameters") or {}
+    properties = parameters.get("properties")
+    described = {
+        name: {"description": "", **each} if isinstance(each, dict) else each
+        for name, each in (properties if isinstance(properties, dict) else {}).items()
+    }
+    filled = {"type": "object", **parameters, "properties": described}
+    return {**tool, "function": {"description": "", **function, "parameters": filled}}
