@@ -26,11 +26,11 @@ from infer.models.hub import SHIPPED_FOLDER
 from infer.runner.pack import Packer
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Chunk, Plan, Sequence
-from infer.server.http.context import Visit
-from infer.server.observe.request_trace import Stories
+from infer.server.http.context import RequestContext
+from infer.server.observe.request_trace import RequestTraces
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, SamplingParams, StepOutput
-from infer.types.step_events import StepFacts
+from infer.types.step_events import StepEvents
 
 PAGE = 16
 COUNTS = (1, 8, 32, 128)
@@ -115,22 +115,22 @@ def text_parts(count: int, rounds: int) -> dict[str, float]:
             task.cancel()
         return statistics.median(times[3:]) * 1e6
 
-    def story() -> float:
-        stories = Stories(AsyncLLM(None, None, ""))  # type: ignore[arg-type]
+    def trace() -> float:
+        traces = RequestTraces(AsyncLLM(None, None, ""))  # type: ignore[arg-type]
         for request in requests:
-            stories.begin(request.request_id, Visit(), "", [request], 1)
+            traces.begin(request.request_id, RequestContext(), "", [request], 1)
         given, times, clock = outputs(), [], 0.0
         for number in range(rounds + 3):
             clock += random.uniform(0.01, 0.02)
             started = time.perf_counter()
-            stories.stepped(given, StepFacts(number, clock - 0.01, clock, count))
+            traces.stepped(given, StepEvents(number, clock - 0.01, clock, count))
             times.append(time.perf_counter() - started)
         return statistics.median(times[3:]) * 1e6
 
     return {
         "text": microseconds(push, rounds),
         "text + delivery": asyncio.run(deliver()),
-        "story": story(),
+        "story": trace(),
     }
 
 

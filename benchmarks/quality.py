@@ -18,7 +18,7 @@ from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
 from infer.engine.build.checkpoint import find_checkpoint
 from infer.kernels.loader import int8_cache_obstacle
-from infer.kernels.rotary import Turn
+from infer.kernels.rotary import QKRotation
 from infer.models.model import Model, build_model
 from infer.models.model_config import ModelConfig
 from infer.runner.kv_storage import KVStorage
@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).parent.parent / "training"))
 from grammar import documents
 
 
-def dense(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None) -> Tensor:
+def dense(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None) -> Tensor:
     """Causal attention over one whole sequence."""
     if turn is not None:
         q, k = turn(q, k)
@@ -48,7 +48,7 @@ class Int8Cache:
         )
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
         if layer == 0:
             num, slots = len(q), torch.arange(16, 16 + len(q))

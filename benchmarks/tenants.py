@@ -25,7 +25,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 NUM_FLOOD = 24
 NUM_ASKED = 40
@@ -70,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         keys = Keys(Path(folder) / "keys.json", must_exist=False)
-        a, b = (keys.create(name, Limits(admin=name == "b")) for name in "ab")
+        a, b = (keys.create(name, KeyLimits(admin=name == "b")) for name in "ab")
         if options.shared:
             a = b
         command = [sys.executable, "-m", "infer.server", "--port", "0"]

@@ -21,7 +21,7 @@ from typing import Any
 from checkpoints import VOCAB_SIZE, write_tokenizer
 from infer.config import SchedulerConfig
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import Intake, Limits
+from infer.engine.client.input import EngineLimits, InputProcessor
 from infer.engine.core import EngineCore
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
@@ -225,10 +225,10 @@ def make_hash_core(
     return EngineCore(scheduler, runner(num_pages, page_size, vocab_size, step_s=step_s))
 
 
-def limits_of(core: EngineCore) -> Limits:
+def limits_of(core: EngineCore) -> EngineLimits:
     """What a hash core can take."""
     runner, scheduler = core.runner, core.scheduler
-    return Limits(
+    return EngineLimits(
         vocab_size=getattr(runner, "vocab_size", VOCAB_SIZE),
         max_seq_len=scheduler.config.max_seq_len,
         num_seats=scheduler.num_seats,
@@ -241,8 +241,8 @@ def make_hash_llm(
 ) -> AsyncLLM:
     """The real asyncio façade over a hash core; `settings` go to `make_hash_core`."""
     core = make_hash_core(**settings)
-    intake = Intake(tokenizer or small_tokenizer(), limits_of(core), seed)
-    return AsyncLLM(EngineThread(core), intake, "hash-model")
+    input_processor = InputProcessor(tokenizer or small_tokenizer(), limits_of(core), seed)
+    return AsyncLLM(EngineThread(core), input_processor, "hash-model")
 
 
 def hash_blueprint(settings: dict[str, Any]) -> Blueprint:

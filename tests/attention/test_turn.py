@@ -15,7 +15,7 @@ from infer.attention.layout import BatchLayout
 from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
 from infer.kernels.linear import Norm
-from infer.kernels.rotary import HeadNorms, Turn
+from infer.kernels.rotary import HeadNorms, QKRotation
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 NUM_TOKENS, PAGE = 300, 16
@@ -37,16 +37,16 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def make_turn(dim: int, norms: HeadNorms | None) -> Turn:
+def make_turn(dim: int, norms: HeadNorms | None) -> QKRotation:
     angles = torch.rand((NUM_TOKENS, dim // 2), generator=torch.Generator().manual_seed(2)) * 100
-    return Turn(angles.cos(), angles.sin(), norms)
+    return QKRotation(angles.cos(), angles.sin(), norms)
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    turn: Turn | None,
+    turn: QKRotation | None,
     ends: tuple[int, ...] = (NUM_TOKENS,),
     make: type[NativeBackend | SDPABackend] = NativeBackend,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ def attend(
         slots = torch.arange(begin, end) + PAGE
         backend.plan(BatchLayout([0, end - begin], [end], slots, table))
         rows = slice(begin, end)
-        some = turn and Turn(turn.cos[rows], turn.sin[rows], turn.norms)
+        some = turn and QKRotation(turn.cos[rows], turn.sin[rows], turn.norms)
         parts.append(backend(0, q[rows], k[rows], v[rows], some))
     caches = in_order(keys, values) if make is NativeBackend else (keys, values)
     cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in caches)

@@ -73,12 +73,12 @@ def test_errors_of_the_start_read_no_markup(model: str) -> None:
 
 
 def test_a_story_reads_no_markup() -> None:
-    story: dict[str, Any] = json.loads(json.dumps(STORY))
-    story.update(id="[/x]", path="[bold]" + CLIPBOARD, outcome="[red]o")
-    story["events"][1]["behind"] = ["[/y]"]
-    story["slowest_gaps"][0]["slowest_step"]["prompts_of"] = ["[/z]" + CLIPBOARD]
+    trace: dict[str, Any] = json.loads(json.dumps(STORY))
+    trace.update(id="[/x]", path="[bold]" + CLIPBOARD, outcome="[red]o")
+    trace["events"][1]["behind"] = ["[/y]"]
+    trace["slowest_gaps"][0]["slowest_step"]["prompts_of"] = ["[/z]" + CLIPBOARD]
     out = io.StringIO()
-    write(story, Console(file=out, width=200))
+    write(trace, Console(file=out, width=200))
     for shown in ("[/x]", "[bold]\\x1b]52", "[red]o", "[/y]", "[/z]\\x1b]52"):
         assert shown in out.getvalue()
     assert "\x1b]52" not in out.getvalue()

@@ -22,7 +22,7 @@ from load import Served, served
 from loops import loops
 
 import infer
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 MODEL = "infer-demo"
 TOOL_MODEL = "infer-demo-tools"
@@ -191,7 +191,7 @@ def serving(folder: Path) -> Iterator[Address]:
         json.dumps({**json.loads(config.read_text()), "chat_template": TOOL_TEMPLATE})
     )
     keys = folder / "keys.json"
-    key = Keys(keys, must_exist=False).create("client", Limits())
+    key = Keys(keys, must_exist=False).create("client", KeyLimits())
     arguments = ["-m", "infer.cli.main", "serve", "--port", "0", "--dtype", "float32"]
     arguments += ["--model", f"{MODEL}={DEMO}", "--model", f"{TOOL_MODEL}={tools}"]
     arguments += ["--api-keys", str(keys), "--sessions", f"sqlite:///{folder}/sessions.db"]

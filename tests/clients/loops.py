@@ -20,11 +20,11 @@ from published import LOADED, SPECIAL, templates
 from checkpoints import END_ID, write_tokenizer
 from doubles import make_hash_core
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import Intake, Limits
+from infer.engine.client.input import EngineLimits, InputProcessor
 from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
-from infer.server.multi_model import Models
+from infer.server.multi_model import ModelRouter
 from infer.server.serve import Server, bind, url_of
 from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
@@ -95,13 +95,13 @@ def talking(folder: Path, source: str) -> AsyncLLM:
         max_num_batched_tokens=8192,
     )
     core.runner = TalkingRunner(tokenizer, tokenizer.tool_use.format)
-    limits = Limits(
+    limits = EngineLimits(
         vocab_size=tokenizer.vocab_size,
         max_seq_len=MAX_SEQ_LEN,
         num_seats=core.scheduler.num_seats,
         max_waiting_requests=core.scheduler.config.max_waiting_requests,
     )
-    return AsyncLLM(EngineThread(core), Intake(tokenizer, limits), "loop")
+    return AsyncLLM(EngineThread(core), InputProcessor(tokenizer, limits), "loop")
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def loops(folder: Path) -> Iterator[str]:
         for name in LOADED
     }
     settings = ServerSettings(sessions="sqlite://")
-    models = Models(launches, functools.partial(create_app, settings=settings, is_inner=True))
+    models = ModelRouter(launches, functools.partial(create_app, settings=settings, is_inner=True))
     models.load_all()
     with bind(port=0) as sock:
         listening = threading.Event()

@@ -118,7 +118,9 @@ def test_a_row_without_numbers_fails_alone() -> None:
             return result
 
         model.logits = spoilt
-        requests = [llm._intake.make_request(*pair) for pair in zip(prompts, sampling, strict=True)]
+        requests = [
+            llm._input_processor.make_request(*pair) for pair in zip(prompts, sampling, strict=True)
+        ]
         for each in requests:
             llm.core.add(each)
         outputs = llm.core.outputs_until_complete()
@@ -233,14 +235,16 @@ def test_poison_on_the_real_model(backend: str, dtype: str) -> None:
         wanted = [output.token_ids for output in llm.generate(prompts, sampling, use_tqdm=False)]
     with LLM(max_seq_len=64, kv_cache_memory_bytes=1 << 19, **settings) as llm:
         core = FaultyCore(llm.core, Faults(preempt_every=5, poison=True, strict_ledger=True))
-        requests = [llm._intake.make_request(*pair) for pair in zip(prompts, sampling, strict=True)]
+        requests = [
+            llm._input_processor.make_request(*pair) for pair in zip(prompts, sampling, strict=True)
+        ]
         for each in requests:
             core.add(each)
         outputs = core.outputs_until_complete()
         for each, tokens in zip(requests, wanted, strict=True):
             assert tuple(tokens_of(outputs, each.request_id)) == tokens
         # And that it would be noticed: the pages of a running sequence become poison.
-        victim = llm.core.scheduler.add(llm._intake.make_request("One day", GREEDY))
+        victim = llm.core.scheduler.add(llm._input_processor.make_request("One day", GREEDY))
         llm.core.step()
         fill_with_nan(llm.core.runner, victim.table.pages)
         (*_, last) = llm.core.outputs_until_complete()

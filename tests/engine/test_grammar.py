@@ -17,7 +17,7 @@ from infer.engine.process import launch
 from infer.errors import RequestError
 from infer.runner import grammar_masks
 from infer.schedule.sequence import NONE_LEFT
-from infer.text import answer_parser
+from infer.text import num_calls
 from infer.text.grammars.compiler import Compiler, Constraint, Vocabulary
 from infer.types import RequestOutput
 
@@ -110,7 +110,7 @@ def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
     prompts, params = crowd()
     with LLM(max_seq_len=256, max_num_batched_tokens=7, max_batch_size=16) as tight:
         core = tight.core
-        requests = map(tight._intake.make_request, prompts, params)
+        requests = map(tight._input_processor.make_request, prompts, params)
         for request in requests:
             core.add(request)
         tokens: dict[str, list[int]] = {}
@@ -130,7 +130,7 @@ def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
 def test_a_request_that_is_cut_anywhere_goes_on(llm: LLM) -> None:
     import dataclasses
 
-    request = llm._intake.make_request(PROMPTS[0], sampling(GRAMMARS[0]))
+    request = llm._input_processor.make_request(PROMPTS[0], sampling(GRAMMARS[0]))
     llm.core.add(request)
     ids = [output.token_id for output in llm.core.outputs_until_complete()]
     for cut in range(1, len(ids)):
@@ -189,10 +189,12 @@ def test_a_minimum_length_holds_within_a_grammar(llm: LLM) -> None:
 
 def test_what_has_nothing_in_common_fails_alone(llm: LLM) -> None:
     space = llm.tokenizer.encode(" ", add_special_tokens=False)
-    bad = llm._intake.make_request(
+    bad = llm._input_processor.make_request(
         "a", sampling(Grammar.choice(["yes"]), allowed_token_ids=space), request_id="bad"
     )
-    good = llm._intake.make_request("a", sampling(Grammar.choice(["yes"])), request_id="good")
+    good = llm._input_processor.make_request(
+        "a", sampling(Grammar.choice(["yes"])), request_id="good"
+    )
     for request in (bad, good):
         llm.core.add(request)
     ends = {o.request_id: o for o in llm.core.outputs_until_complete() if o.finish_reason}
@@ -205,18 +207,18 @@ def test_what_has_nothing_in_common_fails_alone(llm: LLM) -> None:
 def test_a_grammar_that_fails_fails_alone(
     llm: LLM, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, answer_parser = getattr(Constraint, where), 0
+    real, num_calls = getattr(Constraint, where), 0
 
     def fails(self: Constraint, *args: Any) -> Any:
-        nonlocal answer_parser
-        answer_parser += 1
-        if answer_parser == 3:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 3:
             raise ValueError("on purpose")
         return real(self, *args)
 
     monkeypatch.setattr(Constraint, where, fails)
     requests = [
-        llm._intake.make_request("a", sampling(GRAMMARS[0], seed=i), request_id=str(i))
+        llm._input_processor.make_request("a", sampling(GRAMMARS[0], seed=i), request_id=str(i))
         for i in range(2)
     ]
     for request in requests:
@@ -238,17 +240,17 @@ def test_allowed_and_bad(llm: LLM) -> None:
         assert word not in re.findall(r"[A-Za-z]+", output.text)
 
 
-@pytest.mark.parametrize("way", [answer_parser.BARE, answer_parser.HERMES])
-def test_a_forced_call_is_a_call(llm: LLM, way: answer_parser.ToolFormat) -> None:
+@pytest.mark.parametrize("way", [num_calls.BARE, num_calls.HERMES])
+def test_a_forced_call_is_a_call(llm: LLM, way: num_calls.ToolFormat) -> None:
     tools = [
         {"function": {"name": 'say "it"', "parameters": PERSON}},
         {"function": {"name": "wait", "parameters": {"$ref": "#/$defs/a", "$defs": {"a": WAIT}}}},
     ]
     for parallel in (False, True):
-        grammar = answer_parser.forced_calls(way, tools, parallel=parallel)
+        grammar = num_calls.forced_calls(way, tools, parallel=parallel)
         seeds = [sampling(grammar, seed=i, max_tokens=250 - 20) for i in range(8)]
         for output in llm.generate(["a"] * 8, seeds):
-            parser = answer_parser.AnswerParser(way, thinks=False)
+            parser = num_calls.AnswerParser(way, thinks=False)
             parts = [parser.push(output.text), parser.push("", end=True)]
             found = [call for part in parts for call in part.calls]
             assert {call.name for call in found} <= {'say "it"', "wait"}

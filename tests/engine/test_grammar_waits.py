@@ -30,7 +30,7 @@ def steps_of(llm: LLM, grammars: dict[str, Grammar | None]) -> dict[str, list[tu
     """(step, token) for each request."""
     for name, grammar in grammars.items():
         prompt = "Once upon a time there was a little fox who lived in a wood. " * 3
-        request = llm._intake.make_request(prompt, sampling(grammar), request_id=name)
+        request = llm._input_processor.make_request(prompt, sampling(grammar), request_id=name)
         llm.core.add(request)
     found: dict[str, list[tuple[int, Any]]] = {name: [] for name in grammars}
     step = 0
@@ -140,11 +140,13 @@ def test_compiled_grammars_are_kept_by_their_bytes() -> None:
 @pytest.mark.parametrize("opening", ["", "Once"])
 def test_a_grammar_begins_behind_thoughts(llm: LLM, opening: str) -> None:
     """Any marks will do: here a sentence of a story is the thoughts."""
-    intake, core = llm._intake, llm.core
+    input_processor, core = llm._input_processor, llm.core
     for seed in range(4):
         params = SamplingParams(grammar=Grammar.choice(["yes!", "no!"]), seed=seed, max_tokens=150)
         names = ("alone", "cut")
-        request = intake.make_request("One", params, request_id="alone", thoughts=(opening, "."))
+        request = input_processor.make_request(
+            "One", params, request_id="alone", thoughts=(opening, ".")
+        )
         core.add(request)
         ids = [output.token_id for output in core.outputs_until_complete()]
         text = llm.tokenizer.decode([token for token in ids if token is not None])

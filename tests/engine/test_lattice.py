@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from infer import LLM, EngineConfig, SamplingParams
 from infer.engine.build.assemble import build_async_llm
-from infer.kernels.rotary import Turn
+from infer.kernels.rotary import QKRotation
 from infer.models.hub import SHIPPED_FOLDER
 from infer.models.model import build_model
 from infer.models.registry import read_model_config
@@ -75,7 +75,7 @@ def test_dense_reference_without_any_cache(alone: Tokens) -> None:
     model = build_model(config, source, 512)
 
     def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Turn
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: QKRotation
     ) -> torch.Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in (*turn(q, k), v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -83,7 +83,7 @@ def test_dense_reference_without_any_cache(alone: Tokens) -> None:
 
     with LLM(dtype="float32") as llm, torch.inference_mode():
         for i in (0, 3, 5):
-            request = llm._intake.make_request(PROMPTS[i], params(i))
+            request = llm._input_processor.make_request(PROMPTS[i], params(i))
             sequence = Sequence.from_request(request, 0)
             for _ in range(request.max_tokens):
                 tokens = torch.tensor(sequence.tokens)
@@ -135,7 +135,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_same_tokens_as_alone(name: str, alone: Tokens) -> None:
-    settings, happened = VARIANTS[name]
+    settings, pending_events = VARIANTS[name]
     if settings.get("kv_cache_memory_bytes") == 0:
         config = read_model_config(SHIPPED_FOLDER)
         token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
@@ -143,7 +143,7 @@ def test_same_tokens_as_alone(name: str, alone: Tokens) -> None:
     with engine(**settings) as llm:
         assert run(llm) == alone
         stats = llm.stats()
-        assert happened(stats), stats
+        assert pending_events(stats), stats
         assert stats["num_free_pages"] == stats["num_pages"]
 
 

@@ -27,7 +27,7 @@ from infer.engine.process.messages import Refused, Report, read_commands, read_e
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
 from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
-from infer.types.step_events import Happening, StepFacts
+from infer.types.step_events import StepEvent, StepEvents
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -87,8 +87,8 @@ def test_an_output_crosses_whole() -> None:
         StepOutput("a", 3, None, logprobs, num_cached=4),
         StepOutput("b", None, FinishReason.ERROR, error=ErrorRecord("m", "EngineError", "p", "c")),
     ]
-    facts = StepFacts(7, 0.5, 0.75, 2, (Happening("queued", "a", 2, 1, ("b", "c")),))
-    report = Report(outputs, {"n": 1, "x": 0.5}, facts)
+    step_events = StepEvents(7, 0.5, 0.75, 2, (StepEvent("queued", "a", 2, 1, ("b", "c")),))
+    report = Report(outputs, {"n": 1, "x": 0.5}, step_events)
     assert read_event(msgspec.msgpack.encode(report)) == report
 
 

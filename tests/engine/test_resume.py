@@ -19,7 +19,7 @@ from doubles import launch_hash_llm, make_hash_core, solo
 from infer import LLM, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process import supervisor
-from infer.engine.process.journal import MAX_FROM_OUTSIDE, Ledger
+from infer.engine.process.journal import MAX_FROM_OUTSIDE, RequestJournal
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import EngineDeadError, EngineError
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
@@ -53,7 +53,7 @@ def test_a_request_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(dtype: str
     """In a new engine, with every kind of sampling; logprobs and the way it ends included."""
     with LLM(dtype=dtype, max_seq_len=256) as llm:
         for i, sampling in enumerate(SAMPLING):
-            request = llm._intake.make_request(PROMPTS[i % len(PROMPTS)], sampling)
+            request = llm._input_processor.make_request(PROMPTS[i % len(PROMPTS)], sampling)
             whole = rest_of(llm, request)
             ids = tuple(output.token_id for output in whole if output.token_id is not None)
             assert len(ids) > 20
@@ -78,43 +78,43 @@ def token(name: str, token_id: int, reason: FinishReason | None = None) -> StepO
 
 
 def test_the_ledger_knows_what_goes_on_and_where() -> None:
-    ledger = Ledger()
+    journal = RequestJournal()
     for name in "abcd":
-        ledger.add(request(name))
+        journal.add(request(name))
     outputs = [token("a", 5), token("x", 9), token("b", 6, FinishReason.EOS), token("c", 7)]
-    assert [output.request_id for output in ledger.record(outputs)] == ["a", "b", "c"]
-    ledger.drop("c")
-    ledger.drop("unknown")
-    assert ledger.crashed("", from_outside=False) == []
-    assert ledger.resumed() == [
+    assert [output.request_id for output in journal.record(outputs)] == ["a", "b", "c"]
+    journal.drop("c")
+    journal.drop("unknown")
+    assert journal.crashed("", from_outside=False) == []
+    assert journal.resumed() == [
         request("a", output_token_ids=(5,), num_crashes=1),
         request("d", num_crashes=1),
     ]
-    ledger.add(request("e"))
-    assert ledger.resumed()[-1] == request("e")
+    journal.add(request("e"))
+    assert journal.resumed()[-1] == request("e")
 
 
 def test_who_was_alone_in_a_crash_is_not_tried_again() -> None:
-    ledger = Ledger()
+    journal = RequestJournal()
     for name in "ab":
-        ledger.add(request(name))
-    assert not ledger.crashed("gone", from_outside=False)
-    (end,) = ledger.crashed("b", from_outside=False)
+        journal.add(request(name))
+    assert not journal.crashed("gone", from_outside=False)
+    (end,) = journal.crashed("b", from_outside=False)
     assert (end.request_id, end.finish_reason) == ("b", FinishReason.ERROR)
     assert end.error is not None
     assert "died more than once" in end.error.message
-    assert [each.request_id for each in ledger.resumed()] == ["a"]
+    assert [each.request_id for each in journal.resumed()] == ["a"]
 
 
 def test_kills_from_outside_must_hit_the_same_request_again_and_again() -> None:
-    ledger = Ledger()
-    ledger.add(request("a"))
+    journal = RequestJournal()
+    journal.add(request("a"))
     for _ in range(MAX_FROM_OUTSIDE - 1):
-        assert not ledger.crashed("a", from_outside=True)
-    ledger.record([token("a", 5)])  # it has come further, so it was not to blame
+        assert not journal.crashed("a", from_outside=True)
+    journal.record([token("a", 5)])  # it has come further, so it was not to blame
     for _ in range(MAX_FROM_OUTSIDE - 1):
-        assert not ledger.crashed("a", from_outside=True)
-    assert len(ledger.crashed("a", from_outside=True)) == 1
+        assert not journal.crashed("a", from_outside=True)
+    assert len(journal.crashed("a", from_outside=True)) == 1
 
 
 # ---- the core: after a crash everybody begins alone

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving
 
 from doubles import make_hash_llm
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 QUICK = settings(
     max_examples=120,
@@ -48,7 +48,7 @@ def test_every_request_has_an_answer(has_key: bool, tmp_path: Path) -> None:
     key: str | None = None
     if has_key:
         file = tmp_path / "keys"
-        key = Keys(file, must_exist=False).create("a", Limits(tokens_per_minute=100_000))
+        key = Keys(file, must_exist=False).create("a", KeyLimits(tokens_per_minute=100_000))
         how["api_keys"] = str(file)
     statuses: Counter[int] = Counter()
     with asyncio.Runner() as runner:

@@ -14,7 +14,7 @@ from infer.attention.layout import BatchLayout
 from infer.attention.triton import TritonBackend
 from infer.kernels.cuda.rotary import turn_and_write
 from infer.kernels.linear import Norm
-from infer.kernels.rotary import HeadNorms, Turn
+from infer.kernels.rotary import HeadNorms, QKRotation
 
 NAN = float("nan")
 
@@ -79,13 +79,13 @@ class Step:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.numbers).to(self.case.kind)
 
-    def turn(self) -> Turn | None:
+    def turn(self) -> QKRotation | None:
         if self.case.turn == "none":
             return None
         norms = None
         if self.case.turn == "norms":
             norms = HeadNorms(*(Norm(w.to(self.device), 1e-6) for w in self.norms))
-        return Turn(self.cos.to(self.device), self.sin.to(self.device), norms)
+        return QKRotation(self.cos.to(self.device), self.sin.to(self.device), norms)
 
     def split(self, qkv: Tensor) -> list[Tensor]:
         heads, groups = self.case.heads

@@ -30,7 +30,7 @@ from infer.attention.layout import BatchLayout  # noqa: E402
 from infer.attention.triton import TritonBackend  # noqa: E402
 from infer.kernels.cuda import draw, linear, norm, rotary, step  # noqa: E402
 from infer.kernels.linear import Norm  # noqa: E402
-from infer.kernels.rotary import HeadNorms, Turn  # noqa: E402
+from infer.kernels.rotary import HeadNorms, QKRotation  # noqa: E402
 
 BF16 = torch.bfloat16
 META = torch.device("meta")
@@ -170,7 +170,9 @@ def attention(
     if norms is not None:
         cos, sin = (torch.empty(tokens, size // 2, device=META) for _ in range(2))
         weight = torch.empty(size, device=META)
-        turn = Turn(cos, sin, HeadNorms(Norm(weight, 1e-6), Norm(weight, 1e-6)) if norms else None)
+        turn = QKRotation(
+            cos, sin, HeadNorms(Norm(weight, 1e-6), Norm(weight, 1e-6)) if norms else None
+        )
     backend(0, *qkv.split((heads, groups, groups), 1), turn)
 
 

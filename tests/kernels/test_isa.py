@@ -11,7 +11,7 @@ from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
 from infer.kernels import linear, loader
 from infer.kernels.linear import Norm, native_obstacle
-from infer.kernels.rotary import HeadNorms, Turn
+from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Sequence
 from infer.types import Request, SamplingParams
@@ -51,7 +51,7 @@ def turned_keys() -> torch.Tensor:
     q, k, v = torch.randn((3, NUM_TOKENS, HEADS, DIM), generator=made).bfloat16()
     angles = 100 * torch.rand((NUM_TOKENS, DIM // 2), generator=made)
     norm = Norm(1 + torch.rand(DIM, generator=made), 1e-6)
-    turn = Turn(angles.cos(), angles.sin(), HeadNorms(norm, norm))
+    turn = QKRotation(angles.cos(), angles.sin(), HeadNorms(norm, norm))
     num_pages = -(-NUM_TOKENS // PAGE)
     # Pages of 16 lie in strips on some CPUs; pages of 8 lie token by token on all of them.
     shape = (2 * num_pages + 1, PAGE // 2, HEADS, DIM)

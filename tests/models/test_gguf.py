@@ -21,7 +21,7 @@ from shapes import LINEAR, LLAMA3, YARN
 from checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
-from infer.kernels.rotary import Turn
+from infer.kernels.rotary import QKRotation
 from infer.models.gguf_file import GGUFFile, _readable_types
 from infer.models.model import build_model
 
@@ -37,7 +37,7 @@ def logits(file: GGUFFile, tokens: list[int]) -> torch.Tensor:
     distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
 
     def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: Turn | None
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: QKRotation | None
     ) -> torch.Tensor:
         window = config.window(layer) or len(tokens)
         if turn is not None:

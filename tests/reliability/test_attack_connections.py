@@ -34,7 +34,7 @@ from infer.server.http.body_budget import BodyBudget
 from infer.server.http.connections import ConnectionLimits, Connections, Use
 from infer.server.http.hosts import HostGuard
 from infer.server.settings import ServerSettings
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -452,7 +452,7 @@ def flooded(server: Served, count: int, seconds: float) -> dict[str, Any]:
 @pytest.mark.slow
 def test_chunk_floods_without_a_key(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
-    Keys(keys, must_exist=False).create("somebody", Limits())
+    Keys(keys, must_exist=False).create("somebody", KeyLimits())
     arguments = model_server("--api-keys", str(keys))
     with served(arguments, tmp_path / "log") as server:
         counted = flooded(server, 64, 8)
@@ -551,7 +551,7 @@ def test_origins(origin: str, host: str, status: int) -> None:
 
 def test_hosts_where_there_are_keys_or_others_may_come(tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
-    token = Keys(keys, must_exist=False).create("a", Limits())
+    token = Keys(keys, must_exist=False).create("a", KeyLimits())
     foreign = {"host": "models.example", "origin": "http://models.example"}
     assert sent(foreign, api_keys=str(keys)).status == 401
     with_key = {**foreign, "x-api-key": token}

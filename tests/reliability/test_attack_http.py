@@ -20,8 +20,8 @@ from serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
 from doubles import make_hash_llm
 from infer.server import offload as body_reader
 from infer.server.openai.large_json import json_response, render
-from infer.server.sessions.store import Quota, Sessions
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.sessions.store import Quota, SessionStore
+from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.text.tokenizer import Tokenizer
 
 WORDS = ["ab c" * 62 + str(i) for i in range(64)]
@@ -222,7 +222,7 @@ def test_large_json_is_the_same_in_parts() -> None:
 
 
 def key(file: Path, name: str, **limits: Any) -> dict[str, str]:
-    secret = Keys(file, must_exist=False).create(name, Limits(**limits))
+    secret = Keys(file, must_exist=False).create(name, KeyLimits(**limits))
     return {"authorization": f"Bearer {secret}"}
 
 
@@ -396,14 +396,14 @@ def test_sessions_of_before_there_were_quotas_are_measured(tmp_path: Path) -> No
     import sqlalchemy as sql
 
     url = f"sqlite:///{tmp_path}/s.db"
-    old = Sessions(url)
+    old = SessionStore(url)
     name = old.create("a", "t", [{"role": "user", "content": "é" * 100}, MESSAGE])["id"]
     empty = old.create("a")["id"]
     with old._engine.begin() as db:
         (size,) = db.execute(sql.text("select bytes from session_sizes where messages = 2")).one()
         db.execute(sql.text("drop table session_sizes"))
     old.close()
-    new = Sessions(url, Quota(10, 3, 10_000))
+    new = SessionStore(url, Quota(10, 3, 10_000))
     assert (new.num_bytes("a", name), new.num_bytes("a", empty)) == (size, 0)
     assert size > 600  # as JSON
     with pytest.raises(Exception, match="3 messages"):
@@ -424,7 +424,7 @@ def test_files_are_their_owners_alone(tmp_path: Path, umask: int) -> None:
     path, keys = tmp_path / "s.db", tmp_path / "keys"
 
     def make() -> None:
-        sessions = Sessions(f"sqlite:///{path}")
+        sessions = SessionStore(f"sqlite:///{path}")
         sessions.create("a", "t", [MESSAGE])
         sessions.close()
         key(keys, "a")
@@ -432,7 +432,7 @@ def test_files_are_their_owners_alone(tmp_path: Path, umask: int) -> None:
     with_umask(umask, make)
     assert [file.stat().st_mode & 0o777 for file in (path, keys)] == [0o600, 0o600]
     path.chmod(0o644)  # as earlier servers made it
-    Sessions(f"sqlite:///{path}").close()
+    SessionStore(f"sqlite:///{path}").close()
     assert path.stat().st_mode & 0o777 == 0o600
 
 

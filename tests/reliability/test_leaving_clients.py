@@ -36,12 +36,12 @@ async def storm(server: Served, streams: int, waves: int) -> dict[str, Any]:
     dice = random.Random(3)
     back_s = []
     for _ in range(waves):
-        leaving = [
+        cleanup = [
             cut(server.port, {**dice.choice(wanted), "max_tokens": 400}, dice.uniform(0, 0.05))
             for _ in range(streams - len(wanted))
         ]
         staying = [follow(server.port, body) for body in wanted]
-        results = await asyncio.gather(*staying, *leaving)
+        results = await asyncio.gather(*staying, *cleanup)
         for heard, expected in zip(results, calm, strict=False):
             assert heard is not None
             assert heard.answer == expected.answer, (heard, expected)

@@ -9,7 +9,7 @@ import pytest
 
 from doubles import HashRunner, make_hash_core, solo
 from infer.engine.core import EngineCore
-from infer.schedule.fair_share import Accounts
+from infer.schedule.fair_share import FairShare
 from infer.types import Request, SamplingParams
 
 names = (f"t{i}" for i in itertools.count())
@@ -48,8 +48,8 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
             assert num_steps < 40
             continue
         assert num_steps == 1
-        chunks = [fact for fact in core.facts.happenings if fact.kind == "chunk"]
-        others = [fact.total for fact in chunks if fact.request_id != small.request_id]
+        chunks = [event for event in core.step_events.events if event.kind == "chunk"]
+        others = [event.total for event in chunks if event.request_id != small.request_id]
         assert len(others) < len(chunks)
         assert sum(others) <= 4  # what is owed to those who sat idle
         for _ in range(5):
@@ -59,7 +59,7 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
 
 
 def test_without_accounts_it_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Accounts, "several", False)
+    monkeypatch.setattr(FairShare, "several", False)
     with pytest.raises(AssertionError):
         test_a_flood_costs_the_other_one_step(400)
 
@@ -114,10 +114,10 @@ def test_who_comes_back_has_saved_nothing() -> None:
         core.add(request("busy", 100, 10))
     for _ in range(50):
         core.step()
-    accounts = core.scheduler._accounts._by_tenant
-    busy = accounts["busy"].num_tokens
+    fair_share = core.scheduler._fair_share._by_tenant
+    busy = fair_share["busy"].num_tokens
     core.add(request("idle", 5, 1))
-    assert accounts["idle"].num_tokens == busy - 1
+    assert fair_share["idle"].num_tokens == busy - 1
     assert busy > 1000
 
 
@@ -151,6 +151,6 @@ def test_the_answers_are_those_of_a_request_alone(seed: int, mode: str) -> None:
         got = tokens.get(each.request_id, [])
         assert got == alone[: len(got)]
         assert len(got) == len(alone) or each.request_id not in core.scheduler._by_id
-    accounts = core.scheduler._accounts
-    assert accounts._num_present == 0
-    assert all(account.num_here == 0 for account in accounts._by_tenant.values())
+    fair_share = core.scheduler._fair_share
+    assert fair_share._num_present == 0
+    assert all(tenant_share.num_here == 0 for tenant_share in fair_share._by_tenant.values())

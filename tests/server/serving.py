@@ -22,7 +22,7 @@ from starlette.routing import BaseRoute, Match, Route
 
 from doubles import make_hash_core, make_hash_llm, small_tokenizer
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import Intake, Limits
+from infer.engine.client.input import EngineLimits, InputProcessor
 from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
@@ -243,14 +243,14 @@ def scripted(
     """An engine that says `script`; the settings are those of `make_hash_llm`."""
     core = make_hash_core(**settings)
     core.runner = runner or ScriptRunner(script, step_s)
-    limits = Limits(
+    limits = EngineLimits(
         vocab_size=262,
         max_seq_len=core.scheduler.config.max_seq_len,
         num_seats=core.scheduler.num_seats,
         max_waiting_requests=core.scheduler.config.max_waiting_requests,
     )
-    intake = Intake(tokenizer or small_tokenizer(), limits)
-    return AsyncLLM(EngineThread(core), intake, "hash-model")
+    input_processor = InputProcessor(tokenizer or small_tokenizer(), limits)
+    return AsyncLLM(EngineThread(core), input_processor, "hash-model")
 
 
 def spelled(text: str) -> list[int]:

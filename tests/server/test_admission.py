@@ -12,13 +12,13 @@ from serving import BODIES, COMPLETIONS, App, check_refused, completion_body, se
 
 from doubles import make_hash_llm
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import Intake
+from infer.engine.client.input import InputProcessor
 from infer.server import offload as body_reader
 from infer.server.app import create_app
 from infer.server.settings import ServerSettings
 
 
-def ledger(engine: AsyncLLM) -> dict[str, int | float]:
+def journal(engine: AsyncLLM) -> dict[str, int | float]:
     stats = engine.stats()
     names = ("admitted", "refused", "finished", "cancelled", "failed")
     counts = {name: stats[f"num_requests_{name}"] for name in names}
@@ -32,13 +32,13 @@ def test_a_refused_request_costs_no_tokenising(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    real = Intake.tokenize
+    real = InputProcessor.tokenize
 
-    def tokenize(self: Intake, prompt: Any) -> tuple[int, ...]:
+    def tokenize(self: InputProcessor, prompt: Any) -> tuple[int, ...]:
         made.append(len(prompt))
         return real(self, prompt[:10])
 
-    monkeypatch.setattr(Intake, "tokenize", tokenize)
+    monkeypatch.setattr(InputProcessor, "tokenize", tokenize)
     body = completion_body(prompt="x" * length, max_tokens=20, stream=True, ignore_eos=True)
     engine = make_hash_llm(max_batch_size=4, max_waiting_requests=4, step_s=0.01)
 
@@ -47,7 +47,7 @@ def test_a_refused_request_costs_no_tokenising(
         assert sorted(reply.status for reply in replies) == [200] * 8 + [503] * 42
         assert len(made) == 8
         counts = dict(zip(("admitted", "refused", "finished"), (8, 42, 8), strict=True))
-        assert ledger(engine) == {**counts, "cancelled": 0, "failed": 0}
+        assert journal(engine) == {**counts, "cancelled": 0, "failed": 0}
 
     with_app(engine, use)
 
@@ -56,15 +56,15 @@ def test_a_place_is_held_while_the_tokens_are_made(monkeypatch: pytest.MonkeyPat
     """A long body is tokenised in a thread; meanwhile its place is nobody else's."""
     monkeypatch.setattr(body_reader, "LONG_BODY_BYTES", 200)
     engine = make_hash_llm(max_batch_size=1, max_waiting_requests=0)
-    started, real = threading.Event(), Intake.tokenize
+    started, real = threading.Event(), InputProcessor.tokenize
 
-    def tokenize(self: Intake, prompt: Any) -> tuple[int, ...]:
+    def tokenize(self: InputProcessor, prompt: Any) -> tuple[int, ...]:
         if len(prompt) > 100:
             started.set()
             time.sleep(0.1)
         return real(self, prompt)
 
-    monkeypatch.setattr(Intake, "tokenize", tokenize)
+    monkeypatch.setattr(InputProcessor, "tokenize", tokenize)
 
     async def use(app: App) -> None:
         long = asyncio.ensure_future(app.post(COMPLETIONS, completion_body(prompt="x" * 400)))
@@ -93,7 +93,7 @@ def test_an_answer_that_takes_too_long(path: str, stream: bool) -> None:
             assert b"[DONE]" not in reply.body
             await app.idle()
             counts = {"admitted": 1, "refused": 0, "finished": 0, "cancelled": 1, "failed": 0}
-            assert ledger(engine) == counts
+            assert journal(engine) == counts
 
     asyncio.run(main())
 

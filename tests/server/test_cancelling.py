@@ -22,7 +22,7 @@ from infer.schedule.sequence import Plan, Sequence, Status
 WORDS = "once upon a time there was a fox"
 
 
-class Gate:
+class AuthMiddleware:
     """Lets a step begin."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ ENDS |= {"timeout": (504, "deadline_exceeded"), "leave": (0, "")}
 @pytest.mark.parametrize("state", FORMS)
 def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> None:
     settings, reached = FORMS[state]
-    gate = Gate()
+    gate = AuthMiddleware()
     engine = make_hash_llm(runner=gate.runner(), max_waiting_requests=9, **settings)
 
     async def use(app: App) -> None:
@@ -114,8 +114,8 @@ def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> N
         assert (await neighbour).status == 200
         assert all(name not in step for step in gate.steps[num_before + 1 :])
         check_end(ended, *ENDS[end])
-        story = (await app.get(f"/v1/requests/{answer_id}")).json()
-        assert story["outcome"] == (ENDS[end][1] or "disconnected")
+        trace = (await app.get(f"/v1/requests/{answer_id}")).json()
+        assert trace["outcome"] == (ENDS[end][1] or "disconnected")
         again = await app.send("DELETE", f"/v1/requests/{answer_id}")
         assert (again.status, again.json()["cancelled"]) == (200, False)
 

@@ -92,7 +92,7 @@ def test_a_database_that_cannot_be_written_is_a_503(
     file = tmp_path / "sessions.db"
     sessions: str | None = f"sqlite:///{file}"
     if cause == "read-only":
-        module.Sessions(str(sessions)).close()
+        module.SessionStore(str(sessions)).close()
         sessions = f"sqlite:///file:{file}?mode=ro&uri=true"
     else:
         (tmp_path / "state").write_text("no folder")

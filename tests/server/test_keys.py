@@ -19,9 +19,9 @@ from doubles import make_hash_llm
 from infer.cli.main import app as command
 from infer.errors import ConfigError
 from infer.server.observe.metrics import Metrics
-from infer.server.observe.request_trace import Stories
-from infer.server.sessions.store import Sessions
-from infer.server.tenancy.keys import Keys, Limits, locked
+from infer.server.observe.request_trace import RequestTraces
+from infer.server.sessions.store import SessionStore
+from infer.server.tenancy.keys import KeyLimits, Keys, locked
 
 
 @pytest.fixture
@@ -51,10 +51,10 @@ def at_once(*calls: Callable[[], object]) -> None:
 def test_twenty_who_create_and_revoke_at_once_lose_nothing(file: Path) -> None:
     made: dict[str, str] = {}
     for i in range(20):
-        Keys(file, must_exist=False).create(f"old {i}", Limits())
+        Keys(file, must_exist=False).create(f"old {i}", KeyLimits())
 
     def create(i: int) -> None:
-        made[f"new {i}"] = Keys(file).create(f"new {i}", Limits())
+        made[f"new {i}"] = Keys(file).create(f"new {i}", KeyLimits())
 
     creates = [lambda i=i: create(i) for i in range(20)]
     revokes = [lambda i=i: Keys(file).revoke(f"old {i}") for i in range(20)]
@@ -80,7 +80,7 @@ def test_a_symbolic_link_stays_one(file: Path, tmp_path: Path) -> None:
     real = tmp_path / "real" / "k.json"
     real.write_text('{"keys": []}')
     file.symlink_to(real)
-    token = Keys(file).create("a", Limits())
+    token = Keys(file).create("a", KeyLimits())
     assert file.is_symlink()
     assert Keys(real).find(token) is not None
     assert real.stat().st_mode & 0o77 == 0
@@ -89,7 +89,7 @@ def test_a_symbolic_link_stays_one(file: Path, tmp_path: Path) -> None:
 def test_a_file_that_others_can_read_is_warned_of(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Keys(file, must_exist=False).create("a", Limits())
+    Keys(file, must_exist=False).create("a", KeyLimits())
     with caplog.at_level(logging.WARNING):
         Keys(file)
         assert caplog.text == ""
@@ -125,7 +125,7 @@ ENTRY = {"id": "key-1", "name": "b", "sha256": "0" * 64}
     ],
 )
 def test_a_bad_file_is_a_503_and_at_the_start_an_error(file: Path, content: str) -> None:
-    token = Keys(file, must_exist=False).create("a", Limits())
+    token = Keys(file, must_exist=False).create("a", KeyLimits())
 
     async def use(app: App) -> None:
         assert (await app.get("/v1/models", **header(token))).status == 200
@@ -149,7 +149,7 @@ def test_a_bad_file_is_a_503_and_at_the_start_an_error(file: Path, content: str)
 
 
 def test_what_a_revoked_key_runs_ends(file: Path) -> None:
-    tokens = {name: Keys(file, must_exist=False).create(name, Limits()) for name in "ab"}
+    tokens = {name: Keys(file, must_exist=False).create(name, KeyLimits()) for name in "ab"}
     ended: dict[str, float] = {}
 
     async def use(app: App) -> None:
@@ -189,9 +189,9 @@ def test_what_a_revoked_key_runs_ends(file: Path) -> None:
 def test_the_sessions_of_revoked_keys_can_be_purged(file: Path, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 's.db'}"
     for name in "ab":
-        Keys(file, must_exist=False).create(name, Limits())
+        Keys(file, must_exist=False).create(name, KeyLimits())
     ids = {key.name: key.id for key in Keys(file).all()}
-    store = Sessions(url)
+    store = SessionStore(url)
     message = [{"role": "user", "content": "hi"}]
     kept = [store.create(ids["a"], "kept", message)["id"], store.create("", "anybody")["id"]]
     for _ in range(2):
@@ -209,7 +209,7 @@ def test_two_servers_with_one_file_of_usage_lose_nothing(tmp_path: Path) -> None
     both = []
     for _ in range(2):
         llm = make_hash_llm()
-        both.append(Metrics(llm, Stories(llm), "infer", path))
+        both.append(Metrics(llm, RequestTraces(llm), "infer", path))
     counts: dict[str, int] = {"requests": 1, "generation_tokens": 5}
     for turn in range(20):
         for metrics in both:
@@ -223,7 +223,7 @@ def test_two_servers_with_one_file_of_usage_lose_nothing(tmp_path: Path) -> None
 
 def test_names_with_markup_are_shown_as_they_are(file: Path) -> None:
     for name in ("a[/]b", "[bold]c", "[link=x]d"):
-        Keys(file, must_exist=False).create(name, Limits(share_cache="[red]x"))
+        Keys(file, must_exist=False).create(name, KeyLimits(share_cache="[red]x"))
     done = CliRunner().invoke(command, ["keys", "list", "--file", str(file)])
     assert done.exit_code == 0
     for shown in ("a[/]b", "[bold]c", "[link=x]d", "share_cache=[red]x"):

@@ -114,13 +114,13 @@ def test_a_storm_of_leaving_clients_leaves_the_others_alone() -> None:
     async def use(app: App) -> None:
         alone = (await app.post(COMPLETIONS, body)).json()["choices"]
         survivors = [asyncio.ensure_future(app.post(COMPLETIONS, body)) for _ in range(4)]
-        leaving = []
+        cleanup = []
         for i in range(40):
             gone = asyncio.Event()
             asyncio.get_running_loop().call_later(0.002 * (i % 20), gone.set)
             leaver = completion_body(stream=bool(i % 2), prompt=f"x{i}", **LONG)
-            leaving.append(app.post(COMPLETIONS, leaver, leave=gone))
-        await asyncio.gather(*leaving)
+            cleanup.append(app.post(COMPLETIONS, leaver, leave=gone))
+        await asyncio.gather(*cleanup)
         for reply in await asyncio.gather(*survivors):
             assert reply.json()["choices"] == alone
 

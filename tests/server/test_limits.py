@@ -21,7 +21,8 @@ from serving import COMPLETIONS, completion_body, is_idle, live, until
 
 from doubles import launch_hash_llm, make_hash_llm
 from infer.server import serve
-from infer.server.http import bounded_protocol, connections, json_body
+from infer.server import offload
+from infer.server.http import bounded_protocol, connections
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
@@ -33,8 +34,8 @@ def connect(url: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def post(sock: socket.socket, json_body: Any) -> None:
-    data = json.dumps(json_body).encode()
+def post(sock: socket.socket, body: Any) -> None:
+    data = json.dumps(body).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
@@ -47,10 +48,10 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def check(reply: bytes, status: int, code: str) -> None:
-    head, _, json_body = reply.partition(b"\r\n\r\n")
+    head, _, body = reply.partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
-    assert json.loads(json_body)["error"]["code"] == code
-    assert f"content-length: {len(json_body)}".encode() in head
+    assert json.loads(body)["error"]["code"] == code
+    assert f"content-length: {len(body)}".encode() in head
     assert (b"retry-after: " in head) == (status == 503)
 
 
@@ -116,7 +117,7 @@ def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 408 ", b"HTTP/1.1 413 "])
 def test_a_body_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", 0.2 if b"408" in answer else 9)
+    monkeypatch.setattr(offload, "BODY_TIMEOUT_S", 0.2 if b"408" in answer else 9)
     monkeypatch.setattr(bounded_protocol, "LINGER_S", 0.3)
     length = 100 if b"408" in answer else 10**9
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

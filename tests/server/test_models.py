@@ -23,9 +23,9 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server import multi_model as module
 from infer.server.app import create_app, layers
-from infer.server.multi_model import Models, configs_of
+from infer.server.multi_model import ModelRouter, configs_of
 from infer.server.settings import ServerSettings
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 
@@ -35,7 +35,7 @@ def broken() -> AsyncLLM:
 
 
 def used(
-    body: Callable[[App, Models], Coroutine[Any, Any, None]],
+    body: Callable[[App, ModelRouter], Coroutine[Any, Any, None]],
     launches: dict[str, Callable[[], AsyncLLM]],
     *,
     load: bool = True,
@@ -46,7 +46,7 @@ def used(
 
     async def main() -> None:
         settings = ServerSettings(api_keys=keys)
-        models = Models(launches, partial(create_app, settings=settings, is_inner=True), **how)
+        models = ModelRouter(launches, partial(create_app, settings=settings, is_inner=True), **how)
         if load:
             await asyncio.to_thread(models.load_all)
         app = App.__new__(App)
@@ -66,7 +66,7 @@ async def statuses(app: App) -> dict[str, str]:
 def test_the_name_says_who_answers() -> None:
     """The engines differ in how many tokens they serve."""
 
-    async def body(app: App, _: Models) -> None:
+    async def body(app: App, _: ModelRouter) -> None:
         for name, size in (("small", 64), ("big", 128), (None, 64)):
             reply = await app.post(COMPLETIONS, completion_body(model=name, stream=False))
             assert (reply.status, reply.json()["model"]) == (200, name or "small")
@@ -94,7 +94,7 @@ def test_the_name_says_who_answers() -> None:
 
 
 def test_requests_and_numbers_are_those_of_all() -> None:
-    async def body(app: App, models: Models) -> None:
+    async def body(app: App, models: ModelRouter) -> None:
         replies = [
             await app.post(COMPLETIONS, completion_body(model=name, max_tokens=3))
             for name in ("a", "b", "b")
@@ -141,7 +141,7 @@ def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
         loads.append(name)
         return make_hash_llm(step_s=0.002)
 
-    async def body(app: App, models: Models) -> None:
+    async def body(app: App, models: ModelRouter) -> None:
         assert await statuses(app) == {"a": "unloaded", "b": "unloaded"}
         assert (await app.get("/health/ready")).status == 200
         many = [app.post(COMPLETIONS, completion_body(model="b")) for _ in range(10)]
@@ -166,7 +166,7 @@ def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
 ) -> None:
     monkeypatch.setattr(module, "RETRY_LOAD_S", 0.3)
 
-    async def body(app: App, models: Models) -> None:
+    async def body(app: App, models: ModelRouter) -> None:
         for _ in range(2):
             reply = await app.post(COMPLETIONS, completion_body(model="bad"))
             assert (reply.status, reply.error()["code"]) == (503, "engine_unavailable")
@@ -187,7 +187,7 @@ def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
 
 
 def test_a_crash_of_one_is_nothing_to_the_others() -> None:
-    async def body(app: App, models: Models) -> None:
+    async def body(app: App, models: ModelRouter) -> None:
         tasks = [
             asyncio.create_task(app.post(COMPLETIONS, completion_body(model=name, **LONG)))
             for name in "ab"
@@ -211,10 +211,10 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
 
 def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    few = Keys(file, must_exist=False).create("few", Limits(requests_per_minute=2))
-    admin = Keys(file).create("admin", Limits(admin=True))
+    few = Keys(file, must_exist=False).create("few", KeyLimits(requests_per_minute=2))
+    admin = Keys(file).create("admin", KeyLimits(admin=True))
 
-    async def body(app: App, _: Models) -> None:
+    async def body(app: App, _: ModelRouter) -> None:
         for token, expected in ((few, 200), (few, 200), (few, 429), ("no", 401)):
             headers = {"authorization": f"Bearer {token}"}
             reply = await app.post(COMPLETIONS, completion_body(model="b"), headers=headers)
@@ -233,7 +233,7 @@ def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
 
     used(body, {"a": make_hash_llm, "b": make_hash_llm}, keys=str(file))
 
-    async def later(app: App, _: Models) -> None:
+    async def later(app: App, _: ModelRouter) -> None:
         """What a key has used outlives the server."""
         for name, expected in (("a", {}), ("b", 2)):
             path = f"/stats?model={name}"
@@ -249,7 +249,7 @@ def test_what_nobody_expected_reaches_the_edge(
 ) -> None:
     """Not a last resort on the way there: a leaver is no error, and an error is told as ours."""
 
-    async def body(app: App, models: Models) -> None:
+    async def body(app: App, models: ModelRouter) -> None:
         leave = asyncio.Event()
         asking = asyncio.create_task(
             app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
@@ -260,8 +260,8 @@ def test_what_nobody_expected_reaches_the_edge(
                 await asyncio.sleep(0.002)
         leave.set()
         assert (await asking).status == 0
-        (story,) = (await app.get("/v1/requests")).json()["data"]
-        assert story["outcome"] == "disconnected"
+        (trace,) = (await app.get("/v1/requests")).json()["data"]
+        assert trace["outcome"] == "disconnected"
         monkeypatch.setattr(engine.tokenizer, "decode", None)
         reply = await app.post("/detokenize", {"tokens": [1]})
         assert (reply.status, reply.error()["code"]) == (500, "internal_error")
@@ -271,7 +271,7 @@ def test_what_nobody_expected_reaches_the_edge(
 
 
 def test_a_server_that_drains_loads_nothing() -> None:
-    async def body(app: App, models: Models) -> None:
+    async def body(app: App, models: ModelRouter) -> None:
         models.drain()
         for name in "ab":
             reply = await app.post(COMPLETIONS, completion_body(model=name))

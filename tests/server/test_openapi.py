@@ -18,7 +18,7 @@ from serving import App, check_documented, with_app
 from doubles import make_hash_llm
 from infer.server.openai import ignored_fields
 from infer.server.openai.schema_base import Wire
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 STARTS = ({"messages": [{"role": "user", "content": "x"}]}, {"prompt": "x"}, {"tokens": [1]}, {})
@@ -138,7 +138,7 @@ def test_schemathesis(tmp_path: Path) -> None:
     from load import served
 
     program, keys = schemathesis(), tmp_path / "keys.json"
-    token = Keys(keys, must_exist=False).create("admin", Limits(admin=True))
+    token = Keys(keys, must_exist=False).create("admin", KeyLimits(admin=True))
     server = [*("-m", "infer.server", "--port", "0", "--max-seq-len", "64")]
     server += ["--sessions", f"sqlite:///{tmp_path}/s.db", "--api-keys", str(keys)]
     with served(server, tmp_path / "log") as running:

@@ -115,12 +115,12 @@ def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture
     assert all("\n" not in line and SECRET not in line for line in lines)
     entries = [json.loads(line) for line in lines]
     visits = {e["request_id"]: e for e in entries if e["message"] == "request"}
-    stories = [visit for visit in visits.values() if "outcome" in visit]
-    assert [story["outcome"] for story in stories].count("length") == 4
-    assert all(story["total_ms"] >= story["first_token_ms"] > 0 for story in stories[:4])
-    statuses = [visit["status"] for visit in visits.values()]
+    traces = [context for context in visits.values() if "outcome" in context]
+    assert [trace["outcome"] for trace in traces].count("length") == 4
+    assert all(trace["total_ms"] >= trace["first_token_ms"] > 0 for trace in traces[:4])
+    statuses = [context["status"] for context in visits.values()]
     assert sorted(statuses) == [200, 200, 200, 200, 400, 404, 499]
-    (last,) = [visit for visit in visits.values() if visit["status"] == 404]
+    (last,) = [context for context in visits.values() if context["status"] == 404]
     assert (last["client_request_id"], last["path"]) == ("mine", "/no\nsuch")
 
 

@@ -23,9 +23,9 @@ from serving import CHAT, App, Reply, chat_body, scripted, spelled, until, with_
 from doubles import make_hash_llm
 from infer.errors import ConfigError
 from infer.server.http.error_responses import HttpError
-from infer.server.sessions.store import Sessions
+from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 PATH = os.pathsep.join([os.environ["PATH"], *sorted(glob.glob("/usr/lib/postgresql/*/bin"))[::-1]])
 ASKED = ["Tell me of the fox and the river", "And then?", "Why?"]
@@ -185,7 +185,7 @@ def test_what_can_be_done_with_sessions(url: str) -> None:
 
 def test_a_session_is_its_owners(url: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
-    tokens = [Keys(file, must_exist=False).create(name, Limits()) for name in "ab"]
+    tokens = [Keys(file, must_exist=False).create(name, KeyLimits()) for name in "ab"]
     a, b = ({"authorization": f"Bearer {token}"} for token in tokens)
 
     async def use(app: App) -> None:
@@ -276,11 +276,11 @@ def test_characters_that_databases_dislike(url: str) -> None:
 
 def test_two_servers_write_a_turn_at_the_same_time(url: str) -> None:
     """One of them does; the other one is told, as it would be by its own server."""
-    servers = [Sessions(url) for _ in range(2)]
+    servers = [SessionStore(url) for _ in range(2)]
     name = servers[0].create("me")["id"]
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
 
-    def write(server: Sessions, num_before: int) -> int:
+    def write(server: SessionStore, num_before: int) -> int:
         try:
             server.add_turn("me", name, num_before, turn)
         except HttpError as error:
@@ -299,7 +299,7 @@ def test_two_servers_write_a_turn_at_the_same_time(url: str) -> None:
 def test_a_connection_that_is_gone_is_made_again(url: str) -> None:
     if url.startswith("sqlite"):
         pytest.skip("a file has no connection")
-    sessions = Sessions(url)
+    sessions = SessionStore(url)
     name = sessions.create("me")["id"]
     others = "pg_stat_activity WHERE pid != pg_backend_pid() AND datname = current_database()"
     run_sql(url, f"SELECT pg_terminate_backend(pid) FROM {others}")

@@ -10,7 +10,7 @@ from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving,
 
 from doubles import HashRunner, launch_hash_llm, make_hash_llm
 from infer.schedule.sequence import Plan
-from infer.server.observe import request_trace as story_module
+from infer.server.observe import request_trace as trace_module
 
 LONG = "a long long way to go " * 12
 
@@ -19,8 +19,8 @@ async def story_of(app: App, name: str) -> dict[str, Any]:
     return dict((await app.get(f"/v1/requests/{name}")).json())
 
 
-def kinds(story: dict[str, Any]) -> list[str]:
-    return [event["event"] for event in story["events"]]
+def kinds(trace: dict[str, Any]) -> list[str]:
+    return [event["event"] for event in trace["events"]]
 
 
 def test_one_after_the_other() -> None:
@@ -30,10 +30,10 @@ def test_one_after_the_other() -> None:
         later = [app.post(COMPLETIONS, completion_body(prompt=LONG)) for _ in range(2)]
         replies = [reply.json() for reply in await asyncio.gather(first, *later)]
         names = [reply["id"] for reply in replies]
-        story = await story_of(app, names[2])
-        events = story["events"]
+        trace = await story_of(app, names[2])
+        events = trace["events"]
         chunks = [event for event in events if event["event"] == "chunk"]
-        assert kinds(story) == [
+        assert kinds(trace) == [
             *("received", "queued", "admitted"),
             *["chunk"] * len(chunks),
             *("first_token", "finished"),
@@ -41,19 +41,19 @@ def test_one_after_the_other() -> None:
         times = [event["at_ms"] for event in events]
         assert times == sorted(times)
         assert times[0] == 0
-        assert story["total_ms"] == times[-1]
+        assert trace["total_ms"] == times[-1]
         assert (events[1]["waiting_before"], events[1]["running"]) == (1, 1)
         assert events[1]["behind"] == [names[1]]
         hit = replies[2]["usage"]["prompt_tokens_details"]["cached_tokens"]
         assert hit > 100
         assert (
-            events[2]["cached_tokens"] == hit == story["cached_tokens"] == chunks[0]["from_token"]
+            events[2]["cached_tokens"] == hit == trace["cached_tokens"] == chunks[0]["from_token"]
         )
-        assert events[2]["of_tokens"] == story["prompt_tokens"]
-        assert hit + sum(chunk["tokens"] for chunk in chunks) == story["prompt_tokens"]
+        assert events[2]["of_tokens"] == trace["prompt_tokens"]
+        assert hit + sum(chunk["tokens"] for chunk in chunks) == trace["prompt_tokens"]
         assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no hit
-        assert story["completion_tokens"] == replies[2]["usage"]["completion_tokens"]
-        assert story["state"] == "finished"
+        assert trace["completion_tokens"] == replies[2]["usage"]["completion_tokens"]
+        assert trace["state"] == "finished"
         listed = (await app.get("/v1/requests")).json()["data"]
         assert {entry["id"] for entry in listed} == set(names)
 
@@ -73,17 +73,17 @@ def test_a_slow_gap_names_the_prompt_that_took_the_time() -> None:
         )
         await asyncio.sleep(0.01)
         culprit = (await app.post(COMPLETIONS, completion_body(prompt=LONG))).json()["id"]
-        story = await story_of(app, (await asking).json()["id"])
-        worst = story["slowest_gaps"][0]
+        trace = await story_of(app, (await asking).json()["id"])
+        worst = trace["slowest_gaps"][0]
         assert worst["gap_ms"] > 150
         assert worst["steps"] == 1
         assert worst["slowest_step"]["prompts_of"] == [culprit]
         assert worst["slowest_step"]["prompt_tokens"] > 200
         assert worst["slowest_step"]["sequences"] == 2
         assert worst["slowest_step"]["step_ms"] > 150
-        gaps = [gap["gap_ms"] for gap in story["slowest_gaps"]]
+        gaps = [gap["gap_ms"] for gap in trace["slowest_gaps"]]
         assert gaps == sorted(gaps, reverse=True)
-        assert len(gaps) == story_module.NUM_GAPS
+        assert len(gaps) == trace_module.NUM_GAPS
 
     engine = make_hash_llm(runner=SlowPrompts, max_num_batched_tokens=1000, max_seq_len=1000)
     with_app(engine, use)
@@ -100,26 +100,26 @@ def test_preemptions_are_told_and_choices_told_apart() -> None:
     async def use(app: App) -> None:
         body = completion_body(max_tokens=40, ignore_eos=True, n=2, stream=True)
         name = (await app.post(COMPLETIONS, body)).events()[0]["id"]
-        story = await story_of(app, name)
-        lost = [event for event in story["events"] if event["event"] == "preempted"]
+        trace = await story_of(app, name)
+        lost = [event for event in trace["events"] if event["event"] == "preempted"]
         assert lost
         assert lost[0]["lost_tokens"] > 0
         assert lost[0]["needed_by"] == ["another choice of it"]
         assert lost[0]["choice"] == 1
-        assert kinds(story).count("admitted") == 2 + len(lost)
-        again = [event for event in story["events"] if event["event"] == "chunk"][-1]
-        assert again["from_token"] + again["tokens"] > story["prompt_tokens"]
-        worst = story["slowest_gaps"][0]
+        assert kinds(trace).count("admitted") == 2 + len(lost)
+        again = [event for event in trace["events"] if event["event"] == "chunk"][-1]
+        assert again["from_token"] + again["tokens"] > trace["prompt_tokens"]
+        worst = trace["slowest_gaps"][0]
         assert worst["steps"] > 2
         assert worst["slowest_step"]["step_ms"] > 30
-        assert kinds(story).count("first_token") == 2
+        assert kinds(trace).count("first_token") == 2
 
     with_app(make_hash_llm(num_pages=16, runner=SlowNowAndThen), use)
 
 
 def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(story_module, "MAX_RECENT", 3)
-    monkeypatch.setattr(story_module, "MAX_EVENTS", 10)
+    monkeypatch.setattr(trace_module, "MAX_RECENT", 3)
+    monkeypatch.setattr(trace_module, "MAX_EVENTS", 10)
 
     async def use(app: App) -> None:
         names = []
@@ -129,10 +129,10 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         listed = (await app.get("/v1/requests")).json()["data"]
         assert [entry["id"] for entry in listed] == names[:1:-1]
         assert (await app.get(f"/v1/requests/{names[0]}")).status == 404
-        story = await story_of(app, names[-1])
-        assert len(story["events"]) == 10
-        assert kinds(story)[-1] == "finished"
-        assert story["events_left_out"] > 0
+        trace = await story_of(app, names[-1])
+        assert len(trace["events"]) == 10
+        assert kinds(trace)[-1] == "finished"
+        assert trace["events_left_out"] > 0
 
     engine = make_hash_llm(max_num_batched_tokens=8, enable_prefix_caching=False)
     with_app(engine, use)
@@ -144,11 +144,11 @@ def test_a_process_tells_the_same() -> None:
     async def use() -> None:
         async with serving(launch_hash_llm()) as app:
             reply = await app.post(COMPLETIONS, completion_body(prompt=LONG))
-            story = await story_of(app, reply.json()["id"])
-            assert kinds(story)[:4] == ["received", "queued", "admitted", "chunk"]
-            assert kinds(story)[-2:] == ["first_token", "finished"]
-            times = [event["at_ms"] for event in story["events"]]
+            trace = await story_of(app, reply.json()["id"])
+            assert kinds(trace)[:4] == ["received", "queued", "admitted", "chunk"]
+            assert kinds(trace)[-2:] == ["first_token", "finished"]
+            times = [event["at_ms"] for event in trace["events"]]
             assert times == sorted(times)
-            assert 0 < story["admitted_ms"] < story["first_token_ms"] < story["total_ms"] < 30_000
+            assert 0 < trace["admitted_ms"] < trace["first_token_ms"] < trace["total_ms"] < 30_000
 
     asyncio.run(use())

@@ -16,12 +16,12 @@ from infer.cli.main import app as command
 from infer.config import EngineConfig
 from infer.errors import ConfigError, RequestError
 from infer.server import serve
-from infer.server.http.context import Visit
+from infer.server.http.context import RequestContext
 from infer.server.observe import metrics
-from infer.server.observe import request_trace as story_module
-from infer.server.observe.request_trace import Story, Track
+from infer.server.observe import request_trace as trace_module
+from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
 from infer.server.settings import ServerSettings
-from infer.server.tenancy.keys import Key, Keys, Limits
+from infer.server.tenancy.keys import Key, KeyLimits, Keys
 from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
 from infer.types import Request, SamplingParams
 
@@ -36,7 +36,7 @@ def file(tmp_path: Path) -> Path:
 def make(file: Path, name: str, **limits: Any) -> dict[str, str]:
     """A key, as the headers that show it."""
     return {
-        "authorization": f"Bearer {Keys(file, must_exist=False).create(name, Limits(**limits))}"
+        "authorization": f"Bearer {Keys(file, must_exist=False).create(name, KeyLimits(**limits))}"
     }
 
 
@@ -161,9 +161,9 @@ def test_the_story_does_not_name_others(file: Path) -> None:
         body = completion_body(max_tokens=40, ignore_eos=True)
         works = [app.post(COMPLETIONS, body, headers=key) for key in (a, a, b)]
         replies = [reply.json()["id"] for reply in await asyncio.gather(*works)]
-        story = (await app.get(f"/v1/requests/{replies[2]}", **b)).json()
-        assert story["events"][1]["behind"] == ["somebody else's"] * 2
-        assert not any(reply in json.dumps(story) for reply in replies[:2])
+        trace = (await app.get(f"/v1/requests/{replies[2]}", **b)).json()
+        assert trace["events"][1]["behind"] == ["somebody else's"] * 2
+        assert not any(reply in json.dumps(trace) for reply in replies[:2])
 
     with_app(make_hash_llm(max_batch_size=1), use, api_keys=str(file))
 
@@ -171,8 +171,8 @@ def test_the_story_does_not_name_others(file: Path) -> None:
 def test_stories_of_one_key_do_not_push_out_those_of_another(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(story_module, "MAX_RECENT", 5)
-    monkeypatch.setattr(story_module, "MAX_RECENT_IN_ALL", 9)
+    monkeypatch.setattr(trace_module, "MAX_RECENT", 5)
+    monkeypatch.setattr(trace_module, "MAX_RECENT_IN_ALL", 9)
     keys = {name: make(file, name) for name in "abc"}
 
     async def use(app: App) -> None:
@@ -247,31 +247,31 @@ def test_a_bucket() -> None:
 
 
 def test_what_was_reserved_and_not_used_is_given_back() -> None:
-    key = Key(id="k", name="n", sha256="", limits=Limits(tokens_per_minute=1000))
-    tenant, visit = Tenant(key, lambda: 0.0), Visit()
+    key = Key(id="k", name="n", sha256="", limits=KeyLimits(tokens_per_minute=1000))
+    tenant, context = Tenant(key, lambda: 0.0), RequestContext()
     request = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=700)
-    settle = tenant.reserve([request], visit)
+    settle = tenant.reserve([request], context)
     assert tenant._buckets["tokens"].level() == 200
     with pytest.raises(RequestError, match="tokens a minute"):
-        tenant.reserve([request], visit)
-    story = Story("r", "k", visit, 100, 700)
-    story.tracks["r-0"] = Track(story, 0, num_tokens=30)
-    settle(story)
+        tenant.reserve([request], context)
+    trace = RequestTrace("r", "k", context, 100, 700)
+    trace.choices["r-0"] = ChoiceTrace(trace, 0, num_tokens=30)
+    settle(trace)
     assert tenant._buckets["tokens"].level() == 870
     huge = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=10**6)
     with pytest.raises(RequestError, match="tokens a minute"):
-        tenant.reserve([huge], visit)
-    Tenant(key).reserve([huge], visit)  # takes all there is, rather than never being served
+        tenant.reserve([huge], context)
+    Tenant(key).reserve([huge], context)  # takes all there is, rather than never being served
 
 
 def test_a_refused_request_leaves_nothing() -> None:
-    tenant = Tenant(Key(id="k", name="n", sha256="", limits=Limits(requests_per_minute=1)))
-    visits = [Visit(), Visit()]
+    tenant = Tenant(Key(id="k", name="n", sha256="", limits=KeyLimits(requests_per_minute=1)))
+    visits = [RequestContext(), RequestContext()]
     tenant.enter(visits[0])
     with pytest.raises(Exception, match="requests a minute"):
         tenant.enter(visits[1])
-    for visit in visits:
-        visit.leaving.close()
+    for context in visits:
+        context.cleanup.close()
     assert tenant._num_open == 0
 
 
@@ -283,7 +283,7 @@ def test_the_command(file: Path) -> None:
     assert len(token) > 40
     assert token not in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
-    assert Keys(file).find(token).limits == Limits(max_concurrent=3, admin=True)
+    assert Keys(file).find(token).limits == KeyLimits(max_concurrent=3, admin=True)
     assert "max_concurrent=3" in run("list").stdout
     assert isinstance(run("create", "alice").exception, ConfigError)
     assert isinstance(run("create", "x\ny").exception, ConfigError)

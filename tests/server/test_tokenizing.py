@@ -420,7 +420,7 @@ def test_long_bodies_are_worked_on_beside_the_event_loop(monkeypatch: pytest.Mon
         for path, body in bodies(long):
             assert len((await app.post(path, body)).body) > 40_000
         kinds = ["_tokenized", "_tokenized", "_text", "rendered_chat"]
-        assert threads == [name for kind in kinds for name in ("_parse_object", "_checked", kind)]
+        assert threads == [name for kind in kinds for name in ("parse_object", "_checked", kind)]
 
     with_app(make_hash_llm(), use)
 

@@ -23,7 +23,7 @@ from infer.errors import ConfigError, LoadError
 from infer.server import serve
 from infer.server.serve import Server, bind, check_certificate, unix_socket, url_of
 from infer.server.settings import ServerSettings
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 BODY = '{"model": "hash-model", "prompt": "Hello", "max_tokens": 8, "seed": 1}'
 JSON = {"content-type": "application/json"}
@@ -180,7 +180,7 @@ def test_keys_in_clear_text_are_warned_of(
     tmp_path: Path, made: dict[str, tuple[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "keys.json"
-    Keys(file, must_exist=False).create("a", Limits())
+    Keys(file, must_exist=False).create("a", KeyLimits())
     certificate, key = made["one"]
     for host, more, warned in (
         ("0.0.0.0", {}, True),

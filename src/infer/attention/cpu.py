@@ -20,7 +20,7 @@ from torch import Tensor
 from infer.attention.layout import BatchLayout
 from infer.kernels import loader
 from infer.kernels.layer_stack import LayerStack
-from infer.kernels.rotary import Turn
+from infer.kernels.rotary import QKRotation
 
 MAX_HEAD_DIM = 256
 
@@ -99,7 +99,7 @@ class NativeBackend:
         )
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
         """Turn q and k, write k, v [T, G, D] to their cells, attend: q [T, H, D] → [T, H, D]."""
         if turn is not None and self._dtype != torch.bfloat16:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from infer.kernels.rotary import Turn
+from infer.kernels.rotary import QKRotation
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class AttentionBackend(Protocol):
         """Prepare for a step; once per step, so nothing is built per layer."""
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
         """Write this step's k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D].
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.attention.layout import BatchLayout
-from infer.kernels.rotary import Turn
+from infer.kernels.rotary import QKRotation
 
 TILE = 128
 
@@ -129,7 +129,7 @@ class SDPABackend:
         )
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
         """Turn q and k, write k, v [T, G, D] to their cells, attend: q [T, H, D] → [T, H, D]."""
         if turn is not None:

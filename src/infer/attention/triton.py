@@ -24,7 +24,7 @@ from infer.attention.layout import BatchLayout, Items
 from infer.kernels.cuda import has_pdl, interpreting
 from infer.kernels.cuda.attention import ITEM_FIELDS, attend, decode
 from infer.kernels.cuda.rotary import turn_and_write
-from infer.kernels.rotary import Turn
+from infer.kernels.rotary import QKRotation
 
 SHORT_ROWS = 16
 ORDERED_SPLIT = 256
@@ -272,7 +272,7 @@ class TritonBackend:
         return self.num_programs // 2 if num_tiles <= FEW_ROWS else self.num_programs
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
         """Turn q (in place) and k, write k, v [T, G, D] to their cells, attend: [T, H, D]."""
         keys, values = self._caches[layer]
@@ -290,7 +290,7 @@ class TritonBackend:
         return out
 
     def _write(
-        self, q: Tensor, k: Tensor, v: Tensor, turn: Turn | None, keys: Tensor, values: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None, keys: Tensor, values: Tensor
     ) -> None:
         half = self.head_dim // 2
         heads = 8 if half >= 32 else 16
@@ -311,7 +311,9 @@ class TritonBackend:
             NORMS=has_norms, PDL=self._pdl, num_warps=2, launch_pdl=self._pdl,
         )  # fmt: skip
 
-    def _decode(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: Turn, out: Tensor) -> None:
+    def _decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation, out: Tensor
+    ) -> None:
         keys, values = self._caches[layer]
         window = self.windows[self._window_of[layer]]
         items, num_items, _, _ = self._lists[self._window_of[layer]]

@@ -24,7 +24,7 @@ from infer.bench.results import environment
 from infer.config import EngineConfig
 from infer.engine.build.assemble import prepare
 from infer.engine.core import EngineCore
-from infer.engine.loop import settle as freeze_heap
+from infer.engine.loop import freeze_heap as freeze_heap
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import linears

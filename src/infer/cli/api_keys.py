@@ -13,7 +13,7 @@ from rich.table import Table
 
 from infer.cli.options import with_options
 from infer.cli.plain import plain
-from infer.server.tenancy.keys import Keys, Limits
+from infer.server.tenancy.keys import KeyLimits, Keys
 
 app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
 
@@ -24,10 +24,10 @@ DEFAULT = Path("keys.json")
 
 def _create(name: Name, file: File = DEFAULT, *, limits: dict[str, Any]) -> None:
     """Make a key and print it: it is not kept and cannot be shown again."""
-    print(Keys(file, must_exist=False).create(name, Limits(**limits)))
+    print(Keys(file, must_exist=False).create(name, KeyLimits(**limits)))
 
 
-app.command("create")(with_options(Limits, "limits", "Limits")(_create))
+app.command("create")(with_options(KeyLimits, "limits", "Limits")(_create))
 
 
 @app.command("list")
@@ -58,10 +58,10 @@ def purge(
 ) -> None:
     """Delete the sessions of keys that are not in the file any more: nobody can reach them."""
     from infer.server.sessions.routes import default_url
-    from infer.server.sessions.store import Sessions
+    from infer.server.sessions.store import SessionStore
 
     keys = Keys(file).all()
-    store = Sessions(sessions or default_url())
+    store = SessionStore(sessions or default_url())
     try:
         print(f"{store.purge([key.id for key in keys])} sessions deleted")
     finally:

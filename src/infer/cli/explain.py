@@ -40,14 +40,14 @@ def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
     try:
         request = urllib.request.Request(address, headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-            story = _read_json(reply)
+            trace = _read_json(reply)
     except urllib.error.HTTPError as error:
         raise InferError(_message_of(error, url)) from None
     except (OSError, ValueError, HTTPException) as error:
         raise InferError(f"no server of ours answers at {url}: {_line(error)}") from None
-    if not isinstance(story, dict):
+    if not isinstance(trace, dict):
         raise InferError(f"no server of ours answers at {url}: its answer is no story")
-    return story
+    return trace
 
 
 def _read_json(reply: Any) -> Any:
@@ -76,24 +76,24 @@ def _line(problem: object) -> str:
 
 def run_explain(url: str, request_id: str, api_key: str | None) -> None:
     """`infer explain`."""
-    story = fetch(url, request_id, api_key)
+    trace = fetch(url, request_id, api_key)
     page = Console(highlight=False, markup=False, file=io.StringIO())
     try:
-        write(story, page)  # whole, before anything of it is shown
+        write(trace, page)  # whole, before anything of it is shown
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         raise InferError(f"no server of ours answers at {url}: its answer is no story") from None
-    write(story, Console(highlight=False, markup=False))
+    write(trace, Console(highlight=False, markup=False))
 
 
-def write(story: Fields, console: Console) -> None:
+def write(trace: Fields, console: Console) -> None:
     """Print a story."""
-    end = story["outcome"] or f"still {story['state']}"
-    first = (plain(story["id"], "bold"), "  ", plain(story["path"]), "  ", plain(end, "bold"))
+    end = trace["outcome"] or f"still {trace['state']}"
+    first = (plain(trace["id"], "bold"), "  ", plain(trace["path"]), "  ", plain(end, "bold"))
     console.print(Text.assemble(*first))
-    cached = f", {story['cached_tokens']} of them cached" if story["cached_tokens"] else ""
-    counts = f"{story['prompt_tokens']} prompt tokens{cached}; {story['completion_tokens']}"
+    cached = f", {trace['cached_tokens']} of them cached" if trace["cached_tokens"] else ""
+    counts = f"{trace['prompt_tokens']} prompt tokens{cached}; {trace['completion_tokens']}"
     console.print(plain(f"{counts} generated"))
-    marks = [0.0, story["admitted_ms"], story["first_token_ms"], story["total_ms"]]
+    marks = [0.0, trace["admitted_ms"], trace["first_token_ms"], trace["total_ms"]]
     parts = []
     for name, start, stop in zip(("waiting", "prompt", "answer"), marks, marks[1:], strict=False):
         if start is not None and stop is not None:
@@ -103,14 +103,14 @@ def write(story: Fields, console: Console) -> None:
     table.add_column(justify="right", style="cyan", no_wrap=True)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for at_ms, kind, text in _lines(story["events"]):
+    for at_ms, kind, text in _lines(trace["events"]):
         table.add_row(_ms(at_ms), plain(kind), plain(text))
     console.print(table)
-    if story["events_left_out"]:
-        console.print(plain(f"… and {story['events_left_out']} more events", "dim"))
-    if story["slowest_gaps"]:
+    if trace["events_left_out"]:
+        console.print(plain(f"… and {trace['events_left_out']} more events", "dim"))
+    if trace["slowest_gaps"]:
         console.print(plain("the slowest pauses:", "dim"))
-    for gap in story["slowest_gaps"]:
+    for gap in trace["slowest_gaps"]:
         console.print(_gap(gap))
 
 

@@ -35,7 +35,7 @@ from infer.types import (
     StepOutput,
     TokenLogprobs,
 )
-from infer.types.step_events import StepFacts
+from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class EngineCore:
         self.runner = runner
         self.announce: Callable[[str], None] = lambda request_id: None
         """told who is computed by itself next, after a crash; "" = those who follow are several"""
-        self.facts: StepFacts | None = None
+        self.step_events: StepEvents | None = None
         """of the last call of `step`; None if nothing happened in it"""
         self._num_lost = 0
         self._flying: tuple[Seq[Advanced], Flight] | None = None
@@ -229,11 +229,13 @@ class EngineCore:
         return sampled.error
 
     def _note(self, started_s: float, plan: Plan) -> None:
-        scheduler, self.facts = self.scheduler, None
-        if plan or scheduler.happened:
-            number, happened = scheduler.stats.num_steps, tuple(scheduler.happened)
-            self.facts = StepFacts(number, started_s, scheduler.clock(), len(plan), happened)
-            scheduler.happened.clear()
+        scheduler, self.step_events = self.scheduler, None
+        if plan or scheduler.pending_events:
+            number, pending_events = scheduler.stats.num_steps, tuple(scheduler.pending_events)
+            self.step_events = StepEvents(
+                number, started_s, scheduler.clock(), len(plan), pending_events
+            )
+            scheduler.pending_events.clear()
 
     def _parts(self, plan: Plan) -> list[Plan]:
         """The plan in one piece; but whoever an engine has died with begins by itself, so that,

@@ -36,10 +36,10 @@ class LLM:
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         self.config = EngineConfig.from_kwargs(model=model, **settings)
         parts = assemble(self.config)
-        self.tokenizer = parts.intake.tokenizer
+        self.tokenizer = parts.input_processor.tokenizer
         self.model_name = parts.model_name
         self._open_core: EngineCore | None = parts.core
-        self._intake = parts.intake
+        self._input_processor = parts.input_processor
         self._processors: dict[str, OutputProcessor] = {}
         self._pieces: dict[str, deque[TextDelta]] = {}
 
@@ -118,7 +118,7 @@ class LLM:
         """
         if isinstance(prompt, Mapping):
             prompt = _given_prompt(prompt)
-        return self._intake.make_request(
+        return self._input_processor.make_request(
             prompt, sampling_params, request_id=request_id, priority=priority
         )
 
@@ -182,7 +182,7 @@ class LLM:
         return self._open_core
 
     def _has_room(self) -> bool:
-        return self.core.scheduler.num_unfinished < self._intake.limits.max_unfinished
+        return self.core.scheduler.num_unfinished < self._input_processor.limits.max_unfinished
 
     def _add(self, request: Request) -> None:
         self.core.add(request)
@@ -216,7 +216,7 @@ class LLM:
         for request_id in list(self._processors):
             self._drop(request_id)
         self._open_core = None
-        self._intake.close()
+        self._input_processor.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from infer.engine.client.input import Limits
+from infer.engine.client.input import EngineLimits
 from infer.engine.core import EngineCore
 from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
-from infer.types.step_events import StepFacts
+from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -51,17 +51,17 @@ class Blueprint:
 
     model_name: str
     files: TextFiles
-    build: Callable[[], tuple[EngineCore, Limits]]
+    build: Callable[[], tuple[EngineCore, EngineLimits]]
     pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
     """settings that another engine needs to take over from this one: what was chosen by the state
     of the machine when this one was built"""
 
 
-Deliver = Callable[[list[StepOutput], StepFacts | None], None]
+Deliver = Callable[[list[StepOutput], StepEvents | None], None]
 """takes what a step gave, and what it did (None = nothing)"""
 
 
-def settle() -> None:
+def freeze_heap() -> None:
     """Before the work begins: what has been made until now stays, so the garbage collector need not
     look at it ever again. Looking at all of it stops a process for 0.1 s."""
     gc.collect()
@@ -121,11 +121,11 @@ class EngineLoop:
         """Until it is told to stop."""
         while self._take_commands():
             outputs, self._refused = self._refused, []
-            facts = None
+            step_events = None
             if self._core.has_work:
                 outputs += self._core.step()
-                facts = self._core.facts
-            self._send(outputs, facts)
+                step_events = self._core.step_events
+            self._send(outputs, step_events)
 
     def _take_commands(self) -> bool:
         """Apply what has been sent; waits while there is nothing to do. False = stop."""
@@ -204,10 +204,10 @@ class EngineThread:
         return {**self._core.stats(), "num_restarts": 0}
 
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
-        def send(outputs: list[StepOutput], facts: StepFacts | None) -> None:
+        def send(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
             self._heard_s = time.monotonic()
-            if outputs or facts:
-                deliver(outputs, facts)
+            if outputs or step_events:
+                deliver(outputs, step_events)
 
         try:
             EngineLoop(self._core, send, self._commands).run()

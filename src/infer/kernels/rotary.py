@@ -31,7 +31,7 @@ class HeadNorms:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
+class QKRotation:
     """What a layer's queries and keys still need: norms, if there are any, and a rotation."""
 
     cos: Tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from infer.kernels.layer_stack import AttendsThrough, Parts, stack_layers
 from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear, of_head
-from infer.kernels.rotary import HeadNorms, Turn
+from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.models.model import Attend
 from infer.models.model_config import ModelConfig
 from infer.models.rope import RopeTable
@@ -59,7 +59,7 @@ class Attention:
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         heads = self.qkv(x).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
-        out = attend(self.index, q, k, v, Turn(cos, sin, self.norms))
+        out = attend(self.index, q, k, v, QKRotation(cos, sin, self.norms))
         return self.o(out.reshape(-1, self.q_size), residual)
 
 

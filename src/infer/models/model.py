@@ -14,12 +14,12 @@ from typing import Protocol
 from torch import Tensor
 
 from infer.kernels.linear import Linear
-from infer.kernels.rotary import Turn
+from infer.kernels.rotary import QKRotation
 from infer.models.model_config import ModelConfig
 from infer.models.registry import find_architecture
 from infer.models.weights import WeightSource
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, Turn | None], Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor, QKRotation | None], Tensor]
 """(layer, q [T, H, D], k [T, G, D], v [T, G, D], what q and k still need) → [T, H, D]"""
 
 

@@ -293,7 +293,7 @@ class DeviceRunner:
         forbidden = {} if restricting is None else restricting.result()
         results = sample(logits.index_select(0, members), sequences, forbidden)
         if restricting is not None:
-            results = self._restrictions.settle(sequences, results, forbidden)
+            results = self._restrictions.mark_complete(sequences, results, forbidden)
         tokens = torch.tensor([result.token_id for result in results], dtype=torch.int32)
         self.buffers.results.index_copy_(0, members, tokens.to(self.device))
         return dict(zip(rows, results, strict=True))

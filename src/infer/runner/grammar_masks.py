@@ -157,7 +157,7 @@ class Restrictions:
         return mask
 
     @staticmethod
-    def settle(
+    def mark_complete(
         sequences: Seq[Sequence],
         sampled: Seq[Sampled],
         forbidden: Mapping[str, _Mask],

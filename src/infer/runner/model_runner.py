@@ -69,4 +69,4 @@ class ModelRunner:
             return self._sample(logits, step.sampled, NOTHING)
         forbidden, late = restricting.in_time()
         sampled = self._sample(logits, step.sampled, forbidden)
-        return self._restrictions.settle(step.sampled, sampled, forbidden, late)
+        return self._restrictions.mark_complete(step.sampled, sampled, forbidden, late)

@@ -12,7 +12,7 @@ from typing import Protocol
 from infer.config import SchedulerConfig
 
 
-class Door(Protocol):
+class Admission(Protocol):
     """Decides how many newcomers may sit down now."""
 
     num_seats: int
@@ -24,7 +24,7 @@ class Door(Protocol):
         """When the door will open by itself; None if that takes an event, not time."""
 
 
-class ContinuousDoor:
+class ContinuousAdmission:
     """Always open: a seat is taken again at the step after it became free.
 
     With one seat this is sequential batching.
@@ -42,7 +42,7 @@ class ContinuousDoor:
         return None
 
 
-class StaticDoor:
+class StaticAdmission:
     """Opens when the room is empty, for a batch that is full or has waited long enough.
 
     The wait starts when somebody waits in front of an empty room, so it starts afresh between
@@ -74,8 +74,8 @@ class StaticDoor:
         return self._waiting_since_s + self.wait_timeout_s
 
 
-def make_door(config: SchedulerConfig) -> Door:
+def make_admission(config: SchedulerConfig) -> Admission:
     """The door of `config.batching_mode`."""
     if config.batching_mode == "static":
-        return StaticDoor(config.max_batch_size, config.batch_wait_timeout_s)
-    return ContinuousDoor(1 if config.batching_mode == "sequential" else config.max_batch_size)
+        return StaticAdmission(config.max_batch_size, config.batch_wait_timeout_s)
+    return ContinuousAdmission(1 if config.batching_mode == "sequential" else config.max_batch_size)

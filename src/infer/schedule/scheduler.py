@@ -26,25 +26,25 @@ from operator import attrgetter
 
 from infer.config import SchedulerConfig
 from infer.errors import OverloadedError, RequestError
-from infer.schedule.admission import make_door
+from infer.schedule.admission import make_admission
 from infer.schedule.arrival import check_fits, queued
-from infer.schedule.fair_share import Accounts
+from infer.schedule.fair_share import FairShare
 from infer.schedule.page_allocator import Key, PageAllocator, PageTable
 from infer.schedule.policy import MAX_IDLE_STEPS, find_policy
 from infer.schedule.sequence import (
     PENDING,
-    Account,
     Advanced,
     Chunk,
     Plan,
     Sampled,
     Sequence,
     Status,
+    TenantShare,
 )
 from infer.schedule.stats import SchedulerStats
-from infer.schedule.step_budget import Pace
+from infer.schedule.step_budget import StepBudget
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
-from infer.types.step_events import Happening
+from infer.types.step_events import StepEvent
 
 _rank = attrgetter("rank")
 _last_turn = attrgetter("last_turn")
@@ -67,16 +67,16 @@ class Scheduler:
             Status.RUNNING: self.running,
             Status.PREEMPTED: self.preempted,
         }
-        self.happened: list[Happening] = []
+        self.pending_events: list[StepEvent] = []
         """since the last step; whoever steps takes it away"""
-        self._accounts = Accounts()
-        self._door = make_door(config)
+        self._fair_share = FairShare()
+        self._admission = make_admission(config)
         self._policy = find_policy(config.scheduler_policy)
         self.clock = clock
         self._by_id: dict[str, Sequence] = {}
         self._num_arrived = 0
         self._num_turns = 0
-        self._pace = Pace(config.max_step_ms) if config.max_step_ms else None
+        self._step_budget = StepBudget(config.max_step_ms) if config.max_step_ms else None
         self._planned_s = 0.0
         self._held: list[PageTable] = []
         self._launched: tuple[Advanced, ...] = ()
@@ -86,7 +86,7 @@ class Scheduler:
     @property
     def num_seats(self) -> int:
         """Sequences that may be seated at the same time."""
-        return self._door.num_seats
+        return self._admission.num_seats
 
     @property
     def num_unfinished(self) -> int:
@@ -123,8 +123,8 @@ class Scheduler:
         sequence = Sequence.from_request(request, self._num_arrived)
         self._num_arrived += 1
         self._by_id[request.request_id] = sequence
-        self._accounts.join(sequence)
-        self.happened.append(queued(sequence, self.waiting, len(self.running)))
+        self._fair_share.join(sequence)
+        self.pending_events.append(queued(sequence, self.waiting, len(self.running)))
         insort(self.waiting, sequence, key=_rank)
         self.stats.num_submitted += 1
         return sequence
@@ -151,7 +151,7 @@ class Scheduler:
 
     def schedule(self, *, flush: bool = False) -> Plan:
         """Decide the next step. `flush`: nobody else will come, so do not wait for company."""
-        if self._pace:
+        if self._step_budget:
             self._planned_s = self.clock()
         self._grow_running()
         self._admit(flush)
@@ -159,7 +159,7 @@ class Scheduler:
 
     def wait_s(self) -> float | None:
         """Seconds until time alone lets something happen; None if only an event can."""
-        opens_at_s = self._door.opens_at_s()
+        opens_at_s = self._admission.opens_at_s()
         if opens_at_s is None:
             return None
         return max(0.0, opens_at_s - self.clock())
@@ -177,8 +177,8 @@ class Scheduler:
             while sequence.status is Status.RUNNING and not grow(
                 sequence.table, len(sequence.tokens)
             ):
-                several = self._accounts.several
-                victim = self._accounts.richest(running)[0] if several else running[-1]
+                several = self._fair_share.several
+                victim = self._fair_share.richest(running)[0] if several else running[-1]
                 self.preempt(victim, sequence)
 
     def preempt(self, sequence: Sequence, needed_by: Sequence | None = None) -> None:
@@ -188,12 +188,12 @@ class Scheduler:
         self.running.remove(sequence)
         others = () if needed_by is None else (needed_by.request_id,)
         num_lost = sequence.num_computed
-        self.happened.append(Happening("preempted", sequence.request_id, num_lost, 0, others))
+        self.pending_events.append(StepEvent("preempted", sequence.request_id, num_lost, 0, others))
         self.allocator.release(sequence.table)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
-        if self._accounts.several and self.config.batching_mode != "static":
+        if self._fair_share.several and self.config.batching_mode != "static":
             sequence.status = Status.WAITING
             insort(self.waiting, sequence, key=_rank)
         else:
@@ -207,12 +207,12 @@ class Scheduler:
             if not self._seat(self.preempted[0]):
                 return
             del self.preempted[0]
-        seats = self._door.seats(self.clock(), len(self.waiting), len(self.running))
+        seats = self._admission.seats(self.clock(), len(self.waiting), len(self.running))
         if flush and seats == 0 and not self.running:
             seats = self.num_seats
         while self.waiting:
-            several = self._accounts.several
-            sequence = self._accounts.next_of(self.waiting) if several else self.waiting[0]
+            several = self._fair_share.several
+            sequence = self._fair_share.next_of(self.waiting) if several else self.waiting[0]
             while seats <= 0 or not self._seat(sequence):
                 if not several or not self._make_way(sequence):
                     return
@@ -225,8 +225,8 @@ class Scheduler:
         are shared evenly by those who want them, and no two can take one from each other."""
         if not self.running or self.config.batching_mode == "static":
             return False
-        victim, seats = self._accounts.richest(self.running)
-        if seats[victim.account] < seats[sequence.account] + 2:
+        victim, seats = self._fair_share.richest(self.running)
+        if seats[victim.tenant_share] < seats[sequence.tenant_share] + 2:
             return False
         self.preempt(victim, sequence)
         return True
@@ -251,8 +251,8 @@ class Scheduler:
         if sequence.admitted_s is None:
             sequence.admitted_s = self.clock()
             self.stats.num_prompt_tokens += sequence.num_prompt
-        self.happened.append(
-            Happening("admitted", sequence.request_id, sequence.num_computed, len(sequence.tokens))
+        self.pending_events.append(
+            StepEvent("admitted", sequence.request_id, sequence.num_computed, len(sequence.tokens))
         )
         sequence.status = Status.RUNNING
         sequence.last_turn = self._num_turns
@@ -305,14 +305,16 @@ class Scheduler:
         idle = [s for s in running if s.last_turn < turn - MAX_IDLE_STEPS]
         owed = sorted(idle, key=_last_turn)[:budget]
         budget -= len(owed)
-        pace = self._pace if streams else None  # else nobody waits for the end of the step
+        step_budget = (
+            self._step_budget if streams else None
+        )  # else nobody waits for the end of the step
         prompt_limit, num_prompt = budget, 0
         computing = self._keys_being_computed()
         chunks = []
-        offered, several = self._policy(running), self._accounts.several
+        offered, several = self._policy(running), self._fair_share.several
         if several:
-            offered = self._accounts.ordered(offered)
-        first: Account | None = None
+            offered = self._fair_share.ordered(offered)
+        first: TenantShare | None = None
         for sequence in offered:
             own = 1 if owed and sequence in owed else 0
             room = budget
@@ -322,17 +324,17 @@ class Scheduler:
                 if key is not None and computing.get(key, sequence) is not sequence:
                     sequence.last_turn = turn
                     continue
-                if pace:
-                    prompt_limit = min(prompt_limit, pace.limit(sequence.num_computed))
+                if step_budget:
+                    prompt_limit = min(prompt_limit, step_budget.limit(sequence.num_computed))
                     room = max(0, min(room, prompt_limit - num_prompt))
-                if first not in (None, sequence.account):
+                if first not in (None, sequence.tenant_share):
                     room = 0  # another tenant's first token is not to wait for this chunk
             num_tokens = own + min(sequence.num_remaining - own, room)
             if not num_tokens:
                 continue
             if is_prompt:
                 if several and num_tokens == sequence.num_remaining:
-                    first = first or sequence.account
+                    first = first or sequence.tenant_share
                 num_prompt += num_tokens
                 if key is not None:
                     computing[key] = sequence
@@ -372,10 +374,12 @@ class Scheduler:
             if samples:
                 tokens.append(PENDING)
             sequence.num_computed += num_tokens
-            sequence.account.num_tokens += num_tokens
+            sequence.tenant_share.num_tokens += num_tokens
             total += num_tokens
             if start < sequence.num_prompt or num_tokens > 1:
-                self.happened.append(Happening("chunk", sequence.request_id, start, num_tokens))
+                self.pending_events.append(
+                    StepEvent("chunk", sequence.request_id, start, num_tokens)
+                )
         self.stats.num_computed_tokens += total
         self._launched = tuple(step)
         return self._launched
@@ -390,9 +394,9 @@ class Scheduler:
         results: Iterator[Sampled] = iter(sampled)
         stats, allocator = self.stats, self.allocator
         page_size = allocator.page_size
-        if self._pace:
+        if self._step_budget:
             took_ms = 1000 * (self.clock() - self._planned_s) if step_ms is None else step_ms
-            self._pace.record(step, took_ms)
+            self._step_budget.record(step, took_ms)
         if self._launched is step:
             self._launched = ()
         for advanced in step:
@@ -461,7 +465,7 @@ class Scheduler:
             self.allocator.release(sequence.table)
         sequence.status = Status.FINISHED
         del self._by_id[sequence.request_id]
-        self._accounts.leave(sequence)
+        self._fair_share.leave(sequence)
         self.stats.num_finished[reason] += 1
 
     def _settle_batch(self) -> None:

@@ -30,7 +30,7 @@ class Status(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Account:
+class TenantShare:
     """What one tenant has been given; kept by `schedule.fair_share`."""
 
     num_tokens: int = 0
@@ -58,7 +58,7 @@ class Sequence:
     last_turn: int = 0
     """the step in which it last moved forward"""
     admitted_s: float | None = None
-    account: Account = field(default_factory=Account)
+    tenant_share: TenantShare = field(default_factory=TenantShare)
     """its tenant's"""
     end_token_ids: frozenset[int] = frozenset()
     """end-of-sequence and stop tokens of the request, for one quick look-up per token"""

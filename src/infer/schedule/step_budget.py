@@ -1,4 +1,5 @@
-"""`Pace`: how many prompt tokens may ride along with running streams, learned from step times.
+"""`StepBudget`: how many prompt tokens may ride along with running streams, learned from step
+times.
 
 Assumed of the machine: beside the same streams n prompt tokens take a time(n) that never shrinks
 with n, while time(n) / n never grows (a step reads the weights and decodes the streams anyway). So
@@ -25,7 +26,7 @@ SMALL_CONTEXT = 10
 """below 2 ** 10 tokens attention is a small part of a token's cost: one limit for all of them"""
 
 
-class Pace:
+class StepBudget:
     """See the module's docstring."""
 
     def __init__(self, max_step_ms: float) -> None:

@@ -27,14 +27,14 @@ from starlette.routing import BaseRoute, Route
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import DeadlineError, EngineDeadError, InferError, UnprocessableError
 from infer.server.http.connections import connections_of
-from infer.server.http.context import Visit
-from infer.server.http.error_responses import IGNORED, Edge, HttpError, pass_on, respond
+from infer.server.http.context import RequestContext
+from infer.server.http.error_responses import IGNORED, HttpError, RequestBoundary, pass_on, respond
 from infer.server.http.hosts import HostGuard
-from infer.server.observe.logs import log_visit
+from infer.server.observe.logs import log_request
 from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
-from infer.server.observe.request_trace import Stories, Story
+from infer.server.observe.request_trace import RequestTrace, RequestTraces
 from infer.server.observe.spans import make_tracing
-from infer.server.offload import NUM_BYTES, TextPool
+from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base, to_engine
 from infer.server.openai.answers import ChatAnswer, CompletionAnswer, TypedEvents
 from infer.server.openai.large_json import json_response, render
@@ -50,11 +50,11 @@ from infer.server.openai.schema import (
 )
 from infer.server.openai.streaming import Events, EventStream, all_of, unless_gone
 from infer.server.request_endpoints import cancelled, listed, shown
-from infer.server.sessions.routes import Conversations
+from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Quota
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
-from infer.server.tenancy.limits import Gate, revoked, tenant_of
+from infer.server.tenancy.limits import AuthMiddleware, revoked, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.types import Request
 
@@ -69,20 +69,20 @@ _BYTES_AN_ID = 8
 class Endpoints:
     """What the paths lead to; holds the engine and what is known about its requests."""
 
-    def __init__(self, engine: AsyncLLM, pool: TextPool, settings: ServerSettings) -> None:
+    def __init__(self, engine: AsyncLLM, pool: Offload, settings: ServerSettings) -> None:
         self._engine = engine
         self._pool = pool
         self._settings = settings
-        self.stories = Stories(engine)
+        self.traces = RequestTraces(engine)
         if settings.tracing:
-            self.stories.on_end.append(make_tracing(engine.model_name))
+            self.traces.on_end.append(make_tracing(engine.model_name))
         self._prefixes = PublicPrefixes(settings.public_prefixes, engine)
         quota = Quota(
             settings.max_sessions, settings.max_session_messages, settings.max_session_bytes
         )
-        self.conversations = Conversations(settings.sessions, pool, quota)
+        self.conversations = SessionRoutes(settings.sessions, pool, quota)
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
-        self.metrics = Metrics(engine, self.stories, settings.metrics_prefix, usage)
+        self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage)
         self._started = int(time.time())
         self._document: bytes | None = None
         """`/openapi.json`, once somebody has asked for it"""
@@ -121,13 +121,13 @@ class Endpoints:
         kind: type[CompletionAnswer],
     ) -> Response:
         engine = self._engine
-        visit, tenant = Visit.of(http.scope), tenant_of(http.scope)
+        context, tenant = RequestContext.of(http.scope), tenant_of(http.scope)
         key = tenant.key
         body = await self._pool.read_object(http)
         turn = await self.conversations.begin(http, body) if model is ChatBody else None
         wire = await self._pool.computed(http, self._checked, http, model, body)
-        answer_id = f"{kind.prefix}-{visit.id}"
-        tenant.charge_chars(wire.num_grammar_chars, visit)
+        answer_id = f"{kind.prefix}-{context.id}"
+        tenant.charge_chars(wire.num_grammar_chars, context)
 
         def prepare() -> tuple[list[Request], CompletionAnswer]:
             requests = self._prefixes.owned(make_requests(engine, wire, answer_id), key)
@@ -136,22 +136,22 @@ class Endpoints:
 
         num_choices = wire.num_choices
         counts = {
-            "num_queued": self.stories.num_queued(key.id),
-            "num_taken": self.stories.num_choices + engine.num_reserved,
+            "num_queued": self.traces.num_queued(key.id),
+            "num_taken": self.traces.num_choices + engine.num_reserved,
             "num_seats": engine.num_seats,
         }
         # From here on a choice counts as one that is being made; then its story begins, at once.
         with tenant.queueing(num_choices, **counts), engine.reserved(num_choices):
             requests, answer = await self._pool.computed(http, prepare, heavy=wire.is_heavy)
         if isinstance(wire, ChatBody) and (warning := to_engine.tool_warning(engine, wire)):
-            visit.headers.append(("x-warning", warning))
+            context.headers.append(("x-warning", warning))
         if turn:
             answer.on_new = turn.add
-        settle = tenant.reserve(requests, visit)
-        story = self.stories.begin(answer_id, visit, key.id, requests, answer.num_prompt)
-        visit.leaving.callback(settle, story)
-        self._set_deadline(story, wire.timeout)
-        visit.on_revoked = lambda: self.stories.cancel(story, revoked())
+        refund = tenant.reserve(requests, context)
+        trace = self.traces.begin(answer_id, context, key.id, requests, answer.num_prompt)
+        context.cleanup.callback(refund, trace)
+        self._set_deadline(trace, wire.timeout)
+        context.on_revoked = lambda: self.traces.cancel(trace, revoked())
         if wire.stream:
             events: Events = TypedEvents(answer) if wire.stream_format == "events" else answer
             keep = turn.keep if turn else None
@@ -166,28 +166,28 @@ class Endpoints:
             await turn.keep()
         return response
 
-    def _set_deadline(self, story: Story, timeout_s: float | None) -> None:
+    def _set_deadline(self, trace: RequestTrace, timeout_s: float | None) -> None:
         limit_s = self._settings.request_timeout_s
         limit_s = min(timeout_s or limit_s, limit_s)
         message = f"the request was not done after {limit_s:g} s"
         error = DeadlineError(message, code="deadline_exceeded")
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(limit_s, self.stories.cancel, story, error)
-        story.visit.leaving.callback(timer.cancel)
+        timer = loop.call_later(limit_s, self.traces.cancel, trace, error)
+        trace.context.cleanup.callback(timer.cancel)
 
     # ---- asking about requests
 
     async def requests(self, http: HttpRequest) -> Response:
         """The requests that run, and the latest that have ended."""
-        return listed([self.stories], http)
+        return listed([self.traces], http)
 
     async def request(self, http: HttpRequest) -> Response:
         """The story of one: what it waited for, and why."""
-        return shown([self.stories], http)
+        return shown([self.traces], http)
 
     async def cancel(self, http: HttpRequest) -> Response:
         """End one."""
-        return cancelled([self.stories], http)
+        return cancelled([self.traces], http)
 
     # ---- asking the tokenizer
 
@@ -240,7 +240,9 @@ class Endpoints:
 
     def _charge(self, http: HttpRequest) -> None:
         """What a tokenizer is asked for counts towards the key's tokens, by the body's size."""
-        tenant_of(http.scope).charge_chars(http.scope.get(NUM_BYTES, 0), Visit.of(http.scope))
+        tenant_of(http.scope).charge_chars(
+            http.scope.get(NUM_BYTES, 0), RequestContext.of(http.scope)
+        )
 
     def _text(self, ids: Sequence[int]) -> str:
         size = self._engine.vocab_size
@@ -327,10 +329,14 @@ class Endpoints:
 
 
 def layers(
-    settings: ServerSettings, on_end: Sequence[Callable[[Visit], None]] = ()
+    settings: ServerSettings, on_end: Sequence[Callable[[RequestContext], None]] = ()
 ) -> list[Middleware]:
     """What is around an app, from the outside in."""
-    found = [Middleware(Edge, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_visit))]
+    found = [
+        Middleware(
+            RequestBoundary, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_request)
+        )
+    ]
     found.append(
         Middleware(
             HostGuard,
@@ -350,7 +356,7 @@ def layers(
             )
         )
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
-    return [*found, Middleware(Gate, keys=keys)]
+    return [*found, Middleware(AuthMiddleware, keys=keys)]
 
 
 def create_app(
@@ -372,7 +378,7 @@ def create_app(
             pool.close()
 
     settings = settings or ServerSettings()
-    pool = TextPool()
+    pool = Offload()
     endpoints = Endpoints(engine, pool, settings)
     app = Starlette(
         routes=[
@@ -402,5 +408,5 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.metrics, app.state.stories = endpoints.metrics, endpoints.stories
+    app.state.metrics, app.state.traces = endpoints.metrics, endpoints.traces
     return app

@@ -1,4 +1,4 @@
-"""`Models`: several models behind one address, each with an engine and an app of its own.
+"""`ModelRouter`: several models behind one address, each with an engine and an app of its own.
 
 A request's `model` says whose app answers it (a GET says it in the query; the first one is the
 default); what is asked about requests, and for numbers, is answered from all. Engines are loaded
@@ -33,11 +33,11 @@ from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, InferError, LoadError
 from infer.server.http.connections import connections_of
-from infer.server.http.context import Visit
+from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, respond
 from infer.server.observe.metrics import CONTENT_TYPE, text_of
-from infer.server.observe.request_trace import Stories
-from infer.server.offload import PARSED, TextPool
+from infer.server.observe.request_trace import RequestTraces
+from infer.server.offload import PARSED, Offload
 from infer.server.request_endpoints import cancelled, listed, shown
 
 log = logging.getLogger("infer.server")
@@ -116,7 +116,7 @@ class _Loader:
             del future, launch
 
 
-class Models:
+class ModelRouter:
     """See the module's docstring."""
 
     def __init__(
@@ -128,7 +128,8 @@ class Models:
         end_loads: Callable[[], None] = lambda: None,
     ) -> None:
         """`launches`: how each is loaded, in a thread. `make_app`: the app over one engine, without
-        `Edge`. `end_loads` has a launch that runs in another thread raise `LoadError`."""
+        `RequestBoundary`. `end_loads` has a launch that runs in another thread raise
+        `LoadError`."""
         self._models = {name: _Model(name, launch) for name, launch in launches.items()}
         self._make_app = make_app
         self._idle_unload_s = idle_unload_s
@@ -137,7 +138,7 @@ class Models:
         self._ending = asyncio.Event()
         """set when nothing is to be loaded any more"""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool = TextPool()
+        self._pool = Offload()
         self._created = int(time.time())
         self._draining = False
 
@@ -293,12 +294,12 @@ class Models:
             lifespan=self._lifespan,
         )
 
-    def seen(self, visit: Visit) -> None:
+    def seen(self, context: RequestContext) -> None:
         """An HTTP request has ended: it is counted by the app of the model that it was for, or, if
         it did not get so far, of the default one."""
-        model = self._models.get(visit.model) or self._find(None)
+        model = self._models.get(context.model) or self._find(None)
         if model.app is not None:
-            model.app.state.metrics.seen(visit)
+            model.app.state.metrics.seen(context)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -307,7 +308,7 @@ class Models:
             scope[PARSED] = body = await self._pool.read_object(request)
             name = body.get("model", name)
         model = self._find(name)
-        Visit.of(scope).model = model.name
+        RequestContext.of(scope).model = model.name
         app = await self._app_of(model)
         await app(scope, receive, send)
 
@@ -325,17 +326,17 @@ class Models:
         models = list(map(self._find, names)) or list(self._models.values())
         return {model.name: model.app.state for model in models if model.app is not None}
 
-    def _stories(self, request: Request) -> list[Stories]:
-        return [state.stories for state in self._states(request).values()]
+    def _traces(self, request: Request) -> list[RequestTraces]:
+        return [state.traces for state in self._states(request).values()]
 
     async def _requests(self, request: Request) -> Response:
-        return listed(self._stories(request), request)
+        return listed(self._traces(request), request)
 
     async def _request(self, request: Request) -> Response:
-        return shown(self._stories(request), request)
+        return shown(self._traces(request), request)
 
     async def _cancel(self, request: Request) -> Response:
-        return cancelled(self._stories(request), request)
+        return cancelled(self._traces(request), request)
 
     async def _metrics(self, request: Request) -> Response:
         found = [state.metrics for state in self._states(request).values()]

@@ -1,4 +1,4 @@
-"""`TextPool`: reads bodies, and does the long work on them beside the event loop, in threads.
+"""`Offload`: reads bodies, and does the long work on them beside the event loop, in threads.
 
 The event loop carries everybody's streams, so what takes time in proportion to a body, a session's
 history, the choices of a request or the size of its answer is done in threads, of which each key
@@ -40,7 +40,7 @@ MAX_LONG_BODIES_A_KEY = 16
 """of one key, which may not have more than `max_concurrent` either; further ones are 429"""
 
 
-class TextPool:
+class Offload:
     """Threads for what is done with long bodies, and a queue for them that has an end.
 
     One parses, since the parser does not let go of the interpreter: the event loop would wait for

@@ -9,42 +9,44 @@ from starlette.responses import JSONResponse, Response
 
 from infer.errors import RequestError
 from infer.server.http.error_responses import HttpError
-from infer.server.observe.request_trace import Stories, Story, not_found, summary, view
+from infer.server.observe.request_trace import RequestTrace, RequestTraces, not_found, summary, view
 from infer.server.tenancy.limits import tenant_of
 
 
-def listed(all_stories: Sequence[Stories], http: HttpRequest) -> Response:
+def listed(all_stories: Sequence[RequestTraces], http: HttpRequest) -> Response:
     """Those that run, then the latest that have ended, the newest first."""
     sight = tenant_of(http.scope).sight
-    found = [story for stories in all_stories for story in stories.all(sight)]
+    found = [trace for traces in all_stories for trace in traces.all(sight)]
     found.sort(key=_newest_first)
     return JSONResponse({"object": "list", "data": list(map(summary, found))})
 
 
-def _newest_first(story: Story) -> tuple[bool, float]:
-    if story.ended_s is None:
-        return False, -story.visit.received_s
-    return True, -story.ended_s
+def _newest_first(trace: RequestTrace) -> tuple[bool, float]:
+    if trace.ended_s is None:
+        return False, -trace.context.received_s
+    return True, -trace.ended_s
 
 
-def shown(all_stories: Sequence[Stories], http: HttpRequest) -> Response:
+def shown(all_stories: Sequence[RequestTraces], http: HttpRequest) -> Response:
     """The story of the one that the path names."""
     return JSONResponse(view(_found(all_stories, http)[1]))
 
 
-def cancelled(all_stories: Sequence[Stories], http: HttpRequest) -> Response:
+def cancelled(all_stories: Sequence[RequestTraces], http: HttpRequest) -> Response:
     """The one that the path names has ended, or ends now."""
-    stories, story = _found(all_stories, http)
-    done = stories.cancel(story)
-    return JSONResponse({"id": story.id, "object": "request.cancel", "cancelled": done})
+    traces, trace = _found(all_stories, http)
+    done = traces.cancel(trace)
+    return JSONResponse({"id": trace.id, "object": "request.cancel", "cancelled": done})
 
 
-def _found(all_stories: Sequence[Stories], http: HttpRequest) -> tuple[Stories, Story]:
+def _found(
+    all_stories: Sequence[RequestTraces], http: HttpRequest
+) -> tuple[RequestTraces, RequestTrace]:
     sight, name = tenant_of(http.scope).sight, http.path_params["id"]
     error: RequestError = not_found()
-    for stories in all_stories:
+    for traces in all_stories:
         try:
-            return stories, stories.find(name, sight)
+            return traces, traces.find(name, sight)
         except HttpError as missing:
             error = missing
     raise error

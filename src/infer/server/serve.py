@@ -33,14 +33,14 @@ import uvicorn
 
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.loop import settle
+from infer.engine.loop import freeze_heap
 from infer.engine.process.launch import Loads
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import Connections, connection_limits
-from infer.server.multi_model import Models
+from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access
 from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 
@@ -195,7 +195,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        engine: AsyncLLM | Models,
+        engine: AsyncLLM | ModelRouter,
         sock: socket.socket,
         settings: ServerSettings | None = None,
         *,
@@ -206,7 +206,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 engine.make_app(layers(settings, (engine.seen,)))
-                if isinstance(engine, Models)
+                if isinstance(engine, ModelRouter)
                 else create_app(engine, settings),
                 http=functools.partial(  # type: ignore[arg-type]
                     BoundedProtocol,
@@ -385,8 +385,8 @@ def serve_config(
 ) -> None:
     """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
 
-    `config` by name: an engine for each, see `Models`. `in_thread`: the engine is no process of its
-    own. For comparisons: nothing survives its death.
+    `config` by name: an engine for each, see `ModelRouter`. `in_thread`: the engine is no process
+    of its own. For comparisons: nothing survives its death.
     """
     for field in ("load_on_first_use", "idle_unload_s"):
         if isinstance(config, EngineConfig) and getattr(settings, field):
@@ -410,7 +410,7 @@ def serve_config(
                 load_timeout_s=settings.load_timeout_s,
                 loads=loads,
             )
-        engine: AsyncLLM | Models
+        engine: AsyncLLM | ModelRouter
         if isinstance(config, EngineConfig):
             engine = launch(_with_seed(config))
         else:
@@ -418,7 +418,7 @@ def serve_config(
                 name: functools.partial(launch, _with_seed(each)) for name, each in config.items()
             }
             make_app = functools.partial(create_app, settings=settings, is_inner=True)
-            engine = Models(
+            engine = ModelRouter(
                 launches, make_app, idle_unload_s=settings.idle_unload_s, end_loads=loads.end
             )
             if not settings.load_on_first_use:
@@ -432,12 +432,12 @@ def _with_seed(config: EngineConfig) -> EngineConfig:
 
 
 def run(
-    engine: AsyncLLM | Models, sock: socket.socket, settings: ServerSettings | None = None
+    engine: AsyncLLM | ModelRouter, sock: socket.socket, settings: ServerSettings | None = None
 ) -> None:
     """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has taken."""
     sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
     with sock:
         server = Server(engine, sock, settings, announce=_announce)
-        settle()
+        freeze_heap()
         gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # full ones come from `on_tick`
         server.serve_until_stopped()

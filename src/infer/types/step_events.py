@@ -1,4 +1,4 @@
-"""`StepFacts`: what a step did, beside the tokens that it gave.
+"""`StepEvents`: what a step did, beside the tokens that it gave.
 
 The scheduler notes what happens to a request (it has to wait behind others, gets a seat, a part of
 its prompt is computed, it loses its pages); a step in which everybody decodes notes nothing, so
@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Happening(NamedTuple):
+class StepEvent(NamedTuple):
     """Something that happened to a request: in a step, or since the step before."""
 
     kind: str
@@ -25,7 +25,7 @@ class Happening(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-class StepFacts(NamedTuple):
+class StepEvents(NamedTuple):
     """One step, and what happened since the one before. Times are those of `time.monotonic`, which
     all processes of a machine share."""
 
@@ -34,4 +34,4 @@ class StepFacts(NamedTuple):
     started_s: float
     ended_s: float
     num_sequences: int
-    happenings: tuple[Happening, ...] = ()
+    events: tuple[StepEvent, ...] = ()

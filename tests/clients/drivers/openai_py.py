@@ -48,8 +48,8 @@ def sync(client: openai.OpenAI) -> None:
 
     with check("completion"):
         done = client.completions.create(model=MODEL, prompt=STORY, max_tokens=12, temperature=0)
-        story = done.choices[0].text
-        assert story.strip()
+        trace = done.choices[0].text
+        assert trace.strip()
         assert done.choices[0].finish_reason == "length"
         assert done._request_id
 
@@ -57,7 +57,7 @@ def sync(client: openai.OpenAI) -> None:
         pieces = client.completions.create(
             model=MODEL, prompt=STORY, max_tokens=12, temperature=0, stream=True
         )
-        assert "".join(piece.choices[0].text for piece in pieces) == story
+        assert "".join(piece.choices[0].text for piece in pieces) == trace
 
     with check("prompts and n"):
         done = client.completions.create(
@@ -111,11 +111,11 @@ def sync(client: openai.OpenAI) -> None:
         assert texts[0] == texts[1] != texts[2]
 
     with check("stop"):
-        word = story.split()[2]
+        word = trace.split()[2]
         done = client.completions.create(
             model=MODEL, prompt=STORY, max_tokens=12, temperature=0, stop=[word]
         )
-        assert done.choices[0].text == story[: story.index(word)]
+        assert done.choices[0].text == trace[: trace.index(word)]
         assert done.choices[0].finish_reason == "stop"
 
     with check("logprobs"):

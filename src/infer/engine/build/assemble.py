@@ -30,7 +30,7 @@ from infer.engine.build.memory_plan import (
     make_plan,
 )
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import Intake, Limits, log_tool_use
+from infer.engine.client.input import EngineLimits, InputProcessor, log_tool_use
 from infer.engine.core import EngineCore
 from infer.engine.loop import Blueprint, EngineThread
 from infer.errors import ConfigError, LoadError
@@ -64,7 +64,7 @@ class EngineParts:
     """An engine that is ready to be stepped, and what its façade needs."""
 
     core: EngineCore
-    intake: Intake
+    input_processor: InputProcessor
     model_name: str
 
 
@@ -74,7 +74,9 @@ def assemble(config: EngineConfig) -> EngineParts:
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
     core, limits = blueprint.build()
-    return EngineParts(core, Intake(tokenizer, limits, config.seed or 0), blueprint.model_name)
+    return EngineParts(
+        core, InputProcessor(tokenizer, limits, config.seed or 0), blueprint.model_name
+    )
 
 
 def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
@@ -128,7 +130,7 @@ def _build(
     plan: MemoryPlan,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[EngineCore, Limits]:
+) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
     model_config = checkpoint.config
     # A second's work for a large vocabulary, most of it with the interpreter's lock: beside the
@@ -172,7 +174,7 @@ def _build(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
     )
     scheduler = Scheduler(scheduler_config, allocator, time.monotonic)
-    limits = Limits(
+    limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
         num_seats=scheduler.num_seats,
@@ -329,7 +331,7 @@ def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
 def build_async_llm(config: EngineConfig) -> AsyncLLM:
     """An engine in a thread behind the asyncio façade; not started yet."""
     parts = assemble(config)
-    return AsyncLLM(EngineThread(parts.core), parts.intake, parts.model_name)
+    return AsyncLLM(EngineThread(parts.core), parts.input_processor, parts.model_name)
 
 
 def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:

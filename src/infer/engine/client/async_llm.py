@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
-from infer.engine.client.input import Intake
+from infer.engine.client.input import InputProcessor
 from infer.engine.client.output import OutputProcessor, collected
 from infer.engine.loop import SOFT_LIMIT_S, EngineClient
 from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
@@ -30,7 +30,7 @@ from infer.types import (
     TextDelta,
 )
 from infer.types.ends import end_of
-from infer.types.step_events import StepFacts
+from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _size_of(piece: TextDelta) -> int:
 class Observer(Protocol):
     """Is told what happens to requests; on the event loop."""
 
-    def stepped(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
+    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         """What a step gave and did."""
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
@@ -108,22 +108,24 @@ class Observer(Protocol):
 class AsyncLLM:
     """See the module's docstring. Belongs to one event loop, from `start` to `close`."""
 
-    def __init__(self, worker: EngineClient, intake: Intake, model_name: str) -> None:
+    def __init__(
+        self, worker: EngineClient, input_processor: InputProcessor, model_name: str
+    ) -> None:
         self.model_name = model_name
         self.observer: Observer | None = None
-        self.tokenizer = intake.tokenizer
-        self.make_request = intake.make_request
+        self.tokenizer = input_processor.tokenizer
+        self.make_request = input_processor.make_request
         """a valid request, or a `RequestError` that says why not"""
-        self.check_sampling = intake.check
+        self.check_sampling = input_processor.check
         """what requests that share a sampling have in common; see `make_request`"""
-        self.max_seq_len = intake.limits.max_seq_len
+        self.max_seq_len = input_processor.limits.max_seq_len
         """longest prompt + output in tokens"""
-        self.vocab_size = intake.limits.vocab_size
+        self.vocab_size = input_processor.limits.vocab_size
         """token ids are below it"""
-        self.num_seats = intake.limits.num_seats
+        self.num_seats = input_processor.limits.num_seats
         """requests that are computed at the same time"""
         self._worker = worker
-        self._intake = intake
+        self._input_processor = input_processor
         self._mailboxes: dict[str, Mailbox] = {}
         self._messages: deque[Callable[[], None]] = deque()
         """from the engine's thread, in their order"""
@@ -136,7 +138,7 @@ class AsyncLLM:
 
     def expect_grammars(self) -> None:
         """Make ready to check them, beside the rest; else the first one waits for it."""
-        self._intake.grammars.warm()
+        self._input_processor.grammars.warm()
 
     @property
     def is_alive(self) -> bool:
@@ -177,7 +179,7 @@ class AsyncLLM:
         """End what runs with an error, then stop the engine. Further requests are refused."""
         self._end(EngineDeadError("the server is shutting down"))
         await asyncio.to_thread(self._worker.stop)
-        await asyncio.to_thread(self._intake.close)
+        await asyncio.to_thread(self._input_processor.close)
 
     def _end(self, error: EngineDeadError) -> None:
         self._closed = True
@@ -261,7 +263,7 @@ class AsyncLLM:
             error = EngineDeadError("the engine is not running")
         elif self._draining:
             error = EngineDeadError("the server is shutting down")
-        elif num_taken + count > self._intake.limits.max_unfinished:
+        elif num_taken + count > self._input_processor.limits.max_unfinished:
             busy = f"the server is busy: {num_taken} requests are running or waiting"
             error = OverloadedError(busy)
         else:
@@ -279,9 +281,9 @@ class AsyncLLM:
         self._worker.add(request)
         return mailbox
 
-    def _deliver(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
+    def _deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         """On the engine's thread: hand a step's outputs over to the event loop in one go."""
-        self._on_the_loop(partial(self._receive, outputs, facts))
+        self._on_the_loop(partial(self._receive, outputs, step_events))
 
     def _died(self) -> None:
         """On the engine's thread, which ends now: nobody will answer, so let no caller wait."""
@@ -306,10 +308,10 @@ class AsyncLLM:
             if self._messages:
                 asyncio.get_running_loop().call_soon(self._read_messages)
 
-    def _receive(self, outputs: list[StepOutput], facts: StepFacts | None = None) -> None:
+    def _receive(self, outputs: list[StepOutput], step_events: StepEvents | None = None) -> None:
         is_full = is_behind = False
         if self.observer is not None:
-            self.observer.stepped(outputs, facts)
+            self.observer.stepped(outputs, step_events)
         for output in outputs:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is None:

@@ -1,4 +1,4 @@
-"""`Intake`: what a caller gives becomes a `Request`, or a `RequestError` that says why not.
+"""`InputProcessor`: what a caller gives becomes a `Request`, or a `RequestError` that says why not.
 
 The one place where prompts are tokenised and defaults resolved (seed, `max_tokens`, end tokens),
 used by both façades, so that every way in refuses the same things with the same words. Everything
@@ -33,7 +33,7 @@ def log_tool_use(tokenizer: Tokenizer) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EngineLimits:
     """What the engine can take; made by `engine.build.assemble`."""
 
     vocab_size: int
@@ -51,7 +51,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class CheckedSampling:
     """A `SamplingParams` that this model can do, and what had to be worked out for that; made
-    once, by `Intake.check`, for all requests that share it."""
+    once, by `InputProcessor.check`, for all requests that share it."""
 
     sampling: SamplingParams
     bad_token_ids: tuple[tuple[int, ...], ...]
@@ -59,10 +59,10 @@ class CheckedSampling:
     """about the memory that its compiled grammar takes"""
 
 
-class Intake:
+class InputProcessor:
     """See the module's docstring."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: Limits, seed: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: EngineLimits, seed: int = 0) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
         self.grammars = GrammarChecker(lambda: Vocabulary.of(tokenizer, limits.vocab_size))

@@ -24,10 +24,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import infer.engine.process.messages as messages
-from infer.engine.loop import Blueprint, Command, EngineLoop, settle
+from infer.engine.loop import Blueprint, Command, EngineLoop, freeze_heap
 from infer.errors import LoadError
 from infer.types import ErrorRecord, StepOutput
-from infer.types.step_events import StepFacts
+from infer.types.step_events import StepEvents
 
 DUMP_SIGNAL = signal.SIGUSR1
 """writes the stacks of all threads to stderr, also while the interpreter is stuck"""
@@ -93,15 +93,15 @@ def main(fd: int, parent: int) -> int:
     except LoadError as error:
         channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
-    core.announce = lambda request_id: channel.send(messages.Alone(request_id))
-    settle()
+    core.announce = lambda request_id: channel.send(messages.ComputingAlone(request_id))
+    freeze_heap()
     # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
     # be used again, 2,000 of each length, which fill over an hour and look like a leak.
     gc.set_threshold(700, 2, 2)
     channel.send(messages.Ready(limits, core.stats(), blueprint.pinned(core)))
 
-    def report(outputs: list[StepOutput], facts: StepFacts | None) -> None:
-        for part in messages.reports(outputs, core.stats(), facts):
+    def report(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+        for part in messages.reports(outputs, core.stats(), step_events):
             channel.send(part)
 
     try:

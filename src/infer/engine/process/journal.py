@@ -1,4 +1,5 @@
-"""`Ledger`: the requests an engine has been given, and the tokens each of them has received.
+"""`RequestJournal`: the requests an engine has been given, and the tokens each of them has
+received.
 
 It lives on the API side and makes the engine disposable: what a dead engine had not finished is
 given to the next one with its tokens so far, and goes on at the same position with the same seed,
@@ -28,7 +29,7 @@ class _Entry:
 MAX_FROM_OUTSIDE = 3
 
 
-class Ledger:
+class RequestJournal:
     """See the module's docstring."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import Intake, log_tool_use
+from infer.engine.client.input import InputProcessor, log_tool_use
 from infer.engine.process.messages import Text
 from infer.engine.process.supervisor import HANG_S, LOAD_TIMEOUT_S, EngineProcess
 from infer.errors import LoadError
@@ -99,4 +99,4 @@ def launch_factory(
     with (loads or Loads()).running(process):
         limits = process.launch(read)
     (name, tokenizer), *_ = texts
-    return AsyncLLM(process, Intake(tokenizer, limits, seed), name)
+    return AsyncLLM(process, InputProcessor(tokenizer, limits, seed), name)

@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from infer.engine.client.input import Limits
+from infer.engine.client.input import EngineLimits
 from infer.engine.loop import Abort, Command
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Request, SamplingParams, StepOutput
-from infer.types.step_events import StepFacts
+from infer.types.step_events import StepEvents
 
 _PIECE = 1 << 18
 
@@ -45,7 +45,7 @@ class Text(msgspec.Struct, array_like=True, tag="text"):
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The engine takes commands from now on."""
 
-    limits: Limits
+    limits: EngineLimits
     stats: dict[str, int | float]
     settings: dict[str, Any] = {}
     """what another engine must be given to take over from this one, beside its own settings"""
@@ -63,13 +63,13 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
 
     outputs: list[StepOutput]
     stats: dict[str, int | float]
-    facts: StepFacts | None = None
+    step_events: StepEvents | None = None
     more: bool = False
     """the rest of the step follows"""
 
 
 def reports(
-    outputs: list[StepOutput], stats: dict[str, int | float], facts: StepFacts | None
+    outputs: list[StepOutput], stats: dict[str, int | float], step_events: StepEvents | None
 ) -> Iterator[Report]:
     """A step's outputs. The log-probabilities of a prompt go in a frame of their own: reading
     those of eight long prompts at once would keep the interpreter for 50 ms."""
@@ -77,11 +77,11 @@ def reports(
     for output in large:
         yield Report([output], stats, more=True)
     yield Report(
-        [each for each in outputs if each not in large] if large else outputs, stats, facts
+        [each for each in outputs if each not in large] if large else outputs, stats, step_events
     )
 
 
-class Alone(msgspec.Struct, array_like=True, tag="alone"):
+class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
     """Whom the engine computes by itself next, because an engine has died with it; "" = nobody."""
 
     request_id: str
@@ -95,7 +95,7 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
     line: str
 
 
-Event = Text | Ready | Refused | Report | Alone | Log
+Event = Text | Ready | Refused | Report | ComputingAlone | Log
 
 read_begin = msgspec.msgpack.Decoder(Begin).decode
 read_event = msgspec.msgpack.Decoder[Event](Event).decode

@@ -1,8 +1,8 @@
 """`EngineProcess`: an engine in a process of its own, started again whenever it dies.
 
-The API side of the boundary, without torch. `launch` starts the first process and raises what
-keeps it from starting; then one thread reads what the process reports and, when the process has
-ended, starts the next one and gives it every unfinished request with its tokens so far (`Ledger`).
+The API side of the boundary, without torch. `launch` starts the first process and raises what keeps
+it from starting; then one thread reads what the process reports and, when the process has ended,
+starts the next one and gives it every unfinished request with its tokens so far (`RequestJournal`).
 Until then new requests wait. An engine that cannot be started is tried again, ever more rarely;
 after a few times in a row requests are refused and those that wait are failed, until it works.
 
@@ -27,11 +27,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import infer.engine.process.messages as messages
-from infer.engine.client.input import Limits
+from infer.engine.client.input import EngineLimits
 from infer.engine.core import GAUGES
 from infer.engine.loop import HEARTBEAT_S, SOFT_LIMIT_S, Abort, Command, Deliver
 from infer.engine.process.child import DUMP_SIGNAL
-from infer.engine.process.journal import Ledger
+from infer.engine.process.journal import RequestJournal
 from infer.errors import EngineDeadError, LoadError
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
@@ -53,7 +53,7 @@ MAX_FAILURES = 5
 _MAX_PAUSE_S = 30.0
 
 
-class _Life:
+class _EngineRun:
     """One engine process, from its start to its end."""
 
     def __init__(self, begin: messages.Begin) -> None:
@@ -197,36 +197,36 @@ class EngineProcess:
         self._hang_s = hang_s
         self._lock = threading.Lock()
         """held to change the ledger together with who gets the commands"""
-        self._ledger = Ledger()
-        self._ready: _Life | None = None
+        self._journal = RequestJournal()
+        self._ready: _EngineRun | None = None
         """gets the commands; None while there is nobody"""
-        self._starting: _Life | None = None
+        self._starting: _EngineRun | None = None
         self._num_failures = 0
         self._num_restarts = 0
         self._stats: dict[str, int | float] = {}
         self._counted: Counter[str] = Counter()
         """what the processes before this one have counted"""
         self._stopping = threading.Event()
-        self._deliver: Deliver = lambda outputs, facts: None
+        self._deliver: Deliver = lambda outputs, step_events: None
         self._died: Callable[[], None] = lambda: None
         self._thread: BackgroundThread | None = None
 
-    def launch(self, on_text: Callable[[messages.Text], None]) -> Limits:
+    def launch(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
         """Start the first process; raises the `LoadError` that keeps it from starting.
 
         `on_text` is called while it loads its weights; what it raises ends the process.
         """
-        life = self._begin_life()
+        engine_run = self._begin_life()
         try:
-            ready = self._greet(life, on_text)
+            ready = self._greet(engine_run, on_text)
         except BaseException:
-            life.kill()
-            life.reap()
+            engine_run.kill()
+            engine_run.reap()
             raise
         finally:
             with self._lock:
                 self._starting = None
-        self._ready, self._stats = life, ready.stats
+        self._ready, self._stats = engine_run, ready.stats
         settings = {**self._begin.settings, **ready.settings}
         self._begin = messages.Begin(self._begin.factory, settings, self._begin.log_level)
         return ready.limits
@@ -253,26 +253,26 @@ class EngineProcess:
     @property
     def silence_s(self) -> float:
         """See `EngineClient`."""
-        life = self._ready
-        return 0.0 if life is None else life.silence_s
+        engine_run = self._ready
+        return 0.0 if engine_run is None else engine_run.silence_s
 
     @property
     def pid(self) -> int | None:
         """Of the process that works, if one does."""
-        life = self._ready
-        return None if life is None else life.pid
+        engine_run = self._ready
+        return None if engine_run is None else engine_run.pid
 
     def add(self, request: Request) -> None:
         """See `EngineClient`."""
         with self._lock:
-            self._ledger.add(request)
+            self._journal.add(request)
             if self._ready is not None:
                 self._ready.send(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
         with self._lock:
-            self._ledger.drop(request_id)
+            self._journal.drop(request_id)
             if self._ready is not None:
                 self._ready.send(Abort(request_id, reason))
 
@@ -319,20 +319,20 @@ class EngineProcess:
             if self._ready is not None:
                 self._ready.reap()
 
-    def _follow(self, life: _Life) -> None:
+    def _follow(self, engine_run: _EngineRun) -> None:
         """Pass on what a process reports, until it ends; and put down what it leaves behind."""
         step: list[StepOutput] = []
-        for event in life.events(self._hang_s):
-            if isinstance(event, messages.Alone):
-                life.alone = event.request_id
+        for event in engine_run.events(self._hang_s):
+            if isinstance(event, messages.ComputingAlone):
+                engine_run.alone = event.request_id
             elif isinstance(event, messages.Report):
-                life.alone, self._stats = "", event.stats
+                engine_run.alone, self._stats = "", event.stats
                 if event.outputs:
                     self._num_failures = 0
                     with self._lock:
-                        step += self._ledger.record(event.outputs)
-                if not event.more and (step or event.facts):
-                    self._deliver(step, event.facts)
+                        step += self._journal.record(event.outputs)
+                if not event.more and (step or event.step_events):
+                    self._deliver(step, event.step_events)
                     step = []
         if step:  # it died before the step was told to its end
             self._deliver(step, None)
@@ -341,18 +341,18 @@ class EngineProcess:
         ended = {name: value for name, value in self._stats.items() if name not in GAUGES}
         self._counted.update(ended)
         self._stats = dict.fromkeys((*self._stats, *ended), 0)
-        code = life.reap()
+        code = engine_run.reap()
         if self._stopping.is_set():
             return
         self._num_restarts += 1
-        from_outside = code == -signal.SIGKILL and not life.killed
+        from_outside = code == -signal.SIGKILL and not engine_run.killed
         with self._lock:
-            count = len(self._ledger)
-            ends = self._ledger.crashed(life.alone, from_outside=from_outside)
+            count = len(self._journal)
+            ends = self._journal.crashed(engine_run.alone, from_outside=from_outside)
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         log.error("the engine process has died (%s) with %d requests unfinished", how, count)
         if ends:
-            log.error("request %s is to blame and is given up", life.alone)
+            log.error("request %s is to blame and is given up", engine_run.alone)
             self._deliver(ends, None)
         else:
             self._count_failure()
@@ -361,12 +361,12 @@ class EngineProcess:
         """Returns when there is a process that works, or when it is time to stop."""
         started_s = time.monotonic()
         while not self._stopping.wait(self._pause_s()):
-            life = self._begin_life()
+            engine_run = self._begin_life()
             try:
-                ready = self._greet(life, lambda text: None)
+                ready = self._greet(engine_run, lambda text: None)
             except LoadError as error:
-                life.kill()
-                life.reap()
+                engine_run.kill()
+                engine_run.reap()
                 if not self._stopping.is_set():
                     log.error("the engine cannot be started again: %s", error)
                     self._count_failure()
@@ -376,10 +376,10 @@ class EngineProcess:
                     self._starting = None
             self._num_failures = min(self._num_failures, MAX_FAILURES - 1)
             with self._lock:
-                self._ready, self._stats = life, ready.stats
-                requests = self._ledger.resumed()
+                self._ready, self._stats = engine_run, ready.stats
+                requests = self._journal.resumed()
                 for request in requests:
-                    life.send(request)
+                    engine_run.send(request)
             took_s = time.monotonic() - started_s
             log.warning(
                 "another engine process has %d requests after %.1f s", len(requests), took_s
@@ -396,20 +396,22 @@ class EngineProcess:
             log.error("the engine has failed %d times in a row: requests are refused", MAX_FAILURES)
             reason = ErrorRecord.of(EngineDeadError("the engine has died and does not start again"))
             with self._lock:
-                ends = self._ledger.fail_all(reason)
+                ends = self._journal.fail_all(reason)
             self._deliver(ends, None)
 
-    def _begin_life(self) -> _Life:
+    def _begin_life(self) -> _EngineRun:
         """A process that is starting, which `stop` ends."""
-        life = _Life(self._begin)
+        engine_run = _EngineRun(self._begin)
         with self._lock:
-            self._starting = life
+            self._starting = engine_run
             if self._stopping.is_set():
-                life.kill()
-        return life
+                engine_run.kill()
+        return engine_run
 
-    def _greet(self, life: _Life, on_text: Callable[[messages.Text], None]) -> messages.Ready:
-        for event in life.events(None, load_timeout_s=self._load_timeout_s):
+    def _greet(
+        self, engine_run: _EngineRun, on_text: Callable[[messages.Text], None]
+    ) -> messages.Ready:
+        for event in engine_run.events(None, load_timeout_s=self._load_timeout_s):
             if isinstance(event, messages.Text):
                 on_text(event)
             elif isinstance(event, messages.Refused):
@@ -418,9 +420,11 @@ class EngineProcess:
                 return event
         if self._stopping.is_set():
             raise LoadError("the engine was stopped while it was being loaded")
-        if life.killed:
+        if engine_run.killed:
             raise LoadError(
                 f"the engine was not ready after {self._load_timeout_s:g} s; where loading takes"
                 " longer than that, raise --load-timeout-s"
             )
-        raise LoadError(f"the engine process ended while it started (exit code {life.reap()})")
+        raise LoadError(
+            f"the engine process ended while it started (exit code {engine_run.reap()})"
+        )

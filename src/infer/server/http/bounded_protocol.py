@@ -241,7 +241,7 @@ class BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Later than `Edge`, which ends the answer in an orderly way.
+        # Later than `RequestBoundary`, which ends the answer in an orderly way.
         self._cut = self.loop.call_later(self._write_stall_s + 1, self._reset)
 
     def resume_writing(self) -> None:

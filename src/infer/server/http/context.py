@@ -1,4 +1,4 @@
-"""`Visit`: one HTTP request, from its headers to the last byte of its answer.
+"""`RequestContext`: one HTTP request, from its headers to the last byte of its answer.
 
 Made by the outermost layer (`failures.Edge`) and found in the ASGI scope by everybody further in.
 Whatever a request holds that must be given back however it ends (its story, its place among the
@@ -28,7 +28,7 @@ def _new_id() -> str:
 
 
 @dataclass(eq=False)
-class Visit:
+class RequestContext:
     """See the module's docstring."""
 
     method: str = ""
@@ -57,24 +57,24 @@ class Visit:
     """the summary of its story, for the log"""
     on_revoked: Callable[[], object] | None = None
     """ends what runs, when the key has been revoked"""
-    leaving: ExitStack = field(default_factory=ExitStack)
+    cleanup: ExitStack = field(default_factory=ExitStack)
 
     @classmethod
-    def of(cls, scope: Scope) -> Visit:
+    def of(cls, scope: Scope) -> RequestContext:
         """The visit of an ASGI scope; made the first time that it is asked for."""
-        visit = scope.get(KEY)
-        if visit is None:
-            visit = scope[KEY] = cls(scope["method"], scope["path"])
+        context = scope.get(KEY)
+        if context is None:
+            context = scope[KEY] = cls(scope["method"], scope["path"])
             headers = Headers(scope=scope)
             if scope.get("client"):
                 host, port = scope["client"]
-                visit.client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                context.client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
             offered = headers.getlist("x-request-id")
             if len(offered) == 1 and HARMLESS.fullmatch(offered[0]):
-                visit.client_id = offered[0]
-            visit.traceparent = headers.get("traceparent")
-        assert isinstance(visit, Visit)
-        return visit
+                context.client_id = offered[0]
+            context.traceparent = headers.get("traceparent")
+        assert isinstance(context, RequestContext)
+        return context
 
     @property
     def shown_id(self) -> str:

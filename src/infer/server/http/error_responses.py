@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineError, RequestError
 from infer.server.http.connections import note_refusal
-from infer.server.http.context import HARMLESS, Visit
+from infer.server.http.context import HARMLESS, RequestContext
 
 log = logging.getLogger("infer.server")
 
@@ -121,7 +121,7 @@ async def respond(http: Request, error: Exception) -> Response:
 
 async def pass_on(_: Request, error: Exception) -> Response:
     """In the place of Starlette's last resort, which would answer with words of its own, and whom
-    nobody reads any more: `Edge` knows what to do."""
+    nobody reads any more: `RequestBoundary` knows what to do."""
     raise error
 
 
@@ -132,7 +132,7 @@ def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
     return [(b"x-ignored-params", shown.encode("ascii"))] if names else []
 
 
-class Edge:
+class RequestBoundary:
     """The outermost layer: ids on every response, and an answer to what nobody expected.
 
     The id on a response is the client's `x-request-id` where it is one line of harmless characters,
@@ -142,7 +142,10 @@ class Edge:
     """
 
     def __init__(
-        self, app: ASGIApp, write_stall_s: float, on_end: Sequence[Callable[[Visit], None]] = ()
+        self,
+        app: ASGIApp,
+        write_stall_s: float,
+        on_end: Sequence[Callable[[RequestContext], None]] = (),
     ) -> None:
         self._app = app
         self._write_stall_s = write_stall_s
@@ -153,17 +156,17 @@ class Edge:
             await self._app(scope, receive, send)
             return
         scope[IGNORED] = []
-        visit = Visit.of(scope)
+        context = RequestContext.of(scope)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                visit.status = message["status"]
+                context.status = message["status"]
                 message["headers"] = [
                     *message.get("headers", ()),
-                    (b"x-request-id", visit.shown_id.encode("ascii")),
+                    (b"x-request-id", context.shown_id.encode("ascii")),
                     (b"x-content-type-options", b"nosniff"),
                     *_ignored_params(scope),
-                    *((name.encode(), value.encode()) for name, value in visit.headers),
+                    *((name.encode(), value.encode()) for name, value in context.headers),
                 ]
             try:
                 async with asyncio.timeout(self._write_stall_s):
@@ -172,7 +175,7 @@ class Edge:
                 raise ClientGone from None
 
         try:
-            with visit.leaving:
+            with context.cleanup:
                 _check_head(scope)
                 await self._app(scope, receive, send_with_id)
         except HttpError as error:  # of the head; nobody knows where the next request begins
@@ -180,11 +183,11 @@ class Edge:
             response.headers["connection"] = "close"
             await response(scope, receive, send_with_id)
         except ClientGone:
-            log.debug("request %s: the client has left", visit.id)
+            log.debug("request %s: the client has left", context.id)
         except Exception as error:
-            log.exception("request %s failed", visit.id)
-            if not visit.status:
+            log.exception("request %s failed", context.id)
+            if not context.status:
                 await describe(error)(scope, receive, send_with_id)
         finally:
             for listener in self._on_end:
-                listener(visit)
+                listener(context)

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from typing import Any, TextIO
 
-from infer.server.http.context import Visit
+from infer.server.http.context import RequestContext
 from infer.threads import BackgroundThread
 
 MAX_QUEUED_CHARS = 4 << 20
@@ -166,19 +166,19 @@ def _takes(fd: int, timeout_s: float) -> bool:
     return bool(poll.poll(1000 * timeout_s))
 
 
-def log_visit(visit: Visit) -> None:
+def log_request(context: RequestContext) -> None:
     """A request that has been answered, or whose client has left; and what became of it."""
     if not access.isEnabledFor(logging.INFO):
         return
     fields = {
-        "request_id": visit.id,
-        "client_request_id": visit.client_id,
-        "client": visit.client,
-        "key": visit.key_name or None,
-        "method": visit.method,
-        "path": visit.path,
-        "status": visit.status or 499,
-        "ms": round(1000 * (time.monotonic() - visit.received_s), 3),
-        **visit.told,
+        "request_id": context.id,
+        "client_request_id": context.client_id,
+        "client": context.client,
+        "key": context.key_name or None,
+        "method": context.method,
+        "path": context.path,
+        "status": context.status or 499,
+        "ms": round(1000 * (time.monotonic() - context.received_s), 3),
+        **context.told,
     }
     access.info("request", extra={"fields": fields})

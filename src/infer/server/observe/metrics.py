@@ -1,9 +1,9 @@
 """`Metrics`: what `/metrics` and `/stats` say, with the names that vLLM's dashboards know.
 
 Nothing is counted twice: counters and gauges are the engine's own, read when somebody asks; times
-and sizes are taken from each story when it ends; the pauses between tokens are counted by `Stories`
-itself. The prometheus client only writes; it holds no state of ours. Labels are the model's name
-and, for keys, the name of the key: values that a client cannot choose.
+and sizes are taken from each story when it ends; the pauses between tokens are counted by
+`RequestTraces` itself. The prometheus client only writes; it holds no state of ours. Labels are the
+model's name and, for keys, the name of the key: values that a client cannot choose.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from prometheus_client.core import (
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError
 from infer.server.http.connections import Connections
-from infer.server.http.context import Visit
+from infer.server.http.context import RequestContext
 from infer.server.http.private_files import locked, write_private
-from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, Stories, Story
-from infer.types.step_events import StepFacts
+from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, RequestTrace, RequestTraces
+from infer.types.step_events import StepEvents
 
 log = logging.getLogger("infer.server")
 
@@ -52,12 +52,12 @@ _TIMES = {
     "e2e_request_latency_seconds": ("visit", "end"),
 }
 """from one point of a story to another"""
-_SIZES: dict[str, Callable[[Story], int]] = {
-    "request_prompt_tokens": lambda story: story.num_prompt,
-    "request_generation_tokens": lambda story: story.sum_of("num_tokens"),
-    "request_params_max_tokens": lambda story: story.max_tokens,
-    "request_params_n": lambda story: len(story.tracks),
-    "request_num_preemptions": lambda story: story.num_preemptions,
+_SIZES: dict[str, Callable[[RequestTrace], int]] = {
+    "request_prompt_tokens": lambda trace: trace.num_prompt,
+    "request_generation_tokens": lambda trace: trace.sum_of("num_tokens"),
+    "request_params_max_tokens": lambda trace: trace.max_tokens,
+    "request_params_n": lambda trace: len(trace.choices),
+    "request_num_preemptions": lambda trace: trace.num_preemptions,
 }
 _GAUGES = {f"num_requests_{how}": f"num_{how}" for how in ("running", "waiting", "preempted")}
 _COUNTERS = {
@@ -125,12 +125,12 @@ class Metrics:
     """See the module's docstring. A collector in prometheus' sense."""
 
     def __init__(
-        self, engine: AsyncLLM, stories: Stories, prefix: str, usage: Path | None = None
+        self, engine: AsyncLLM, traces: RequestTraces, prefix: str, usage: Path | None = None
     ) -> None:
         """`usage`: a file where the totals of the keys outlive the server, by model and key. Of a
         server that dies the last `SAVE_S` are lost. Servers with one file add to each other's."""
         self._engine = engine
-        self._stories = stories
+        self._traces = traces
         self.prefix = prefix
         self._times = {name: Histogram(_SECONDS) for name in _TIMES}
         self._sizes = {name: Histogram(_COUNTS) for name in _SIZES}
@@ -146,35 +146,35 @@ class Metrics:
         self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
         """what of it the file has"""
         self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
-        stories.on_step.append(self._stepped)
-        stories.on_end.append(self._ended)
+        traces.on_step.append(self._stepped)
+        traces.on_end.append(self._ended)
 
-    def _stepped(self, facts: StepFacts) -> None:
-        chunks = [fact.total for fact in facts.happenings if fact.kind == "chunk"]
-        self._per_step.add(sum(chunks) + facts.num_sequences - len(chunks))
-        self._num_rows += facts.num_sequences
+    def _stepped(self, step_events: StepEvents) -> None:
+        chunks = [event.total for event in step_events.events if event.kind == "chunk"]
+        self._per_step.add(sum(chunks) + step_events.num_sequences - len(chunks))
+        self._num_rows += step_events.num_sequences
 
-    def _ended(self, story: Story) -> None:
-        assert story.outcome is not None
-        points = {name: story.earliest(name) for name in ("admitted_s", "first_s")}
-        points |= {"visit": story.visit.received_s, "end": story.ended_s}
+    def _ended(self, trace: RequestTrace) -> None:
+        assert trace.outcome is not None
+        points = {name: trace.earliest(name) for name in ("admitted_s", "first_s")}
+        points |= {"visit": trace.context.received_s, "end": trace.ended_s}
         for name, (begin, end) in _TIMES.items():
             begin_s, end_s = points[begin], points[end]
             if begin_s is not None and end_s is not None:
                 self._times[name].add(end_s - begin_s)
         for name, size in _SIZES.items():
-            self._sizes[name].add(size(story))
-        num_tokens, first_s = story.sum_of("num_tokens"), points["first_s"]
-        if num_tokens > 1 and first_s is not None and story.ended_s is not None:
-            self._per_token.add((story.ended_s - first_s) / (num_tokens - 1))
+            self._sizes[name].add(size(trace))
+        num_tokens, first_s = trace.sum_of("num_tokens"), points["first_s"]
+        if num_tokens > 1 and first_s is not None and trace.ended_s is not None:
+            self._per_token.add((trace.ended_s - first_s) / (num_tokens - 1))
         if points["admitted_s"] is not None:
-            self._waits_s.append(points["admitted_s"] - story.visit.received_s)
-        self._outcomes[story.outcome] += 1
-        if story.visit.key_name:
-            self._by_key.setdefault(story.visit.key_name, Counter()).update(
+            self._waits_s.append(points["admitted_s"] - trace.context.received_s)
+        self._outcomes[trace.outcome] += 1
+        if trace.context.key_name:
+            self._by_key.setdefault(trace.context.key_name, Counter()).update(
                 requests=1,
-                prompt_tokens=story.num_prompt,
-                cached_tokens=story.sum_of("num_cached"),
+                prompt_tokens=trace.num_prompt,
+                cached_tokens=trace.sum_of("num_cached"),
                 generation_tokens=num_tokens,
             )
             if time.monotonic() > self._saved_s + SAVE_S:
@@ -208,10 +208,10 @@ class Metrics:
         except (OSError, ConfigError) as error:
             log.error("the usage of the keys is not saved: %s", error)
 
-    def seen(self, visit: Visit) -> None:
+    def seen(self, context: RequestContext) -> None:
         """An HTTP request has ended."""
-        if visit.status in (401, 429, 503):
-            self._refusals[str(visit.status)] += 1
+        if context.status in (401, 429, 503):
+            self._refusals[str(context.status)] += 1
 
     def stats(self) -> dict[str, Any]:
         """For people: what the scheduler is doing."""
@@ -251,7 +251,7 @@ class Metrics:
             counts = {key: counts[name] for key, counts in self._by_key.items()}
             yield self._labelled(f"key_{name}", "key", counts)
         histograms = {**self._times, **self._sizes}
-        histograms["inter_token_latency_seconds"] = self._stories.gaps
+        histograms["inter_token_latency_seconds"] = self._traces.gaps
         histograms["request_time_per_output_token_seconds"] = self._per_token
         histograms["iteration_tokens_total"] = self._per_step
         for name, histogram in histograms.items():

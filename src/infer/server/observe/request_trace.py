@@ -1,4 +1,4 @@
-"""`Stories`: what happened to each request, told by the engine's steps, for whoever asks why.
+"""`RequestTraces`: what happened to each request, told by the engine's steps, for whoever asks why.
 
 An `Observer` of the engine. A story is kept from the moment when a request is accepted until
 `MAX_RECENT` others of its owner have ended after it (or so many of all that those with the most
@@ -20,11 +20,11 @@ from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import CancelledError, RequestError
-from infer.server.http.context import Visit
+from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.types import FinishReason, Request, StepOutput
 from infer.types.ends import outcome_of
-from infer.types.step_events import Happening, StepFacts
+from infer.types.step_events import StepEvent, StepEvents
 
 MAX_RECENT = 256
 """of one owner"""
@@ -37,10 +37,10 @@ GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2,
 
 
 @dataclass(slots=True)
-class Track:
+class ChoiceTrace:
     """One choice of a request: what the engine calls a request."""
 
-    story: Story
+    trace: RequestTrace
     index: int
     state: str = "queued"
     num_tokens: int = 0
@@ -52,18 +52,18 @@ class Track:
 
 
 @dataclass(slots=True)
-class Story:
+class RequestTrace:
     """One request of a client."""
 
     id: str
     owner: str
-    visit: Visit
+    context: RequestContext
     num_prompt: int
     max_tokens: int
-    tracks: dict[str, Track] = field(default_factory=dict)
+    choices: dict[str, ChoiceTrace] = field(default_factory=dict)
     """by the engine's ids"""
     events: list[dict[str, Any]] = field(default_factory=list)
-    num_untold: int = 0
+    num_left_out: int = 0
     gaps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     """the slowest first; seconds, and what is told of it"""
     ended_s: float | None = None
@@ -77,20 +77,24 @@ class Story:
             own = {"choice": choice} if choice else {}
             self.events.append({"at_ms": self.ms(at_s), "event": kind, **own, **details})
         else:
-            self.num_untold += 1
+            self.num_left_out += 1
 
     @property
     def state(self) -> str:
         """The furthest that one of its choices has got."""
         if self.outcome is not None:
             return "finished"
-        states = [track.state for track in self.tracks.values() if track.reason is None]
+        states = [
+            choice_trace.state
+            for choice_trace in self.choices.values()
+            if choice_trace.reason is None
+        ]
         order = ("running", "preempted", "queued")
         return next((state for state in order if state in states), "running")
 
     def sum_of(self, name: str) -> int:
         """Of a count of its choices."""
-        return sum(getattr(track, name) for track in self.tracks.values())
+        return sum(getattr(choice_trace, name) for choice_trace in self.choices.values())
 
     @property
     def num_preemptions(self) -> int:
@@ -99,11 +103,11 @@ class Story:
 
     def ms(self, time_s: float | None) -> float | None:
         """Since it was received."""
-        return None if time_s is None else round(1000 * (time_s - self.visit.received_s), 3)
+        return None if time_s is None else round(1000 * (time_s - self.context.received_s), 3)
 
     def earliest(self, name: str) -> float | None:
         """When the first of its choices got to a point."""
-        times = [getattr(track, name) for track in self.tracks.values()]
+        times = [getattr(choice_trace, name) for choice_trace in self.choices.values()]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
 
@@ -121,193 +125,200 @@ class Histogram:
         self.sum += value
 
 
-class Stories:
+class RequestTraces:
     """See the module's docstring. Lives on the event loop."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
-        self._open: dict[str, Story] = {}
-        self._ended: dict[str, Story] = {}
+        self._open: dict[str, RequestTrace] = {}
+        self._ended: dict[str, RequestTrace] = {}
         self._ended_of: dict[str, dict[str, None]] = {}
         """the ids of those of each owner, the oldest first"""
-        self._tracks: dict[str, Track] = {}
-        self._steps: deque[StepFacts] = deque(maxlen=MAX_STEPS)
-        self.on_step: list[Callable[[StepFacts], None]] = []
-        self.on_end: list[Callable[[Story], None]] = []
+        self._choices: dict[str, ChoiceTrace] = {}
+        self._steps: deque[StepEvents] = deque(maxlen=MAX_STEPS)
+        self.on_step: list[Callable[[StepEvents], None]] = []
+        self.on_end: list[Callable[[RequestTrace], None]] = []
         self.gaps = Histogram(GAP_BUCKETS_S)
         engine.observer = self
 
     # ---- from the server
 
     def begin(
-        self, answer_id: str, visit: Visit, owner: str, requests: Sequence[Request], num_prompt: int
-    ) -> Story:
+        self,
+        answer_id: str,
+        context: RequestContext,
+        owner: str,
+        requests: Sequence[Request],
+        num_prompt: int,
+    ) -> RequestTrace:
         """A request is accepted; its story ends when its visit does."""
-        story = Story(answer_id, owner, visit, num_prompt, requests[0].max_tokens)
+        trace = RequestTrace(answer_id, owner, context, num_prompt, requests[0].max_tokens)
         for index, request in enumerate(requests):
-            track = Track(story, index)
-            story.tracks[request.request_id] = self._tracks[request.request_id] = track
-        self._open[visit.id] = story
-        story.tell(visit.received_s, 0, "received")
-        visit.leaving.callback(self._end, story)
-        return story
+            choice_trace = ChoiceTrace(trace, index)
+            trace.choices[request.request_id] = self._choices[request.request_id] = choice_trace
+        self._open[context.id] = trace
+        trace.tell(context.received_s, 0, "received")
+        context.cleanup.callback(self._end, trace)
+        return trace
 
-    def _end(self, story: Story) -> None:
-        for name in story.tracks:
-            del self._tracks[name]
-        story.ended_s = time.monotonic()
-        reasons = {track.reason for track in story.tracks.values()}
-        if story.error is not None:
-            story.outcome = story.error.code
+    def _end(self, trace: RequestTrace) -> None:
+        for name in trace.choices:
+            del self._choices[name]
+        trace.ended_s = time.monotonic()
+        reasons = {choice_trace.reason for choice_trace in trace.choices.values()}
+        if trace.error is not None:
+            trace.outcome = trace.error.code
         else:
-            story.outcome = outcome_of(reasons, failed=story.visit.status >= 400)
-        story.tell(story.ended_s, 0, "finished", outcome=story.outcome)
-        del self._open[story.visit.id]
-        self._ended[story.visit.id] = story
-        own = self._ended_of.setdefault(story.owner, {})
-        own[story.visit.id] = None
+            trace.outcome = outcome_of(reasons, failed=trace.context.status >= 400)
+        trace.tell(trace.ended_s, 0, "finished", outcome=trace.outcome)
+        del self._open[trace.context.id]
+        self._ended[trace.context.id] = trace
+        own = self._ended_of.setdefault(trace.owner, {})
+        own[trace.context.id] = None
         if len(own) > MAX_RECENT:
-            self._forget(story.owner)
+            self._forget(trace.owner)
         elif len(self._ended) > MAX_RECENT_IN_ALL:
             self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
-        story.visit.told = summary(story)
+        trace.context.told = summary(trace)
         for listener in self.on_end:
-            listener(story)
+            listener(trace)
 
     def _forget(self, owner: str) -> None:
         """The oldest one of an owner."""
         own = self._ended_of[owner]
         oldest = self._ended.pop(next(iter(own)))
-        oldest.tracks.clear()  # they hold it: only the garbage collector would find it
-        del own[oldest.visit.id]
+        oldest.choices.clear()  # they hold it: only the garbage collector would find it
+        del own[oldest.context.id]
         if not own:
             del self._ended_of[owner]
 
-    def cancel(self, story: Story, error: RequestError | None = None) -> bool:
+    def cancel(self, trace: RequestTrace, error: RequestError | None = None) -> bool:
         """End a request that runs; its client gets `error`. False if it has ended already."""
-        if story.outcome is not None or story.error is not None:
+        if trace.outcome is not None or trace.error is not None:
             return False
         message = "this request was cancelled"
-        story.error = error or CancelledError(message, code="request_cancelled")
-        for name in story.tracks:
-            self._engine.cancel(name, story.error)
+        trace.error = error or CancelledError(message, code="request_cancelled")
+        for name in trace.choices:
+            self._engine.cancel(name, trace.error)
         return True
 
-    def find(self, name: str, owner: str | None) -> Story:
+    def find(self, name: str, owner: str | None) -> RequestTrace:
         """By the id of the answer, or of its `x-request-id` where the client sent none; somebody
         else's is not found (`owner` None: everybody's are one's own)."""
         key = name.rpartition("-")[2]
-        story = self._open.get(key) or self._ended.get(key)
-        if story is None or name not in (key, story.id) or owner not in (None, story.owner):
+        trace = self._open.get(key) or self._ended.get(key)
+        if trace is None or name not in (key, trace.id) or owner not in (None, trace.owner):
             raise not_found()
-        return story
+        return trace
 
-    def all(self, owner: str | None) -> Iterator[Story]:
+    def all(self, owner: str | None) -> Iterator[RequestTrace]:
         """Those that run, then those that have ended, the newest first."""
-        for stories in (self._open, self._ended):
-            for story in reversed(stories.values()):
-                if owner in (None, story.owner):
-                    yield story
+        for traces in (self._open, self._ended):
+            for trace in reversed(traces.values()):
+                if owner in (None, trace.owner):
+                    yield trace
 
     @property
     def num_choices(self) -> int:
         """Of everybody's requests, that have not ended."""
-        return sum(track.reason is None for track in self._tracks.values())
+        return sum(choice_trace.reason is None for choice_trace in self._choices.values())
 
     def num_queued(self, owner: str) -> int:
         """Choices of an owner's requests that wait for a seat. Not counted where nobody has a key:
         it looks at everything that is open."""
-        tracks = self._tracks.values() if owner else ()
-        return sum(t.story.owner == owner and t.state == "queued" for t in tracks)
+        choices = self._choices.values() if owner else ()
+        return sum(t.trace.owner == owner and t.state == "queued" for t in choices)
 
     # ---- from the engine
 
-    def stepped(self, outputs: list[StepOutput], facts: StepFacts | None) -> None:
+    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         """See `Observer`. This is the hot path: B sequences pass here in each step."""
-        if facts is None:
+        if step_events is None:
             return
-        self._steps.append(facts)
-        tracks, now_s = self._tracks, facts.ended_s
-        for fact in facts.happenings:
-            if (track := tracks.get(fact.request_id)) is not None:
-                self._happened(track, fact, facts)
+        self._steps.append(step_events)
+        choices, now_s = self._choices, step_events.ended_s
+        for event in step_events.events:
+            if (choice_trace := choices.get(event.request_id)) is not None:
+                self._record_event(choice_trace, event, step_events)
         known_s, bucket = -1.0, 0
         for output in outputs:
-            track = tracks.get(output.request_id)
-            if track is None or output.token_id is None:
+            choice_trace = choices.get(output.request_id)
+            if choice_trace is None or output.token_id is None:
                 continue
-            track.num_tokens += 1
-            if track.first_s is None:
-                track.first_s, track.num_cached = now_s, output.num_cached
-                track.story.tell(now_s, track.index, "first_token")
+            choice_trace.num_tokens += 1
+            if choice_trace.first_s is None:
+                choice_trace.first_s, choice_trace.num_cached = now_s, output.num_cached
+                choice_trace.trace.tell(now_s, choice_trace.index, "first_token")
             else:
-                gap_s = now_s - track.last_s
+                gap_s = now_s - choice_trace.last_s
                 if gap_s != known_s:  # most of a step's have waited for the same time
                     known_s, bucket = gap_s, bisect_left(GAP_BUCKETS_S, gap_s)
                 self.gaps.counts[bucket] += 1
                 self.gaps.sum += gap_s
-                gaps = track.story.gaps
+                gaps = choice_trace.trace.gaps
                 if len(gaps) < NUM_GAPS or gap_s > gaps[-1][0]:
-                    self._note_gap(track, gap_s, facts)
-            track.last_s = now_s
+                    self._note_gap(choice_trace, gap_s, step_events)
+            choice_trace.last_s = now_s
         for listener in self.on_step:
-            listener(facts)
+            listener(step_events)
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
         """See `Observer`."""
-        if (track := self._tracks.get(request_id)) is not None:
-            track.reason = reason
+        if (choice_trace := self._choices.get(request_id)) is not None:
+            choice_trace.reason = reason
 
-    def _happened(self, track: Track, fact: Happening, facts: StepFacts) -> None:
-        at_s = facts.ended_s if fact.kind == "chunk" else facts.started_s
-        if fact.kind == "admitted":
-            track.state = "running"
-            if track.admitted_s is None:
-                track.admitted_s = at_s
-        elif fact.kind != "chunk":
-            track.state = "preempted" if fact.kind == "preempted" else "queued"
-        others = [self._shown(name, track.story) for name in fact.others]
-        match fact.kind:
+    def _record_event(
+        self, choice_trace: ChoiceTrace, event: StepEvent, step_events: StepEvents
+    ) -> None:
+        at_s = step_events.ended_s if event.kind == "chunk" else step_events.started_s
+        if event.kind == "admitted":
+            choice_trace.state = "running"
+            if choice_trace.admitted_s is None:
+                choice_trace.admitted_s = at_s
+        elif event.kind != "chunk":
+            choice_trace.state = "preempted" if event.kind == "preempted" else "queued"
+        others = [self._shown(name, choice_trace.trace) for name in event.others]
+        match event.kind:
             case "queued" | "resumed":
-                details = {"waiting_before": fact.num, "running": fact.total, "behind": others}
+                details = {"waiting_before": event.num, "running": event.total, "behind": others}
             case "admitted":
-                details = {"cached_tokens": fact.num, "of_tokens": fact.total}
+                details = {"cached_tokens": event.num, "of_tokens": event.total}
             case "chunk":
-                details = {"from_token": fact.num, "tokens": fact.total}
+                details = {"from_token": event.num, "tokens": event.total}
             case _:
-                details = {"lost_tokens": fact.num, "needed_by": others}
-        details["step"] = facts.number
-        track.story.tell(at_s, track.index, fact.kind, **details)
+                details = {"lost_tokens": event.num, "needed_by": others}
+        details["step"] = step_events.number
+        choice_trace.trace.tell(at_s, choice_trace.index, event.kind, **details)
 
-    def _shown(self, name: str, story: Story) -> str:
+    def _shown(self, name: str, trace: RequestTrace) -> str:
         """How a request is called in the story of another one."""
-        track = self._tracks.get(name)
-        if track is None or track.story.owner != story.owner:
+        choice_trace = self._choices.get(name)
+        if choice_trace is None or choice_trace.trace.owner != trace.owner:
             return "somebody else's"
-        return "another choice of it" if track.story is story else track.story.id
+        return "another choice of it" if choice_trace.trace is trace else choice_trace.trace.id
 
-    def _note_gap(self, track: Track, gap_s: float, facts: StepFacts) -> None:
-        story = track.story
-        within = [step for step in self._steps if step.started_s >= track.last_s]
-        slowest = max(within, key=lambda step: step.ended_s - step.started_s, default=facts)
-        chunks = [fact for fact in slowest.happenings if fact.kind == "chunk"]
+    def _note_gap(self, choice_trace: ChoiceTrace, gap_s: float, step_events: StepEvents) -> None:
+        trace = choice_trace.trace
+        within = [step for step in self._steps if step.started_s >= choice_trace.last_s]
+        slowest = max(within, key=lambda step: step.ended_s - step.started_s, default=step_events)
+        chunks = [event for event in slowest.events if event.kind == "chunk"]
         told = {
             "gap_ms": round(1000 * gap_s, 3),
-            "at_ms": story.ms(facts.ended_s),
-            "token": track.num_tokens,
-            "choice": track.index,
+            "at_ms": trace.ms(step_events.ended_s),
+            "token": choice_trace.num_tokens,
+            "choice": choice_trace.index,
             "steps": max(1, len(within)),
             "slowest_step": {
                 "step": slowest.number,
                 "step_ms": round(1000 * (slowest.ended_s - slowest.started_s), 3),
                 "sequences": slowest.num_sequences,
-                "prompt_tokens": sum(fact.total for fact in chunks),
-                "prompts_of": [self._shown(fact.request_id, story) for fact in chunks[:4]],
+                "prompt_tokens": sum(event.total for event in chunks),
+                "prompts_of": [self._shown(event.request_id, trace) for event in chunks[:4]],
             },
         }
-        story.gaps.append((gap_s, told))
-        story.gaps.sort(key=lambda gap: -gap[0])
-        del story.gaps[NUM_GAPS:]
+        trace.gaps.append((gap_s, told))
+        trace.gaps.sort(key=lambda gap: -gap[0])
+        del trace.gaps[NUM_GAPS:]
 
 
 def not_found() -> HttpError:
@@ -316,33 +327,33 @@ def not_found() -> HttpError:
     return HttpError(404, f"{message} {MAX_RECENT} more", code="request_not_found")
 
 
-def summary(story: Story) -> dict[str, Any]:
+def summary(trace: RequestTrace) -> dict[str, Any]:
     """What a list shows."""
-    return story.visit.told or {
-        "id": story.id,
+    return trace.context.told or {
+        "id": trace.id,
         "object": "request",
-        "client_request_id": story.visit.client_id,
-        "path": story.visit.path,
-        "created": int(story.visit.received_at),
-        "state": story.state,
-        "outcome": story.outcome,
-        "choices": len(story.tracks),
-        "prompt_tokens": story.num_prompt,
-        "cached_tokens": story.sum_of("num_cached"),
-        "completion_tokens": story.sum_of("num_tokens"),
-        "max_tokens": story.max_tokens,
-        "preemptions": story.num_preemptions,
-        "admitted_ms": story.ms(story.earliest("admitted_s")),
-        "first_token_ms": story.ms(story.earliest("first_s")),
-        "total_ms": story.ms(story.ended_s),
+        "client_request_id": trace.context.client_id,
+        "path": trace.context.path,
+        "created": int(trace.context.received_at),
+        "state": trace.state,
+        "outcome": trace.outcome,
+        "choices": len(trace.choices),
+        "prompt_tokens": trace.num_prompt,
+        "cached_tokens": trace.sum_of("num_cached"),
+        "completion_tokens": trace.sum_of("num_tokens"),
+        "max_tokens": trace.max_tokens,
+        "preemptions": trace.num_preemptions,
+        "admitted_ms": trace.ms(trace.earliest("admitted_s")),
+        "first_token_ms": trace.ms(trace.earliest("first_s")),
+        "total_ms": trace.ms(trace.ended_s),
     }
 
 
-def view(story: Story) -> dict[str, Any]:
+def view(trace: RequestTrace) -> dict[str, Any]:
     """The whole story. Times are milliseconds since the request was received."""
     return {
-        **summary(story),
-        "events": sorted(story.events, key=itemgetter("at_ms")),
-        "events_left_out": story.num_untold,
-        "slowest_gaps": [told for _, told in story.gaps],
+        **summary(trace),
+        "events": sorted(trace.events, key=itemgetter("at_ms")),
+        "events_left_out": trace.num_left_out,
+        "slowest_gaps": [told for _, told in trace.gaps],
     }

@@ -10,58 +10,59 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from infer.errors import ConfigError
-from infer.server.observe.request_trace import Story
+from infer.server.observe.request_trace import RequestTrace
 from infer.types.ends import NORMAL_OUTCOMES
 
 
-def make_tracing(model_name: str) -> Callable[[Story], None]:
+def make_tracing(model_name: str) -> Callable[[RequestTrace], None]:
     """What is to be called with each story that has ended."""
     try:
-        from opentelemetry import propagate, trace
+        from opentelemetry import propagate
+        from opentelemetry import trace as otel
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         message = "needs the packages of the extra: pip install 'infer[otel]'"
         raise ConfigError("tracing", message) from None
-    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+    if not isinstance(otel.get_tracer_provider(), TracerProvider):
         provider = TracerProvider()
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        trace.set_tracer_provider(provider)
-    tracer = trace.get_tracer("infer")
+        otel.set_tracer_provider(provider)
+    tracer = otel.get_tracer("infer")
 
-    def send(story: Story) -> None:
-        visit = story.visit
+    def send(trace: RequestTrace) -> None:
+        context = trace.context
 
         def ns(at_s: float | None) -> int:
             assert at_s is not None
-            return int((visit.received_at + at_s - visit.received_s) * 1e9)
+            return int((context.received_at + at_s - context.received_s) * 1e9)
 
-        kind = "chat" if story.id.startswith("chat") else "text_completion"
-        carrier = {"traceparent": visit.traceparent} if visit.traceparent else {}
+        kind = "chat" if trace.id.startswith("chat") else "text_completion"
+        carrier = {"traceparent": context.traceparent} if context.traceparent else {}
         span = tracer.start_span(
             f"{kind} {model_name}",
             context=propagate.extract(carrier),
-            kind=trace.SpanKind.SERVER,
-            start_time=ns(visit.received_s),
+            kind=otel.SpanKind.SERVER,
+            start_time=ns(context.received_s),
             attributes={
                 "gen_ai.operation.name": kind,
                 "gen_ai.provider.name": "infer",
                 "gen_ai.request.model": model_name,
                 "gen_ai.response.model": model_name,
-                "gen_ai.response.id": story.id,
-                "gen_ai.response.finish_reasons": [story.outcome or ""],
-                "gen_ai.request.max_tokens": story.max_tokens,
-                "gen_ai.usage.input_tokens": story.num_prompt,
-                "gen_ai.usage.output_tokens": story.sum_of("num_tokens"),
-                "gen_ai.usage.cache_read.input_tokens": story.sum_of("num_cached"),
+                "gen_ai.response.id": trace.id,
+                "gen_ai.response.finish_reasons": [trace.outcome or ""],
+                "gen_ai.request.max_tokens": trace.max_tokens,
+                "gen_ai.usage.input_tokens": trace.num_prompt,
+                "gen_ai.usage.output_tokens": trace.sum_of("num_tokens"),
+                "gen_ai.usage.cache_read.input_tokens": trace.sum_of("num_cached"),
             },
         )
         for name, attribute in (("admitted", "admitted_s"), ("first token", "first_s")):
-            if (at_s := story.earliest(attribute)) is not None:
+            if (at_s := trace.earliest(attribute)) is not None:
                 span.add_event(name, timestamp=ns(at_s))
-        if story.outcome not in NORMAL_OUTCOMES:
-            span.set_status(trace.StatusCode.ERROR, story.outcome)
-        span.end(ns(story.ended_s))
+        if trace.outcome not in NORMAL_OUTCOMES:
+            span.set_status(otel.StatusCode.ERROR, trace.outcome)
+        span.end(ns(trace.ended_s))
 
     return send

@@ -48,7 +48,7 @@ class EventStream(Response):
     ) -> None:
         """`keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never.
         `keep` is awaited when the answer is whole, before the client is told so. `rendered`:
-        `TextPool.rendered` of this request, where what is large is written."""
+        `Offload.rendered` of this request, where what is large is written."""
         super().__init__()
         self._rendered = rendered
         self._engine = engine

@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from infer.errors import ConfigError, UnprocessableError
-from infer.server.http.context import Visit
-from infer.server.offload import NUM_BYTES, TextPool
+from infer.server.http.context import RequestContext
+from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base
 from infer.server.openai.answers import unnumbered
 from infer.server.openai.large_json import json_response
@@ -31,7 +31,7 @@ from infer.server.openai.schema import MAX_MESSAGES
 from infer.server.openai.schema import Message as WireMessage
 from infer.server.openai.schema_base import Wire
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
-from infer.server.sessions.store import MAX_TITLE_CHARS, Message, Quota, Sessions, busy
+from infer.server.sessions.store import MAX_TITLE_CHARS, Message, Quota, SessionStore, busy
 from infer.server.tenancy.limits import tenant_of
 
 log = logging.getLogger("infer.server")
@@ -53,12 +53,12 @@ class ForkBody(Wire):
     at: int | None = Field(None, ge=0)
 
 
-class Turn:
+class SessionTurn:
     """A question within a session that is being answered."""
 
     def __init__(
         self,
-        sessions: Sessions,
+        sessions: SessionStore,
         threads: DatabaseThreads,
         owner: str,
         name: str,
@@ -110,10 +110,10 @@ def default_url() -> str:
     return f"sqlite:///{folder / 'sessions.db'}"
 
 
-class Conversations:
+class SessionRoutes:
     """Sessions as the server offers them."""
 
-    def __init__(self, url: str | None, pool: TextPool, quota: Quota | None = None) -> None:
+    def __init__(self, url: str | None, pool: Offload, quota: Quota | None = None) -> None:
         self._url = url
         self._quota = quota or Quota()
         self._pool = pool
@@ -124,18 +124,18 @@ class Conversations:
             self._sessions  # noqa: B018  a database that cannot be used is known at the start
 
     @cached_property
-    def _sessions(self) -> Sessions:
+    def _sessions(self) -> SessionStore:
         if self._url is not None:
-            return Sessions(self._url, self._quota)
-        return Sessions(default_url(), self._quota)
+            return SessionStore(self._url, self._quota)
+        return SessionStore(default_url(), self._quota)
 
     def _do(self, method: str, *arguments: Any) -> Any:
-        """Of `Sessions`, which are opened by whoever comes first, in a thread."""
+        """Of `SessionStore`, which are opened by whoever comes first, in a thread."""
         with self._opening:
             sessions = self._opened()
         return getattr(sessions, method)(*arguments)
 
-    def _opened(self) -> Sessions:
+    def _opened(self) -> SessionStore:
         """Raises `DatabaseError` where the default place cannot be used; a URL was tried before."""
         try:
             return self._sessions
@@ -144,7 +144,7 @@ class Conversations:
             message = "this server cannot keep sessions: its database cannot be used"
             raise DatabaseError(message) from None
 
-    async def begin(self, http: HttpRequest, body: dict[str, Any]) -> Turn | None:
+    async def begin(self, http: HttpRequest, body: dict[str, Any]) -> SessionTurn | None:
         """Put the session's messages before those of a chat's body, if it names a session."""
         name, asked = body.get("session_id"), body.get("messages")
         if not isinstance(name, str) or not isinstance(asked, list):
@@ -163,11 +163,11 @@ class Conversations:
         if name in self._busy:
             raise busy()
         self._busy.add(name)
-        Visit.of(http.scope).leaving.callback(self._busy.discard, name)
+        RequestContext.of(http.scope).cleanup.callback(self._busy.discard, name)
         body["messages"] = [*found.messages, *asked]
         # What is done with the body from now on takes as long as if all this had been sent.
         http.scope[NUM_BYTES] = num_new + found.num_bytes
-        return Turn(self._sessions, self._threads, owner, name, len(found.messages), asked)
+        return SessionTurn(self._sessions, self._threads, owner, name, len(found.messages), asked)
 
     @takes(SessionBody, refuses=(429,))
     async def _create(self, http: HttpRequest) -> Response:

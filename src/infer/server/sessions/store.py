@@ -1,4 +1,4 @@
-"""`Sessions`: conversations that the server keeps, so that a client sends only what is new.
+"""`SessionStore`: conversations that the server keeps, so that a client sends only what is new.
 
 A session belongs to the key that made it; nobody else finds it. Its messages are rows of their own,
 in the order of `position`, and only whole turns are written: what was asked together with its
@@ -77,7 +77,7 @@ class Begun(NamedTuple):
     num_bytes: int
 
 
-class Sessions:
+class SessionStore:
     """See the module's docstring."""
 
     def __init__(self, url: str, quota: Quota | None = None) -> None:

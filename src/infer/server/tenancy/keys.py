@@ -29,7 +29,7 @@ from infer.server.http.private_files import locked, write_private
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class KeyLimits:
     """What a key may use; raises `ConfigError`."""
 
     max_concurrent: int = option(32, "Requests that may be open at the same time.", low=1)
@@ -58,7 +58,7 @@ class Key:
     name: str
     sha256: str
     created: int = 0
-    limits: Limits = field(default_factory=Limits)
+    limits: KeyLimits = field(default_factory=KeyLimits)
 
     @property
     def cache_scope(self) -> str:
@@ -68,7 +68,7 @@ class Key:
 
 log = logging.getLogger(__name__)
 
-_UNLIMITED = Limits(max_concurrent=10**9, max_queued=10**9, admin=True)
+_UNLIMITED = KeyLimits(max_concurrent=10**9, max_queued=10**9, admin=True)
 ANYBODY = Key(id="", name="", sha256="", limits=_UNLIMITED)
 """where there are no keys"""
 
@@ -97,7 +97,7 @@ class Keys:
                 found = key
         return found
 
-    def create(self, name: str, limits: Limits) -> str:
+    def create(self, name: str, limits: KeyLimits) -> str:
         """Add a key; returns its secret, which is not kept."""
         if not name or not name.isprintable() or len(name) > 64:
             raise ConfigError("name", "must be 1 to 64 printable characters")
@@ -162,7 +162,7 @@ class Keys:
 
 
 def _read_key(entry: dict[str, Any]) -> Key:
-    key = Key(**{**entry, "limits": Limits(**entry.get("limits", {}))})
+    key = Key(**{**entry, "limits": KeyLimits(**entry.get("limits", {}))})
     texts = isinstance(key.id, str) and isinstance(key.name, str) and isinstance(key.sha256, str)
     if not texts or not key.id or type(key.created) is not int:
         raise ValueError("an entry lacks an id, a name or a time")

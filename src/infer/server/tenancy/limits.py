@@ -1,4 +1,5 @@
-"""`Gate` and `Tenant`: whose a request is, and whether its key's limits leave room for it.
+"""`AuthMiddleware` and `Tenant`: whose a request is, and whether its key's limits leave room for
+it.
 
 The gate stands inside the outermost layer and before all routes: every path needs a key, except
 those that are listed here. It decides on the path of the ASGI scope, which no header can change. A
@@ -20,9 +21,9 @@ from dataclasses import replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.server.http.context import Visit
+from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, describe, log
-from infer.server.observe.request_trace import Story
+from infer.server.observe.request_trace import RequestTrace
 from infer.server.tenancy.keys import ANYBODY, Key, Keys
 from infer.types import Request
 
@@ -92,14 +93,14 @@ class Tenant:
         """Whose requests it may see: None = everybody's."""
         return None if self.key.limits.admin else self.key.id
 
-    def enter(self, visit: Visit) -> None:
+    def enter(self, context: RequestContext) -> None:
         """A request that costs something has come; raises 429. Costs nothing if it is refused."""
         limits = self.key.limits
         if self._num_open >= limits.max_concurrent:
             raise too_many(f"this key may have {limits.max_concurrent} requests open", 1)
-        self._take("requests", 1, visit)
+        self._take("requests", 1, context)
         self._num_open += 1
-        visit.leaving.callback(self._leave)
+        context.cleanup.callback(self._leave)
 
     def _leave(self) -> None:
         self._num_open -= 1
@@ -126,12 +127,12 @@ class Tenant:
         finally:
             self._num_making -= num_choices
 
-    def charge_chars(self, num_chars: int, visit: Visit) -> None:
+    def charge_chars(self, num_chars: int, context: RequestContext) -> None:
         """Work on text that is no prompt of a model (grammars, what a tokenizer is asked for)
         counts as the tokens that it would be about; raises 429. Nothing of it is given back."""
         bucket = self._buckets.get("tokens")
         if bucket is not None and num_chars:
-            self._take("tokens", min(math.ceil(num_chars / CHARS_A_TOKEN), bucket.size), visit)
+            self._take("tokens", min(math.ceil(num_chars / CHARS_A_TOKEN), bucket.size), context)
 
     def fitted(self, requests: list[Request], *, is_open_ended: bool) -> list[Request]:
         """The requests, if all of them may use at most `MAX_MINUTES` of the key's tokens; else 400.
@@ -151,19 +152,21 @@ class Tenant:
             raise HttpError(400, message, code="tokens_per_minute_exceeded", param="max_tokens")
         return [replace(request, max_tokens=min(request.max_tokens, room)) for request in requests]
 
-    def reserve(self, requests: Sequence[Request], visit: Visit) -> Callable[[Story], None]:
+    def reserve(
+        self, requests: Sequence[Request], context: RequestContext
+    ) -> Callable[[RequestTrace], None]:
         """Take the tokens that requests may use; the result gives back what they did not."""
         bucket = self._buckets.get("tokens")
         reserved = min(_worst_case(requests), bucket.size) if bucket else 0
-        self._take("tokens", reserved, visit)
+        self._take("tokens", reserved, context)
 
-        def settle(story: Story) -> None:
+        def refund(trace: RequestTrace) -> None:
             if bucket:
-                bucket.take(story.num_prompt + story.sum_of("num_tokens") - reserved)
+                bucket.take(trace.num_prompt + trace.sum_of("num_tokens") - reserved)
 
-        return settle
+        return refund
 
-    def _take(self, name: str, amount: int, visit: Visit) -> None:
+    def _take(self, name: str, amount: int, context: RequestContext) -> None:
         bucket = self._buckets.get(name)
         if bucket is None:
             return
@@ -177,8 +180,8 @@ class Tenant:
             f"x-ratelimit-remaining-{name}": str(left),
             f"x-ratelimit-reset-{name}": f"{reset_s:.3f}s",
         }
-        kept = [header for header in visit.headers if header[0] not in shown]
-        visit.headers[:] = [*kept, *shown.items()]
+        kept = [header for header in context.headers if header[0] not in shown]
+        context.headers[:] = [*kept, *shown.items()]
         if wait_s:
             raise too_many(f"this key may use {bucket.size} {name} a minute", wait_s)
 
@@ -200,7 +203,7 @@ def revoked() -> HttpError:
     return HttpError(401, "the API key of this request was revoked", code="invalid_api_key")
 
 
-class Gate:
+class AuthMiddleware:
     """See the module's docstring; `keys` None = there are none, and everybody is trusted."""
 
     def __init__(self, app: ASGIApp, keys: Keys | None) -> None:
@@ -208,7 +211,7 @@ class Gate:
         self._keys = keys
         self._tenants: dict[str, Tenant] = {}
         self._anybody = Tenant(ANYBODY)
-        self._open: dict[str, list[Visit]] = {}
+        self._open: dict[str, list[RequestContext]] = {}
         """of each key; those of a key that is revoked are ended"""
         self._watching = False
 
@@ -216,8 +219,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit, path = Visit.of(scope), scope["path"]
-        visit.tenant = self._anybody
+        context, path = RequestContext.of(scope), scope["path"]
+        context.tenant = self._anybody
         if self._keys is not None and path not in OPEN_PATHS:
             headers = Headers(scope=scope)
             try:
@@ -238,16 +241,16 @@ class Gate:
                 error = HttpError(401, message, code="invalid_api_key")
                 await describe(error)(scope, receive, send)
                 return
-            visit.key_name = key.name
-            visit.tenant = tenant = self._tenant_of(key)
-            self._watch(key, visit)
+            context.key_name = key.name
+            context.tenant = tenant = self._tenant_of(key)
+            self._watch(key, context)
             if path in ADMIN_PATHS and not key.limits.admin:
                 error = HttpError(403, "this is for keys of admins", code="permission_denied")
                 await describe(error)(scope, receive, send)
                 return
             if costs(scope["method"], path):
                 try:
-                    tenant.enter(visit)
+                    tenant.enter(context)
                 except HttpError as error:
                     await describe(error)(scope, receive, send)
                     return
@@ -265,11 +268,11 @@ class Gate:
             return None
         return self._keys.find(token.strip())
 
-    def _watch(self, key: Key, visit: Visit) -> None:
+    def _watch(self, key: Key, context: RequestContext) -> None:
         """Until it ends, look whether the key is still there."""
         visits = self._open.setdefault(key.id, [])
-        visits.append(visit)
-        visit.leaving.callback(visits.remove, visit)
+        visits.append(context)
+        context.cleanup.callback(visits.remove, context)
         if not self._watching:
             self._watching = True
             asyncio.get_running_loop().call_later(WATCH_S, self._end_revoked)
@@ -285,9 +288,9 @@ class Gate:
             self._keys.refresh()
             known = {key.id for key in self._keys.all()}
             for key_id in self._open.keys() - known:
-                for visit in self._open[key_id]:
-                    if visit.on_revoked is not None:
-                        visit.on_revoked()
+                for context in self._open[key_id]:
+                    if context.on_revoked is not None:
+                        context.on_revoked()
         asyncio.get_running_loop().call_later(WATCH_S, self._end_revoked)
 
     def _tenant_of(self, key: Key) -> Tenant:
@@ -302,6 +305,6 @@ class Gate:
 
 def tenant_of(scope: Scope) -> Tenant:
     """Whose a request is, behind the gate."""
-    tenant = Visit.of(scope).tenant
+    tenant = RequestContext.of(scope).tenant
     assert isinstance(tenant, Tenant)
     return tenant
