@@ -17,7 +17,7 @@ from infer.engine.process import launch
 from infer.errors import RequestError
 from infer.runner import grammar_masks
 from infer.schedule.sequence import NONE_LEFT
-from infer.text import num_calls
+from infer.text import answer_parser
 from infer.text.grammars.compiler import Compiler, Constraint, Vocabulary
 from infer.types import RequestOutput
 
@@ -240,17 +240,17 @@ def test_allowed_and_bad(llm: LLM) -> None:
         assert word not in re.findall(r"[A-Za-z]+", output.text)
 
 
-@pytest.mark.parametrize("way", [num_calls.BARE, num_calls.HERMES])
-def test_a_forced_call_is_a_call(llm: LLM, way: num_calls.ToolFormat) -> None:
+@pytest.mark.parametrize("way", [answer_parser.BARE, answer_parser.HERMES])
+def test_a_forced_call_is_a_call(llm: LLM, way: answer_parser.ToolFormat) -> None:
     tools = [
         {"function": {"name": 'say "it"', "parameters": PERSON}},
         {"function": {"name": "wait", "parameters": {"$ref": "#/$defs/a", "$defs": {"a": WAIT}}}},
     ]
     for parallel in (False, True):
-        grammar = num_calls.forced_calls(way, tools, parallel=parallel)
+        grammar = answer_parser.forced_calls(way, tools, parallel=parallel)
         seeds = [sampling(grammar, seed=i, max_tokens=250 - 20) for i in range(8)]
         for output in llm.generate(["a"] * 8, seeds):
-            parser = num_calls.AnswerParser(way, thinks=False)
+            parser = answer_parser.AnswerParser(way, thinks=False)
             parts = [parser.push(output.text), parser.push("", end=True)]
             found = [call for part in parts for call in part.calls]
             assert {call.name for call in found} <= {'say "it"', "wait"}

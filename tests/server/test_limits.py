@@ -20,8 +20,7 @@ import pytest
 from serving import COMPLETIONS, completion_body, is_idle, live, until
 
 from doubles import launch_hash_llm, make_hash_llm
-from infer.server import serve
-from infer.server import offload
+from infer.server import offload, serve
 from infer.server.http import bounded_protocol, connections
 
 ROOT = Path(__file__).parents[2]
