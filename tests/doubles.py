@@ -216,13 +216,14 @@ def make_hash_core(
     enable_prefix_caching: bool = True,
     step_s: float = 0.0,
     runner: type[HashRunner] = HashRunner,
+    announce: Callable[[str], None] = lambda request_id: None,
     **settings: Any,
 ) -> EngineCore:
     """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
     values = {"max_batch_size": 8, "max_num_batched_tokens": 64, "max_seq_len": 512, **settings}
     allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
     scheduler = Scheduler(SchedulerConfig(**values), allocator, clock)
-    return EngineCore(scheduler, runner(num_pages, page_size, vocab_size, step_s=step_s))
+    return EngineCore(scheduler, runner(num_pages, page_size, vocab_size, step_s=step_s), announce)
 
 
 def limits_of(core: EngineCore) -> EngineLimits:
@@ -247,8 +248,12 @@ def make_hash_llm(
 
 def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
     """The same for an engine process; `settings` as above."""
-    core = make_hash_core(**settings)
-    return Blueprint("hash-model", small_text_files(), lambda: (core, limits_of(core)))
+
+    def build(announce: Callable[[str], None]) -> tuple[EngineCore, EngineLimits]:
+        core = make_hash_core(announce=announce, **settings)
+        return core, limits_of(core)
+
+    return Blueprint("hash-model", small_text_files(), build)
 
 
 def launch_hash_llm(factory: str = "doubles:hash_blueprint", **settings: Any) -> AsyncLLM:

@@ -102,6 +102,8 @@ CONCRETE = (
 COMPOSITION_ROOT = "engine.build.assemble"
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FUNCTION_LINES = 60
+NORMALISES = "types.sampling"
+"""a frozen record that keeps what it is given in one form; it is to be split in two"""
 TRITON = "kernels.cuda"
 """its kernels cannot be cut into functions freely, and are named as those of the CPU"""
 
@@ -273,7 +275,7 @@ def constructor_problems(root: Path) -> list[str]:
         for line, attribute in _assigned(tree, of_self=False):
             if attribute in own - records:
                 problems.append(f"{name}:{line}: .{attribute} is set after construction")
-        for node in ast.walk(tree):
+        for node in ast.walk(tree) if name != NORMALISES else ():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
                 problems.append(f"{name}:{node.lineno}: object.__setattr__")
     return problems
@@ -294,7 +296,14 @@ def _assigned(tree: ast.AST, *, of_self: bool) -> Iterator[tuple[int, str]]:
                     yield node.lineno, each.attr
 
 
-CHECKS = [layer_problems, ban_problems, state_problems]
+CHECKS = [
+    layer_problems,
+    ban_problems,
+    name_problems,
+    state_problems,
+    size_problems,
+    constructor_problems,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS)

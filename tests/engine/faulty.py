@@ -27,7 +27,7 @@ def misconfigured(settings: dict[str, Any]) -> NoReturn:
 
 
 def without_weights(settings: dict[str, Any]) -> Blueprint:
-    def build() -> NoReturn:
+    def build(announce: object) -> NoReturn:
         raise LoadError("the weights are not there")
 
     return dataclasses.replace(hash_blueprint(settings), build=build)

@@ -121,9 +121,8 @@ def test_kills_from_outside_must_hit_the_same_request_again_and_again() -> None:
 
 
 def test_suspects_begin_in_steps_of_their_own_and_then_join() -> None:
-    core = make_hash_core(max_num_batched_tokens=8)
     told: list[str] = []
-    core.announce = told.append
+    core = make_hash_core(max_num_batched_tokens=8, announce=told.append)
     plans: list[set[str]] = []
     execute = core.runner.execute
 

@@ -40,8 +40,7 @@ FAMILIES: list[dict[str, Any]] = [
 
 
 def make(family: dict[str, Any], quantization: str | None) -> Decoder:
-    source = dummy_source(torch.bfloat16, CPU)
-    source.quantization = quantization
+    source = dummy_source(torch.bfloat16, CPU).with_layers(quantization)
     model = build_model(parse_model_config({**SHAPE, **family}, "test"), source, 256)
     assert isinstance(model, Decoder)
     return model

@@ -298,9 +298,8 @@ def test_a_failed_launch_is_computed_after_what_flew_was_committed() -> None:
 
 
 def test_who_is_suspected_flies_alone() -> None:
-    core, runner = watched()
     told: list[str] = []
-    core.announce = told.append
+    core, runner = watched(announce=told.append)
     core.add(request("good", 1, 2, 3))
     core.step()
     core.add(replace(request("bad", 4, 5), num_crashes=1))

@@ -155,7 +155,7 @@ def measure_gpu(
 
 def build_core(config: EngineConfig) -> EngineCore:
     """An engine on the GPU whose steps are made by hand."""
-    core, _ = prepare(config).build()
+    core, _ = prepare(config).build(lambda request_id: None)
     freeze_heap()  # as the engine's own process does
     if not hasattr(core.runner, "launch"):
         raise ConfigError("attention_backend", "the kernels for CUDA are not in use; use 'auto'")
@@ -322,6 +322,27 @@ def engine_rows(
     )  # fmt: skip
 
 
+class _TimedFlight:
+    """A flight of which it is noted how long the host waits for it."""
+
+    def __init__(self, flight: Any, waited_s: list[float]) -> None:
+        """Adds to the last of `waited_s`."""
+        self._flight = flight
+        self._waited_s = waited_s
+
+    def results(self) -> Any:
+        """See `Flight`."""
+        begun_s = time.perf_counter()
+        found = self._flight.results()
+        self._waited_s[-1] += time.perf_counter() - begun_s
+        return found
+
+    def elapsed_ms(self) -> float | None:
+        """See `Flight`."""
+        elapsed_ms: float | None = self._flight.elapsed_ms()
+        return elapsed_ms
+
+
 def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
     """Medians of a step, of the device's idle time before it and of the host's own time in it."""
     num_prompt = CONTEXT - STEPS // 2 - 30
@@ -343,18 +364,8 @@ def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
     launch = runner.launch  # type: ignore[attr-defined]
 
     def noted(plan: Any) -> Any:
-        flight = launch(plan)
-        results = flight.results
-
-        def wait() -> Any:
-            begun_s = time.perf_counter()
-            found = results()
-            waited_s[-1] += time.perf_counter() - begun_s
-            return found
-
-        flight.results = wait
-        flights.append(flight)
-        return flight
+        flights.append(launch(plan))
+        return _TimedFlight(flights[-1], waited_s)
 
     runner.launch = noted  # type: ignore[attr-defined]
     steps, hosts = [], []

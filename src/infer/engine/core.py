@@ -111,11 +111,17 @@ class CompletedRequest:
 class EngineCore:
     """See the module's docstring."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        announce: Callable[[str], None] = lambda request_id: None,
+    ) -> None:
+        """`announce` is told which request is computed by itself next, after a crash; "" = those
+        who follow are several."""
         self.scheduler = scheduler
         self.runner = runner
-        self.announce: Callable[[str], None] = lambda request_id: None
-        """told who is computed by itself next, after a crash; "" = those who follow are several"""
+        self._announce = announce
         self.step_events: StepEvents | None = None
         """of the last call of `step`; None if nothing happened in it"""
         self._num_lost = 0
@@ -188,7 +194,7 @@ class EngineCore:
         failed: dict[str, ErrorRecord] = {}
         for part in self._parts(plan):
             if part is not plan or _is_suspect(part[0]):
-                self.announce(part[0].sequence.request_id if _is_suspect(part[0]) else "")
+                self._announce(part[0].sequence.request_id if _is_suspect(part[0]) else "")
             self._execute(part, computed, sampled, failed)
         outputs = self.scheduler.commit(self.scheduler.advance(tuple(computed)), sampled)
         for request_id, error in failed.items():

@@ -198,7 +198,7 @@ class LLM:
             piece = processor.push(output)
             if piece is not None:
                 self._pieces[output.request_id].append(piece)
-            if processor.needs_abort:
+            if processor.take_abort():
                 self.core.abort(output.request_id, FinishReason.STOP)
 
     def _drop(self, request_id: str) -> None:

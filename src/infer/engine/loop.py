@@ -45,13 +45,17 @@ Command = Request | Abort | None
 """add this request · abort that one · stop"""
 
 
+Announce = Callable[[str], None]
+"""told who is computed by itself next; see `EngineCore`"""
+
+
 @dataclass(frozen=True, slots=True)
 class Blueprint:
     """An engine that can be made: known before its weights are loaded, which `build` does."""
 
     model_name: str
     files: TextFiles
-    build: Callable[[], tuple[EngineCore, EngineLimits]]
+    build: Callable[[Announce], tuple[EngineCore, EngineLimits]]
     pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
     """settings that another engine needs to take over from this one: what was chosen by the state
     of the machine when this one was built"""

@@ -49,7 +49,7 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     text = reader.raw.get("text_config")
     if isinstance(text, Mapping):
         inherited = {k: reader.raw[k] for k in ("dtype", "torch_dtype") if k in reader.raw}
-        reader.raw = {**inherited, **text}
+        reader.use({**inherited, **text})
     reader.only("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     reader.only("attn_logit_softcapping", (None,), None)
     reader.only("use_bidirectional_attention", (False,), False)
@@ -63,7 +63,7 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
         "max_position_embeddings": 131_072,
         "tie_word_embeddings": True,
     }
-    reader.raw = {**defaults, **{k: v for k, v in reader.raw.items() if v is not None}}
+    reader.use({**defaults, **{k: v for k, v in reader.raw.items() if v is not None}})
     config = _decoder(architecture, reader, may_have_bias=True, is_llama=False)
     scalar = reader.positive("query_pre_attn_scalar", 256)
     pattern = reader.size("sliding_window_pattern", 6)

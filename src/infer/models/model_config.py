@@ -94,6 +94,10 @@ class ConfigReader:
         self.where = where
         self.problems: list[str] = []
 
+    def use(self, raw: Mapping[str, Any]) -> None:
+        """Read these fields from now on, in the place of the file's own."""
+        self.raw = raw
+
     def get(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
         """The field's value; `null` counts as absent. Without a default it is required."""
         value = self.raw.get(name)

@@ -42,6 +42,8 @@ class WeightSource:
         device: torch.device,
         complete: bool = True,
         stored: Callable[[str], Tensor] | None = None,
+        quantization: str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         """`read(name, shape)` gives a tensor; `complete`: names outside `names` do not exist.
 
@@ -49,9 +51,9 @@ class WeightSource:
         """
         self.dtype = dtype
         self.device = device
-        self.quantization: str | None = None
-        """what linear layers are to hold these weights in"""
-        self.batch_invariant = False
+        self.quantization = quantization
+        """what linear layers are to hold these weights in; None: in `dtype`"""
+        self.batch_invariant = batch_invariant
         """whether linear layers on a GPU are to compute a row alike in any company"""
         self._left = set(names)
         self._complete = complete
@@ -59,6 +61,19 @@ class WeightSource:
         self._stored = stored
         self._missing: list[str] = []
         self._misshapen: list[str] = []
+
+    def with_layers(self, quantization: str | None, batch_invariant: bool = False) -> WeightSource:
+        """The same tensors, for linear layers of this kind; before any has been taken."""
+        return WeightSource(
+            self._left,
+            self._read,
+            dtype=self.dtype,
+            device=self.device,
+            complete=self._complete,
+            stored=self._stored,
+            quantization=quantization,
+            batch_invariant=batch_invariant,
+        )
 
     def rehearsal(self) -> WeightSource | None:
         """A source of the same tensors without their numbers, on the meta device; None: unknown.

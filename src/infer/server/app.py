@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import State
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -408,5 +409,5 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.metrics, app.state.traces = endpoints.metrics, endpoints.traces
+    app.state = State({"metrics": endpoints.metrics, "traces": endpoints.traces})
     return app

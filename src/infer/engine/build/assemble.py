@@ -32,7 +32,7 @@ from infer.engine.build.memory_plan import (
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import EngineLimits, InputProcessor, log_tool_use
 from infer.engine.core import EngineCore
-from infer.engine.loop import Blueprint, EngineThread
+from infer.engine.loop import Announce, Blueprint, EngineThread
 from infer.errors import ConfigError, LoadError
 from infer.files import reading
 from infer.kernels import cuda
@@ -73,7 +73,7 @@ def assemble(config: EngineConfig) -> EngineParts:
     blueprint = prepare(config)
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
-    core, limits = blueprint.build()
+    core, limits = blueprint.build(lambda request_id: None)
     return EngineParts(
         core, InputProcessor(tokenizer, limits, config.seed or 0), blueprint.model_name
     )
@@ -102,7 +102,7 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     return Blueprint(
         model_name=config.served_model_name or checkpoint.name,
         files=text_of(checkpoint, config),
-        build=lambda: _build(config, checkpoint, plan, dtype, device),
+        build=lambda announce: _build(config, checkpoint, plan, dtype, device, announce),
         pinned=lambda core: _pinned(core, device),
     )
 
@@ -130,6 +130,7 @@ def _build(
     plan: MemoryPlan,
     dtype: torch.dtype,
     device: torch.device,
+    announce: Announce,
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
     model_config = checkpoint.config
@@ -143,25 +144,12 @@ def _build(
     before = machine.used_bytes(device)
     with reading(f"the weights of {checkpoint.name}"):
         source = checkpoint.source(dtype, device)
-        source.quantization = config.weight_format
-        source.batch_invariant = config.batch_invariant
+        source = source.with_layers(config.weight_format, config.batch_invariant)
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)
-    beside = CUDA_TOKENS_BESIDE_STREAMS if device.type == "cuda" else CPU_TOKENS_BESIDE_STREAMS
-    scheduler_config = SchedulerConfig(
-        max_batch_size=config.max_batch_size or machine.default_seats(device),
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_tokens_beside_streams=None if config.max_num_batched_tokens else beside,
-        max_seq_len=plan.max_seq_len,
-        max_waiting_requests=config.max_waiting_requests,
-        batching_mode=config.batching_mode,
-        scheduler_policy=config.scheduler_policy,
-        batch_wait_timeout_s=config.batch_wait_timeout_s,
-        max_step_ms=config.max_step_ms,
-        hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
-    )
+    scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     workshop = _Workshop(config, plan, model, restrictions, device, seats)
     num_pages = plan.num_pages
@@ -180,13 +168,30 @@ def _build(
         num_seats=scheduler.num_seats,
         max_waiting_requests=config.max_waiting_requests,
     )
+    held = None if before is None or after is None else after - before
+    _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)
+    core = EngineCore(scheduler, runner, announce)
+    if problem := core.try_out():
+        raise LoadError(f"a first step fails, so every request would: {problem}")
+    return core, limits
+
+
+def _log_ready(
+    name: str,
+    plan: MemoryPlan,
+    device: torch.device,
+    weight_bytes: int | None,
+    num_pages: int,
+    started_s: float,
+) -> None:
+    """What was planned, and what it has become."""
     log.info(
         "%s: %s on %s, weights %s (planned %s), KV cache %s, %s (planned %s) for %s tokens,"
         " ready in %.1f s",
-        checkpoint.name,
+        name,
         plan.dtype,
         device,
-        "?" if before is None or after is None else gib(after - before),
+        "?" if weight_bytes is None else gib(weight_bytes),
         gib(plan.weight_bytes),
         plan.kv_cache_dtype,
         gib((num_pages + 1) * plan.page_size * plan.kv_bytes_per_token),
@@ -194,10 +199,25 @@ def _build(
         f"{num_pages * plan.page_size:,}",
         time.perf_counter() - started_s,
     )
-    core = EngineCore(scheduler, runner)
-    if problem := core.try_out():
-        raise LoadError(f"a first step fails, so every request would: {problem}")
-    return core, limits
+
+
+def _scheduler_config(
+    config: EngineConfig, plan: MemoryPlan, device: torch.device
+) -> SchedulerConfig:
+    """The scheduler's settings, with what depends on the model and the machine resolved."""
+    beside = CUDA_TOKENS_BESIDE_STREAMS if device.type == "cuda" else CPU_TOKENS_BESIDE_STREAMS
+    return SchedulerConfig(
+        max_batch_size=config.max_batch_size or machine.default_seats(device),
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_tokens_beside_streams=None if config.max_num_batched_tokens else beside,
+        max_seq_len=plan.max_seq_len,
+        max_waiting_requests=config.max_waiting_requests,
+        batching_mode=config.batching_mode,
+        scheduler_policy=config.scheduler_policy,
+        batch_wait_timeout_s=config.batch_wait_timeout_s,
+        max_step_ms=config.max_step_ms,
+        hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
+    )
 
 
 class _Workshop:

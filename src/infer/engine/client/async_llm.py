@@ -65,6 +65,10 @@ class Mailbox:
         """that wait because the reader is behind"""
         self._reader: asyncio.Future[None] | None = None
 
+    def cancel(self) -> None:
+        """Its request was cancelled by us: it counts as cancelled, however it ends."""
+        self.is_cancelled = True
+
     def drop(self) -> None:
         """Forget everything that waits, an end too; what is put next is the first piece."""
         self._pieces, self.num_bytes, self.processor.finish_reason = [], 0, None
@@ -112,7 +116,7 @@ class AsyncLLM:
         self, worker: EngineClient, input_processor: InputProcessor, model_name: str
     ) -> None:
         self.model_name = model_name
-        self.observer: Observer | None = None
+        self._observer: Observer | None = None
         self.tokenizer = input_processor.tokenizer
         self.make_request = input_processor.make_request
         """a valid request, or a `RequestError` that says why not"""
@@ -135,6 +139,11 @@ class AsyncLLM:
         self._will_look = False
         self._num_reserved = 0
         self._counts = dict.fromkeys(COUNTS, 0)
+
+    def observe(self, observer: Observer) -> None:
+        """Have an observer told of everything from now on; there is one at most."""
+        assert self._observer is None
+        self._observer = observer
 
     def expect_grammars(self) -> None:
         """Make ready to check them, beside the rest; else the first one waits for it."""
@@ -231,14 +240,14 @@ class AsyncLLM:
             if reason is None:
                 self._worker.abort(request.request_id)
             self._counts[end_of(None if mailbox.is_cancelled else reason).counter] += 1
-            if self.observer is not None:
-                self.observer.left(request.request_id, reason)
+            if self._observer is not None:
+                self._observer.left(request.request_id, reason)
 
     def cancel(self, request_id: str, error: RequestError) -> None:
         """End a request now: whoever waits for it gets `error`. Unknown ids are ignored."""
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None and mailbox.processor.finish_reason is None:
-            mailbox.is_cancelled = True
+            mailbox.cancel()
             _fail(mailbox, error)
             self._worker.abort(request_id)
 
@@ -310,8 +319,8 @@ class AsyncLLM:
 
     def _receive(self, outputs: list[StepOutput], step_events: StepEvents | None = None) -> None:
         is_full = is_behind = False
-        if self.observer is not None:
-            self.observer.stepped(outputs, step_events)
+        if self._observer is not None:
+            self._observer.stepped(outputs, step_events)
         for output in outputs:
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is None:
@@ -328,8 +337,7 @@ class AsyncLLM:
                 mailbox.put(piece)
                 is_behind = is_behind or mailbox.num_bytes > 0
                 is_full = is_full or mailbox.num_bytes > MAX_MAILBOX_BYTES
-            if processor.needs_abort:
-                processor.needs_abort = False
+            if processor.take_abort():
                 self._worker.abort(output.request_id, FinishReason.STOP)
         if is_full:  # look when its reader has had a chance
             asyncio.get_running_loop().call_soon(self._end_the_furthest)

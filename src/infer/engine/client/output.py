@@ -3,7 +3,7 @@
 One per request, on the caller's side of the message boundary: the core knows no text. Text is held
 back while it could still be part of a stop string or of an unfinished character, so what has been
 shown is never taken back. When a stop string is reached the request is over for the caller;
-whoever owns the processor then aborts it in the core (`needs_abort`).
+whoever owns the processor then aborts it in the core (`take_abort`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class OutputProcessor:
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
         self.finish_reason: FinishReason | None = None
-        self.needs_abort = False
-        """the request ended here while the core still works on it"""
+        self._needs_abort = False
         self._detokenizer = tokenizer.new_detokenizer(
             skip_special_tokens=sampling.skip_special_tokens,
             shown_token_ids=request.shown_token_ids,
@@ -46,7 +45,7 @@ class OutputProcessor:
             if reason not in _BY_TOKEN or self._keep_end:
                 text, stopped = self._show(self._detokenizer.push(output.token_id))
                 if stopped:
-                    self.needs_abort = reason is None
+                    self._needs_abort = reason is None
                     reason = FinishReason.STOP
         if reason is not None and not self._stopped:
             rest, stopped = self._show(self._detokenizer.finish())
@@ -65,6 +64,11 @@ class OutputProcessor:
             output.error,
             output.prompt_logprobs,
         )
+
+    def take_abort(self) -> bool:
+        """Whether the request ended here while the core still works on it; True once."""
+        needs_abort, self._needs_abort = self._needs_abort, False
+        return needs_abort
 
     def _show(self, text: str) -> tuple[str, bool]:
         """The part of new text that may be shown, and whether a stop string was reached."""

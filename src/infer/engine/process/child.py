@@ -87,13 +87,14 @@ def main(fd: int, parent: int) -> int:
     try:
         blueprint: Blueprint = resolve_name(begin.factory)(begin.settings)
         channel.send(messages.Text(blueprint.model_name, blueprint.files))
-        core, limits = blueprint.build()
+        core, limits = blueprint.build(
+            lambda request_id: channel.send(messages.ComputingAlone(request_id))
+        )
         if wrap := os.environ.get(WRAP_VARIABLE):
             core = resolve_name(wrap)(core)
     except LoadError as error:
         channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
-    core.announce = lambda request_id: channel.send(messages.ComputingAlone(request_id))
     freeze_heap()
     # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
     # be used again, 2,000 of each length, which fill over an hour and look like a leak.

@@ -85,6 +85,10 @@ class _EngineRun:
     def pid(self) -> int:
         return self._process.pid
 
+    def computes_alone(self, request_id: str) -> None:
+        """Which request it computes by itself from now on; "" = none."""
+        self.alone = request_id
+
     @property
     def silence_s(self) -> float:
         """How long it has not reported."""
@@ -324,9 +328,10 @@ class EngineProcess:
         step: list[StepOutput] = []
         for event in engine_run.events(self._hang_s):
             if isinstance(event, messages.ComputingAlone):
-                engine_run.alone = event.request_id
+                engine_run.computes_alone(event.request_id)
             elif isinstance(event, messages.Report):
-                engine_run.alone, self._stats = "", event.stats
+                engine_run.computes_alone("")
+                self._stats = event.stats
                 if event.outputs:
                     self._num_failures = 0
                     with self._lock:

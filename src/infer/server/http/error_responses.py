@@ -48,9 +48,22 @@ class ClientGone(Exception):
 class HttpError(RequestError):
     """A refusal with a status that only HTTP knows."""
 
-    def __init__(self, status: int, message: str, *, code: str, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        type: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        """`type`: of OpenAI's error body, if it is not the usual one; for the others see
+        `RequestError`."""
         super().__init__(message, param=param, code=code)
         self.status = status
+        self.type = type or self.type
+        self.retry_after_s = retry_after_s
 
 
 def headers_too_large() -> HttpError:

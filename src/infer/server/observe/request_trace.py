@@ -119,6 +119,11 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
+    def add_to(self, bucket: int, value: float) -> None:
+        """Count a value whose bucket is known."""
+        self.counts[bucket] += 1
+        self.sum += value
+
     def add(self, value: float) -> None:
         """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
@@ -139,7 +144,7 @@ class RequestTraces:
         self.on_step: list[Callable[[StepEvents], None]] = []
         self.on_end: list[Callable[[RequestTrace], None]] = []
         self.gaps = Histogram(GAP_BUCKETS_S)
-        engine.observer = self
+        engine.observe(self)
 
     # ---- from the server
 
@@ -253,8 +258,7 @@ class RequestTraces:
                 gap_s = now_s - choice_trace.last_s
                 if gap_s != known_s:  # most of a step's have waited for the same time
                     known_s, bucket = gap_s, bisect_left(GAP_BUCKETS_S, gap_s)
-                self.gaps.counts[bucket] += 1
-                self.gaps.sum += gap_s
+                self.gaps.add_to(bucket, gap_s)
                 gaps = choice_trace.trace.gaps
                 if len(gaps) < NUM_GAPS or gap_s > gaps[-1][0]:
                     self._note_gap(choice_trace, gap_s, step_events)

@@ -33,8 +33,7 @@ class DatabaseError(HttpError):
     type = "server_error"
 
     def __init__(self, message: str) -> None:
-        super().__init__(503, message, code="database_unavailable")
-        self.retry_after_s = RETRY_AFTER_S
+        super().__init__(503, message, code="database_unavailable", retry_after_s=RETRY_AFTER_S)
 
 
 class DatabaseThreads:

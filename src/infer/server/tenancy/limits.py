@@ -192,10 +192,13 @@ def _worst_case(requests: Sequence[Request]) -> int:
 
 def too_many(message: str, wait_s: float) -> HttpError:
     """A refusal because of a key's limits, and when to try again."""
-    error = HttpError(429, message, code="rate_limit_exceeded")
-    error.type = "rate_limit_error"
-    error.retry_after_s = math.ceil(wait_s)
-    return error
+    return HttpError(
+        429,
+        message,
+        code="rate_limit_exceeded",
+        type="rate_limit_error",
+        retry_after_s=math.ceil(wait_s),
+    )
 
 
 def revoked() -> HttpError:
@@ -228,9 +231,12 @@ class AuthMiddleware:
             except (OSError, ValueError) as problem:
                 log.error("the file of keys cannot be read, nobody is let in: %s", problem)
                 error = HttpError(
-                    503, "the keys of this server cannot be read now", code="keys_unavailable"
+                    503,
+                    "the keys of this server cannot be read now",
+                    code="keys_unavailable",
+                    type="server_error",
+                    retry_after_s=5,
                 )
-                error.type, error.retry_after_s = "server_error", 5
                 await describe(error)(scope, receive, send)
                 return
             if key is None:  # OpenAI's words, by which LiteLLM tells it from other refusals
