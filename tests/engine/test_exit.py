@@ -24,7 +24,7 @@ def slow(*arguments):
         torch.empty(1 << 18).normal_()
     return True
 
-storage.advise = slow
+kv_storage.advise = slow
 """
 BLOCKING = """
 from infer import LLM, SamplingParams
@@ -67,7 +67,7 @@ def assert_ends(script: str) -> None:
 
 
 def test_a_script_ends_while_the_cache_is_being_prepared() -> None:
-    for _ in range(3):
+    for _ in range(2):
         assert_ends(SLOW + BLOCKING)
 
 

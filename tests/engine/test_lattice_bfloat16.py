@@ -16,6 +16,7 @@ from test_lattice import PROMPTS, params
 
 from infer import LLM
 from infer.attention.cpu import obstacle
+from infer.kernels.linear import bfloat16_obstacle
 from infer.kernels.loader import available
 from infer.types import RequestOutput
 
@@ -46,9 +47,12 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
     with_int8 = kind.get("kv_cache_dtype") == "int8"
     if with_int8 and (reason := obstacle(64, torch.int8, torch.device("cpu"))):
         pytest.skip(reason)
+    if with_int8 and (reason := bfloat16_obstacle()):
+        pytest.skip(reason)
     settings = {"batching_mode": "sequential", "enable_prefix_caching": False, "max_seq_len": 512}
     with LLM(**kind, **settings) as llm:
-        assert llm.core.runner.model.embedding.dtype.itemsize == 2
+        held = llm.core.runner.model.embedding.dtype
+        assert held == (torch.float32 if bfloat16_obstacle() else torch.bfloat16)
         cache = llm.core.runner.caches[0]
         assert (cache.dtype == torch.int8) == with_int8
         return kind, run(llm)
@@ -63,7 +67,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
         {"max_num_batched_tokens": 1, "page_size": 1},
         {"page_size": 5, "num_threads": 2},
         {"kv_cache_backend": "slotted", "max_batch_size": 4},
-        {"page_size": 4, "max_seq_len": 128, "kv_cache_memory_bytes": 3072 * 170},
+        {"page_size": 4, "max_seq_len": 128, "kv_cache_pages": 41},
     ],
     ids=str,
 )
@@ -72,12 +76,12 @@ def test_bitwise_as_alone(settings: dict[str, Any], alone: tuple[dict[str, Any],
     if kind.get("kv_cache_dtype") == "int8":  # in whole strips
         sizes = {1: 16, 5: 48, 4: 16}
         settings = settings | {k: sizes[v] for k, v in settings.items() if k == "page_size"}
-        settings = {k: v // 2 if k == "kv_cache_memory_bytes" else v for k, v in settings.items()}
+        settings = {k: v // 4 - 1 if k == "kv_cache_pages" else v for k, v in settings.items()}
     with LLM(**{"max_seq_len": 512, **kind, **settings}) as llm:
         assert run(llm) == wanted
         assert run(llm, order=[5, 2, 7, 0, 4, 1, 6, 3]) == wanted  # warm, and in another order
         stats = llm.stats()
-        if "kv_cache_memory_bytes" in settings:
+        if "kv_cache_pages" in settings:
             assert stats["num_preemptions"] > 0
         if settings.get("kv_cache_backend") is None:
             assert stats["num_cached_tokens"] > 0

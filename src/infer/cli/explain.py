@@ -42,7 +42,9 @@ def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
             trace = _read_json(reply)
     except urllib.error.HTTPError as error:
-        raise InferError(_message_of(error, url)) from None
+        with error:  # it holds the connection
+            message = _message_of(error, url)
+        raise InferError(message) from None
     except (OSError, ValueError, HTTPException) as error:
         raise InferError(f"no server of ours answers at {url}: {_line(error)}") from None
     if not isinstance(trace, dict):
