@@ -2,7 +2,7 @@
 
 `python tests/reliability/scorecard.py [--minutes 60] [--overload-s 120] [--only 9,20]`. A row is
 one or more tests, run by pytest; what they counted comes from their `Findings`. With `--only` the
-other rows keep what an earlier run has found; that is kept beside the page, in `.reliability.json`.
+other rows of the page stay as they are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
-KEPT = ROOT / ".reliability.json"
 HERE = "tests/reliability"
 
 
@@ -335,8 +334,18 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def page(kept: dict[str, Any]) -> str:
-    """The whole of docs/reliability.md."""
+def written(before: str) -> dict[str, tuple[str, str]]:
+    """What a page says already: by a row's number, its line in the table and its section."""
+    head, *sections = re.split(r"(?m)^(?=## )", before)
+    lines = {line.split("|")[1].strip(): line for line in head.splitlines() if line[:2] == "| "}
+    found = {section.split()[1]: "\n" + section.rstrip() for section in sections}
+    return {number: (lines[number], found[number]) for number in found if number in lines}
+
+
+def page(kept: dict[str, Any], before: str = "") -> str:
+    """The whole of docs/reliability.md; `before`: the page as it is, whose rows stay where there
+    are no newer ones."""
+    older = written(before)
     parts = [
         "# Reliability: the scorecard\n",
         "Written by `python tests/reliability/scorecard.py`; do not edit. *Nothing lost* means:"
@@ -348,12 +357,18 @@ def page(kept: dict[str, Any]) -> str:
         "Not here: 7, 13, 17, 26, 27, 31, 33, 34.\n",
         "| # | test | verdict | took | date |\n|---|---|---|---|---|",
     ]
-    done = [(row, kept[row.number]) for row in ROWS if row.number in kept]
-    parts += [
-        f"| {row.number} | {row.name} | {what['verdict']} | {what['seconds']} s | {what['date']} |"
-        for row, what in done
-    ]
-    for row, what in done:
+    for row in ROWS:
+        if row.number in kept:
+            what = kept[row.number]
+            cells = (row.number, row.name, what["verdict"], f"{what['seconds']} s", what["date"])
+            parts.append(f"| {' | '.join(cells)} |")
+        elif row.number in older:
+            parts.append(older[row.number][0])
+    for row in ROWS:
+        if row.number not in kept:
+            parts += [older[row.number][1]] if row.number in older else []
+            continue
+        what = kept[row.number]
         parts.append(f"\n## {row.number} {row.name}: {what['verdict']}\n")
         if row.load:
             parts.append(f"{row.load}.\n")
@@ -391,15 +406,14 @@ def main() -> int:
         "INFER_SOAK_MINUTES": str(arguments.minutes),
         "INFER_OVERLOAD_S": str(arguments.overload_s),
     }
-    kept: dict[str, Any] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    found: dict[str, Any] = {}
     for row in ROWS:
         if row.number in wanted:
             print(f"{row.number} {row.name} …", end=" ", flush=True)
-            kept[row.number] = run_row(row, environment)
-            print(kept[row.number]["verdict"], f"({kept[row.number]['seconds']} s)", flush=True)
-            KEPT.write_text(json.dumps(kept, indent=1))
-            PAGE.write_text(page(kept))
-    return sum(kept[number]["verdict"] != "pass" for number in wanted)
+            found[row.number] = run_row(row, environment)
+            print(found[row.number]["verdict"], f"({found[row.number]['seconds']} s)", flush=True)
+            PAGE.write_text(page(found, PAGE.read_text() if PAGE.exists() else ""))
+    return sum(found[number]["verdict"] != "pass" for number in wanted)
 
 
 if __name__ == "__main__":
