@@ -141,8 +141,8 @@ class AsyncLLM:
         self._counts = dict.fromkeys(COUNTS, 0)
 
     def observe(self, observer: Observer) -> None:
-        """Have an observer told of everything from now on; there is one at most."""
-        assert self._observer is None
+        """Call `observer` for everything that happens from now on. There is one at a time: a second
+        call replaces the first observer, as a second app over the same engine does."""
         self._observer = observer
 
     def expect_grammars(self) -> None:
