@@ -24,7 +24,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import h11
 from starlette.responses import Response
@@ -191,7 +191,9 @@ class BoundedProtocol(H11Protocol):
     def _should_upgrade(self) -> bool:
         """An upgrade is an offer, which may be left unanswered. uvicorn asks for it between a
         request's head and its task: here is the place to refuse."""
-        self._refusal = self._turn_away(self.scope) if self._turn_away is not None else None
+        self._refusal = None
+        if self._turn_away is not None:
+            self._refusal = self._turn_away(cast(Scope, self.scope))
         return self._refusal is not None
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
