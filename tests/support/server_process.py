@@ -29,11 +29,11 @@ WORDS = ["Once", "upon", "a", "time", "there", "was", "one", "little", "fox", "a
 ROOT = Path(__file__).parents[2]
 ENV = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests", "tests/engine")),
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT))),
 }
 
 
-OBSERVED = str(Path(__file__).with_name("observed.py"))
+OBSERVED = str(Path(__file__).with_name("observed_server.py"))
 
 
 def hash_server(**settings: Any) -> list[str]:
@@ -109,7 +109,7 @@ class Served:
             connection.close()
 
     async def stats(self) -> dict[str, Any]:
-        """What `observed.py` shows."""
+        """What `observed_server.py` shows."""
         result: dict[str, Any] = json.loads((await asyncio.to_thread(self.get, "/test/stats"))[1])
         names = ("num_open", "num_requests_finished", "num_requests_cancelled")
         ended = sum(result[name] for name in (*names, "num_requests_failed"))
