@@ -1,8 +1,9 @@
 """The pages of docs/howto: what they say is done to a copy of the repository, and their tests run.
 
 A block that begins with `--- path` changes a file: its hunks, apart by `@@`, are lines that stay
-(` `), go (`-`) and come (`+`). A block that begins with `# path` is a new file. A block of `pytest`
-commands is the proof. So a page cannot leave out a file, and cannot fall behind the source.
+(` `), go (`-`) and come (`+`). A block that begins with `# path` or `// path` is a new file. The
+`pytest` commands of a page are its proof. So a page cannot leave out a file, and cannot fall
+behind the source.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def edits(page: str) -> dict[str, str]:
     found = {}
     for block in blocks(page):
         head, _, rest = block.partition("\n")
-        if match := re.fullmatch(r"(?:---|#) ((?:src|tests|setup|docs)[\w/.]*)", head):
+        if match := re.fullmatch(r"(?:---|#|//) ((?:src|tests|setup|docs)[\w/.]*)", head):
             assert match[1] not in found, f"{match[1]} has two blocks"
             found[match[1]] = rest if head.startswith("---") else block
     return found
@@ -63,7 +64,7 @@ def results(page: str) -> dict[str, str]:
     """Path → what the file is after the changes of a page."""
     found = {}
     for path, block in edits(page).items():
-        is_new = block.startswith("# ")
+        is_new = block.startswith(("# ", "// "))
         assert is_new is not (ROOT / path).exists(), f"{path}: new, or to be changed?"
         found[path] = block if is_new else changed(path, (ROOT / path).read_text(), block)
     return found
@@ -74,7 +75,8 @@ def copy_of_the_repository(to: Path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "clients", "reliability")
     for name in ("src", "tests", "docs"):
         shutil.copytree(ROOT / name, to / name, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", to)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, to)
     for weights in (ROOT / "src/infer/demo_model").glob("*.safetensors"):
         (to / "src/infer/demo_model" / weights.name).symlink_to(weights)
     return to
@@ -93,8 +95,16 @@ def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(root / "src")},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=600,
     )
+
+
+def build(root: Path) -> None:
+    """Compile the native library of a copy; the test is skipped where that cannot be."""
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler here")
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -107,6 +117,7 @@ def test_a_page_names_the_files_that_it_touches(page: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_changes_of_a_page_keep_the_rules_and_its_tests_need_them(
     page: str, tmp_path: Path
@@ -116,9 +127,13 @@ def test_the_changes_of_a_page_keep_the_rules_and_its_tests_need_them(
     for path in made:
         if path.startswith("tests"):
             (root / path).write_text(made[path])
+    if any(path.endswith(".cpp") for path in made):
+        build(root)
     assert run(commands(page)[0], root).returncode in (1, 2, 4), "passes without the change"
     for path in made:
         (root / path).write_text(made[path])
+    if any(path.endswith(".cpp") for path in made):
+        build(root)
     for check in CHECKS:
         assert check(root / "src/infer") == [], check.__name__
     sources = [path for path in made if path.endswith(".py")]
