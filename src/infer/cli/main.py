@@ -22,6 +22,11 @@ from infer.errors import ConfigError, InferError
 from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
 from infer.version import VERSION
 
+NO_WINDOWS = (
+    "infer: does not run on Windows itself: the engine process needs sockets and signals that"
+    " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
+)
+
 app = typer.Typer(
     name="infer",
     help="Serve and run large language models.",
@@ -166,6 +171,9 @@ def models() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry point of the `infer` script."""
+    if sys.platform == "win32":
+        print(NO_WINDOWS, file=sys.stderr)
+        sys.exit(2)
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
