@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from call import Call
+from call import MODEL, Call
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -213,7 +213,7 @@ def forced_tools() -> SearchStrategy[dict[str, Any]]:
 def calls() -> SearchStrategy[Call]:
     """Completions and chats with a grammar."""
     common = st.fixed_dictionaries(
-        {"model": st.just("infer-demo"), "max_tokens": st.integers(1, 12)},
+        {"model": st.just(MODEL), "max_tokens": st.integers(1, 12)},
         optional={
             "stream": st.booleans(),
             "n": st.integers(1, 3),
