@@ -105,6 +105,8 @@ def _child(path: str, out: int, before: int) -> None:
 
 
 def main() -> None:
+    # A forked child has none of its parent's OpenMP threads, and would wait for them for ever.
+    os.environ["OMP_NUM_THREADS"] = "1"
     from infer.config import EngineConfig
     from infer.engine.build.assemble import plan_for
 
