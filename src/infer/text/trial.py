@@ -56,7 +56,7 @@ def _known(pattern: str) -> bool:
 
 
 def main() -> None:
-    """Encode the texts; a signal or the library's own limit ends the process if it takes too long."""
+    """Encode the texts; a signal or the library's own limit ends the process after too long."""
     import resource
 
     import tokenizers

@@ -82,7 +82,7 @@ def _calls_of(turn: Message) -> list[Message]:
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:
-    """The messages, in which each call has an id and a type, and each result its function's name."""
+    """The messages, with an id and a type for each call and a function's name for each result."""
     names: dict[str, Any] = {}
     turns = []
     for i, message in enumerate(messages):
