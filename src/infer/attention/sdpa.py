@@ -82,9 +82,9 @@ class SDPABackend:
     def plan(self, layout: BatchLayout) -> None:
         """Divide the step into tiles and compute their cells and masks; all layers use them."""
         self._slots = layout.slot_mapping
-        self._tiles = {w: self._cut(layout, w) for w in set(self._windows)}
+        self._tiles = {w: self._divide(layout, w) for w in set(self._windows)}
 
-    def _cut(self, layout: BatchLayout, window: int | None) -> list[_Tiles]:
+    def _divide(self, layout: BatchLayout, window: int | None) -> list[_Tiles]:
         # (tokens, padded context) → [(sequence, query row, its position, first key's position)]
         shapes: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
         for i, seq_len in enumerate(layout.seq_lens):
@@ -99,11 +99,11 @@ class SDPABackend:
                 row += num
                 position += num
         return [
-            self._shape(layout.page_tables, num, context, members, window)
+            self._tiles_of_shape(layout.page_tables, num, context, members, window)
             for (num, context), members in shapes.items()
         ]
 
-    def _shape(
+    def _tiles_of_shape(
         self,
         page_tables: Tensor,
         num: int,

@@ -258,10 +258,10 @@ class TritonBackend:
         base = np.cumsum(rows) - rows
         made = np.empty((total, ITEM_FIELDS), np.int32)
         made[:, :6] = tiles[which]
-        lone = splits[which] == 1
+        is_unsplit = splits[which] == 1
         from_key = (begins[which] + split) * size
-        made[:, 4] = np.where(lone, made[:, 4], np.maximum(made[:, 4], from_key))
-        made[:, 5] = np.where(lone, made[:, 5], np.minimum(made[:, 5], from_key + size))
+        made[:, 4] = np.where(is_unsplit, made[:, 4], np.maximum(made[:, 4], from_key))
+        made[:, 5] = np.where(is_unsplit, made[:, 5], np.minimum(made[:, 5], from_key + size))
         made[:, 6] = split
         made[:, 7] = splits[which]
         made[:, 8] = base[which]

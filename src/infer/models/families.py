@@ -195,15 +195,15 @@ def _gemma3_ropes(reader: ConfigReader, max_position: int) -> Any:
     raw = reader.raw
     both = raw.get("rope_parameters")
     if isinstance(both, Mapping) and "full_attention" in both:
-        wide, local = both["full_attention"] or {}, both.get("sliding_attention") or {}
-        wide, local = _spec(reader, wide), _spec(reader, local)
-        theta = wide.get("rope_theta", 1_000_000.0)
+        full, local = both["full_attention"] or {}, both.get("sliding_attention") or {}
+        full, local = _spec(reader, full), _spec(reader, local)
+        theta = full.get("rope_theta", 1_000_000.0)
         local_theta = local.get("rope_theta", 10_000.0)
     else:
-        wide, local = _spec(reader, raw.get("rope_scaling") or {}), {}
+        full, local = _spec(reader, raw.get("rope_scaling") or {}), {}
         theta = raw.get("rope_theta", 1_000_000.0)
         local_theta = raw.get("rope_local_base_freq", 10_000.0)
     return (
-        read_rope_spec(reader, wide, theta, max_position=max_position),
+        read_rope_spec(reader, full, theta, max_position=max_position),
         read_rope_spec(reader, local, local_theta, max_position=max_position),
     )

@@ -68,9 +68,9 @@ class Gemma3:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens) * self.scale
-        wide, local = self.rope.at(positions), self.local_rope.at(positions)
+        full, local = self.rope.at(positions), self.local_rope.at(positions)
         for i, layer in enumerate(self.layers):
-            x = layer(x, *(wide if self.config.window(i) is None else local), attend)
+            x = layer(x, *(full if self.config.window(i) is None else local), attend)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ _GPT2_NAMES = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
-_GPT2_TURNED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+_GPT2_TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
 """Weights that are [out, in] in GGUF files and [in, out] in Hugging Face checkpoints."""
 _TENSOR_NAME = re.compile(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -149,16 +149,16 @@ class GGUFFile:
 
         def read(name: str, shape: tuple[int, ...]) -> Tensor:
             stored_name = names[name]
-            is_turned = self._is_turned(stored_name)
-            values = self._read(stored_name, shape[::-1] if is_turned else shape, dtype)
-            values = values.T if is_turned else values
+            is_transposed = self._is_transposed(stored_name)
+            values = self._read(stored_name, shape[::-1] if is_transposed else shape, dtype)
+            values = values.T if is_transposed else values
             fits = tuple(values.shape) == shape  # the source reports a tensor that does not fit
             return self._as_in_hugging_face(stored_name, values) if fits else values
 
         def stored(name: str) -> Tensor:
             shape = tuple(int(size) for size in reversed(self._tensors[names[name]].shape))
             tensor = torch.empty(shape, dtype=dtype, device="meta")
-            return tensor.T if self._is_turned(names[name]) else tensor
+            return tensor.T if self._is_transposed(names[name]) else tensor
 
         source = WeightSource(names, read, dtype=dtype, device=device, stored=stored)
         if self.config.rope.frequency_divisors:
@@ -269,9 +269,9 @@ class GGUFFile:
         layer = "" if match[1] is None else f"{layers}.{match[2]}."
         return f"{layer}{parts[match[3]]}.{match[4]}"
 
-    def _is_turned(self, name: str) -> bool:
+    def _is_transposed(self, name: str) -> bool:
         part, kind = name.split(".")[-2:] if "." in name else (name, "")
-        return self._arch == "gpt2" and kind == "weight" and part in _GPT2_TURNED
+        return self._arch == "gpt2" and kind == "weight" and part in _GPT2_TRANSPOSED
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor as stored: matrices in `dtype`, vectors in float32.

@@ -38,10 +38,10 @@ class _Layer:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.norm_1 = _Norm(config, source, f"{prefix}ln_1")
         self.norm_2 = _Norm(config, source, f"{prefix}ln_2")
-        self.qkv = _turned(source, f"{prefix}attn.c_attn", hidden, 3 * hidden)
-        self.o = _turned(source, f"{prefix}attn.c_proj", hidden, hidden)
-        self.up = _turned(source, f"{prefix}mlp.c_fc", hidden, inner)
-        self.down = _turned(source, f"{prefix}mlp.c_proj", inner, hidden)
+        self.qkv = _transposed(source, f"{prefix}attn.c_attn", hidden, 3 * hidden)
+        self.o = _transposed(source, f"{prefix}attn.c_proj", hidden, hidden)
+        self.up = _transposed(source, f"{prefix}mlp.c_fc", hidden, inner)
+        self.down = _transposed(source, f"{prefix}mlp.c_proj", inner, hidden)
         source.drop(f"{prefix}attn.bias", f"{prefix}attn.masked_bias")
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
@@ -77,7 +77,7 @@ class GPT2:
         return self.lm_head(hidden)
 
 
-def _turned(source: WeightSource, name: str, width: int, rows: int) -> Linear:
+def _transposed(source: WeightSource, name: str, width: int, rows: int) -> Linear:
     """A linear layer from `width` to `rows` outputs, whose weight is stored as [in, out]."""
     weight = source.take(f"{name}.weight", (width, rows))
     bias = source.take(f"{name}.bias", (rows,))

@@ -178,7 +178,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         file = files[name]
         if len(recent) >= 4:
-            _forget_pages(recent.popleft())
+            _release_pages(recent.popleft())
         try:
             tensor: Tensor = file_of(name).get_tensor(name)
         except SafetensorError as error:
@@ -191,7 +191,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
     return WeightSource(names, read, dtype=dtype, device=device, stored=stored)
 
 
-def _forget_pages(tensor: Tensor) -> None:
+def _release_pages(tensor: Tensor) -> None:
     """Release the memory-mapped pages of a tensor that has been read.
 
     The system reads a page again from the file if it is used again, so this is always safe. Without

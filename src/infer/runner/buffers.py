@@ -190,13 +190,13 @@ class TableRows:
         row = self._row_of.get(id(sequence))
         if row is None:
             if not self._free:
-                self._sweep()
+                self._free_unused_rows()
             row = self._free.pop()
             self._row_of[id(sequence)] = row
             self._owners[row] = sequence
         return row
 
-    def _sweep(self) -> None:
+    def _free_unused_rows(self) -> None:
         """Free the rows of sequences that are not running any more."""
         for row, owner in enumerate(self._owners):
             if owner is not None and owner.status is not Status.RUNNING:

@@ -44,7 +44,7 @@ _Mask = Tensor | None
 
 
 @dataclass(slots=True, eq=False)
-class _Following:
+class _GrammarState:
     """The state of a sequence's grammar, kept in `Sequence.constraint`."""
 
     constraint: Future[Constraint]
@@ -69,33 +69,35 @@ class Masks:
     A mask is [V] bool on the CPU and True for forbidden tokens; None if the grammar has failed.
     """
 
-    def __init__(self, masks: Mapping[str, tuple[_Following, Future[_Mask]]], alone: bool) -> None:
+    def __init__(
+        self, masks: Mapping[str, tuple[_GrammarState, Future[_Mask]]], alone: bool
+    ) -> None:
         """`masks` by request id. `alone`: no sequence of the step could go on without waiting."""
         self._masks = masks
         now_s = time.monotonic()
         self._until_s = {
-            name: now_s + (MASKS_S if alone or following.is_quick else OTHERS_S)
-            for name, (following, _) in masks.items()
+            name: now_s + (MASKS_S if alone or state.is_quick else OTHERS_S)
+            for name, (state, _) in masks.items()
         }
 
     def result(self) -> dict[str, _Mask]:
         """All masks by request id; waits as long as it takes."""
-        for following, mask in self._masks.values():
+        for state, mask in self._masks.values():
             wait_for([mask])
-            following.begun = None
+            state.begun = None
         return {name: mask.result() for name, (_, mask) in self._masks.items()}
 
     def in_time(self) -> tuple[dict[str, _Mask], set[str]]:
         """(masks that are complete in time, by request id; request ids of the others)"""
         found: dict[str, _Mask] = {}
         late: set[str] = set()
-        for name, (following, mask) in self._masks.items():
+        for name, (state, mask) in self._masks.items():
             left_s = self._until_s[name] - time.monotonic()
             if not mask.done() and left_s > 0:
                 wait_for([mask], left_s)
             if mask.done():
                 found[name] = mask.result()
-                following.begun = None
+                state.begun = None
             else:
                 late.add(name)
         return found, late
@@ -110,7 +112,7 @@ class Restrictions:
         For a large vocabulary that takes about a second.
         """
         self._compiling = compiling_thread("infer-grammar")
-        self._compiling.submit(_give_way)
+        self._compiling.submit(_lower_priority)
         self._masking = compiling_thread("infer-masks")
         self._compiler = self._compiling.submit(compiler)
 
@@ -119,26 +121,26 @@ class Restrictions:
         chunks = [chunk for chunk in plan if chunk.sequence.request.sampling.grammar is not None]
         if not chunks:
             return None
-        masks: dict[str, tuple[_Following, Future[_Mask]]] = {}
+        masks: dict[str, tuple[_GrammarState, Future[_Mask]]] = {}
         for chunk in chunks:
             sequence = chunk.sequence
             # Compiling starts now, even if the sequence does not sample yet.
-            following = self._following(sequence)
+            state = self._state_of(sequence)
             if chunk.samples:
-                mask = following.begun or self._begin_mask(sequence, following)
-                following.begun = mask
-                masks[sequence.request_id] = (following, mask)
+                mask = state.begun or self._begin_mask(sequence, state)
+                state.begun = mask
+                masks[sequence.request_id] = (state, mask)
         alone = len(chunks) == len(plan) and not any(each.is_quick for each, _ in masks.values())
         return Masks(masks, alone)
 
-    def _following(self, sequence: Sequence) -> _Following:
-        following = sequence.constraint
-        if not isinstance(following, _Following):
+    def _state_of(self, sequence: Sequence) -> _GrammarState:
+        state = sequence.constraint
+        if not isinstance(state, _GrammarState):
             grammar = sequence.request.sampling.grammar
             assert isinstance(grammar, Grammar)
             compiled = self._compiling.submit(self._compile, grammar, sequence.request)
-            sequence.constraint = following = _Following(compiled)
-        return following
+            sequence.constraint = state = _GrammarState(compiled)
+        return state
 
     def _compile(self, grammar: Grammar, request: Request) -> Constraint:
         compiler = self._compiler.result()
@@ -147,20 +149,20 @@ class Restrictions:
             return constraint
         return BehindThoughts(constraint, compiler.token_bytes(), *request.thoughts)
 
-    def _begin_mask(self, sequence: Sequence, following: _Following) -> Future[_Mask]:
+    def _begin_mask(self, sequence: Sequence, state: _GrammarState) -> Future[_Mask]:
         # A copy: the sequence's own list may grow while the mask is being made.
         tokens = sequence.tokens[sequence.num_prompt :]
-        thread = self._masking if following.is_quick else self._compiling
-        return thread.submit(self._mask, sequence.request_id, following, tokens)
+        thread = self._masking if state.is_quick else self._compiling
+        return thread.submit(self._mask, sequence.request_id, state, tokens)
 
     @staticmethod
-    def _mask(request_id: str, following: _Following, tokens: list[int]) -> _Mask:
+    def _mask(request_id: str, state: _GrammarState, tokens: list[int]) -> _Mask:
         try:
-            constraint = following.constraint.result()
+            constraint = state.constraint.result()
             started_s = time.thread_time()
             constraint.follow(tokens)
             mask = torch.from_numpy(constraint.forbidden())
-            following.is_slow = time.thread_time() - started_s > SLOW_S
+            state.is_slow = time.thread_time() - started_s > SLOW_S
         except Exception:
             log.warning("request %s: its grammar fails", request_id, exc_info=True)
             return None
@@ -178,21 +180,21 @@ class Restrictions:
         A sequence in `late`, whose mask was not complete in time, gets a result with `is_late`; one
         whose grammar has failed gets an error.
         """
-        settled = list(sampled)
+        results = list(sampled)
         for row, (sequence, result) in enumerate(zip(sequences, sampled, strict=True)):
-            name, following = sequence.request_id, sequence.constraint
+            name, state = sequence.request_id, sequence.constraint
             if name in late:
-                settled[row] = Sampled(0, is_late=True)
+                results[row] = Sampled(0, is_late=True)
             elif name not in forbidden or result.error:
                 continue
-            elif forbidden[name] is None or not isinstance(following, _Following):
-                settled[row] = Sampled(0, error=FAILED, is_refused=True)
-            elif following.constraint.result().take(result.token_id):
-                settled[row] = replace(result, completes=True)
-        return settled
+            elif forbidden[name] is None or not isinstance(state, _GrammarState):
+                results[row] = Sampled(0, error=FAILED, is_refused=True)
+            elif state.constraint.result().take(result.token_id):
+                results[row] = replace(result, completes=True)
+        return results
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Lower this thread's priority, so that compiling does not delay steps."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

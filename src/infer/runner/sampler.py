@@ -271,14 +271,14 @@ def _draw(
     tokens: dict[int, int] = {}
     for k, group in groups.items():
         members = _tensor(group, rows, torch.int64)
-        company = [sequences[row] for row in group]
+        chosen = [sequences[row] for row in group]
         if k:
             values, ids = vocab_blocks.largest(rows, tops, members, k)
-            found = _draw_from_candidates(values, ids, company)
+            found = _draw_from_candidates(values, ids, chosen)
         elif rows.device.type == "cpu" and not isinstance(loader.library(), str):
-            found = _draw_natively(rows, tops, group, company)
+            found = _draw_natively(rows, tops, group, chosen)
         else:
-            found = _draw_from_all(_rows_of(rows, members), tops[members], company)
+            found = _draw_from_all(_rows_of(rows, members), tops[members], chosen)
         tokens.update(zip(group, found, strict=True))
     return tokens
 
@@ -307,15 +307,15 @@ def _draw_natively(
 
     `group`: the rows of the sequences.
     """
-    wishes = []
+    entries = []
     for row, sequence in zip(group, sequences, strict=True):
         p, seed = sequence.request.sampling, sequence.request.seed & _MASK64
         numbers = p.temperature, p.top_p, p.min_p, row, seed, len(sequence.tokens)
-        wishes.append(struct.pack("dddQQQ", *numbers))
+        entries.append(struct.pack("dddQQQ", *numbers))
     tokens = array("q", bytes(8 * len(group)))
     loader.loaded().infer_draw(
         *(rows.data_ptr(), tops.data_ptr(), rows.stride(0), rows.shape[1], tops.shape[1]),
-        *(b"".join(wishes), len(wishes), tokens.buffer_info()[0]),
+        *(b"".join(entries), len(entries), tokens.buffer_info()[0]),
         *(loader.parallel(), torch.get_num_threads()),
     )
     return tokens.tolist()

@@ -29,19 +29,19 @@ def padded(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, missing), value=float("-inf")) if missing else rows
 
 
-def _cut(rows: Tensor) -> Tensor:
+def _in_blocks(rows: Tensor) -> Tensor:
     return rows.view(rows.shape[0], -1, BLOCK)
 
 
 def maxima(rows: Tensor) -> Tensor:
     """The maximum of each block, [R, V / BLOCK]."""
-    return _cut(rows).amax(dim=-1)
+    return _in_blocks(rows).amax(dim=-1)
 
 
 def argmax(rows: Tensor, tops: Tensor) -> Tensor:
     """The id of the largest number in each row, [R]; `tops`: the blocks' maxima."""
     block = tops.argmax(dim=-1, keepdim=True)
-    inside = _cut(rows).gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).argmax(dim=-1)
+    inside = _in_blocks(rows).gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).argmax(dim=-1)
     return torch.add(inside, block, alpha=BLOCK).squeeze(1)
 
 
@@ -51,7 +51,7 @@ def largest(rows: Tensor, tops: Tensor, members: Tensor, k: int) -> tuple[Tensor
     among = torch.arange(tops.shape[1], device=rows.device)
     blocks = _first(tops, among, min(k, tops.shape[1])).unsqueeze(2)
     ids = (blocks * BLOCK + torch.arange(BLOCK, device=rows.device)).flatten(1)
-    ids = _first(_cut(rows)[members.unsqueeze(1), blocks.squeeze(2)].flatten(1), ids, k)
+    ids = _first(_in_blocks(rows)[members.unsqueeze(1), blocks.squeeze(2)].flatten(1), ids, k)
     return rows[members.unsqueeze(1), ids], ids
 
 
@@ -77,7 +77,7 @@ def weights(rows: Tensor, tops: Tensor, temperatures: Tensor) -> Tensor:
 
 def running_sums(weights: Tensor) -> Tensor:
     """The sums of the weights up to the end of each block, [R, V / BLOCK], float64."""
-    return _cut(weights).sum(dim=-1).double().cumsum(dim=-1)
+    return _in_blocks(weights).sum(dim=-1).double().cumsum(dim=-1)
 
 
 def pick(weights: Tensor, sums: Tensor, points: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def pick(weights: Tensor, sums: Tensor, points: Tensor) -> Tensor:
     targets = points * sums[:, -1]
     block = invert(sums, targets)
     before = torch.where(block > 0, sums[rows, (block - 1).clamp(min=0)], 0.0)
-    inside = _cut(weights)[rows, block].double().cumsum(dim=-1)
+    inside = _in_blocks(weights)[rows, block].double().cumsum(dim=-1)
     return block * BLOCK + invert(inside, targets - before)
 
 

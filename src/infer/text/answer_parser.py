@@ -158,13 +158,13 @@ class AnswerParser:
         if self._state == "begin":
             seen, opening = self._held.lstrip(), self._thoughts.opening
             if seen.startswith(opening):
-                self._go("reasoning", seen.removeprefix(opening))
+                self._enter("reasoning", seen.removeprefix(opening))
                 return True
             if opening.startswith(seen) and not end:
                 return False
             self._state = "first"
         if self._state == "reasoning":
-            return self._until([self._thoughts.closing], self._reasoning, end)
+            return self._read_until_mark([self._thoughts.closing], self._reasoning, end)
         if self._state == "first":
             self._state = "content"
             if tools is not None and tools.is_bare:
@@ -174,13 +174,13 @@ class AnswerParser:
                 self._state, self._reading = "block", reading(self._names)
         if self._state == "content":
             if tools is not None and tools.openings:
-                return self._until(list(tools.openings), self._content, end)
-            self._give(self._content, self._held)
+                return self._read_until_mark(list(tools.openings), self._content, end)
+            self._output(self._content, self._held)
             self._held = ""
             return False
-        return self._block(end)
+        return self._read_block(end)
 
-    def _block(self, end: bool) -> bool:
+    def _read_block(self, end: bool) -> bool:
         assert self._reading is not None
         block = self._reading.read(self._held, end=end)
         if block is None:
@@ -192,24 +192,24 @@ class AnswerParser:
             if cut or (cut is not None and self._has_called):
                 calls, rest = cut, ""
         if calls is None:
-            self._give(self._content, self._before + self._held[: block.size])
+            self._output(self._content, self._before + self._held[: block.size])
             self._state, self._held = "content", rest
         else:
             self._calls += calls
             self._has_called = True
-            self._go("content", rest)
+            self._enter("content", rest)
         return bool(rest)
 
-    def _until(self, marks: list[str], given: list[str], end: bool) -> bool:
+    def _read_until_mark(self, marks: list[str], given: list[str], end: bool) -> bool:
         """Output the text before the first of the marks, without the white space around it."""
         held = self._held
         found = min(((at, mark) for mark in marks if (at := held.find(mark)) >= 0), default=None)
         if found is not None:
             at, mark = found
             before = held[:at].rstrip()
-            self._give(given, before)
+            self._output(given, before)
             if self._state == "reasoning":
-                self._go("first", held[at + len(mark) :])
+                self._enter("first", held[at + len(mark) :])
             else:
                 assert self._tools is not None
                 self._before = held[len(before) : at] + mark
@@ -217,15 +217,19 @@ class AnswerParser:
                 self._state, self._held = "block", held[at + len(mark) :]
             return True
         if not end:  # hold back an end that may be the beginning of a mark
-            begun = max(map(self._num_begun, marks))
+            begun = max(map(self._num_possible_mark_chars, marks))
             held = held[: len(held) - begun].rstrip()
-        elif self._forced and self._state == "content" and self._is_cut(held.strip(), marks[0]):
+        elif (
+            self._forced
+            and self._state == "content"
+            and self._ends_in_cut_call(held.strip(), marks[0])
+        ):
             held, self._held = "", ""
-        self._give(given, held)
+        self._output(given, held)
         self._held = self._held[len(held) :]
         return False
 
-    def _is_cut(self, held: str, mark: str) -> bool:
+    def _ends_in_cut_call(self, held: str, mark: str) -> bool:
         """Whether a forced call was cut off within its opening mark and its tool is known."""
         if not mark.startswith(held):
             return False
@@ -234,7 +238,7 @@ class AnswerParser:
             self._calls.append(ToolCall(names[0], ""))
         return self._has_called or len(names) == 1
 
-    def _num_begun(self, mark: str) -> int:
+    def _num_possible_mark_chars(self, mark: str) -> int:
         """The number of characters at the end of the held text that may begin a mark."""
         tail = self._held[1 - len(mark) :]
         at = tail.find(mark[0])
@@ -242,10 +246,10 @@ class AnswerParser:
             at = tail.find(mark[0], at + 1)
         return len(tail) - at if at >= 0 else 0
 
-    def _go(self, state: str, rest: str) -> None:
+    def _enter(self, state: str, rest: str) -> None:
         self._state, self._held, self._trim, self._before = state, rest, True, ""
 
-    def _give(self, given: list[str], text: str) -> None:
+    def _output(self, given: list[str], text: str) -> None:
         if self._trim:
             text = text.lstrip()
             self._trim = not text

@@ -122,24 +122,26 @@ class ChatTemplate:
             line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             problem = getattr(error, "message", None) or error
             raise LoadError(f"the chat template does not compile: {line}{problem}") from None
-        self.abilities = find_abilities(self._run_as_given, self._words)
+        self.abilities = find_abilities(self._render_probe, self._words)
         """What the template supports (tools, parts, …), as probes have found out."""
 
-    def _run_as_given(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
-        beside = {"messages": list(messages), "add_generation_prompt": False}
+    def _render_probe(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+        fixed = {"messages": list(messages), "add_generation_prompt": False}
         try:
             return self._rendered(
-                {**self._standing(), "tools": None, **variables, **beside}, MAX_UNITS, MAX_PROBE_S
+                {**self._common_variables(), "tools": None, **variables, **fixed},
+                MAX_UNITS,
+                MAX_PROBE_S,
             )
         except WorkError as error:
             raise LoadError(f"the chat template cannot be used: a few words in, {error}") from None
 
-    def _standing(self) -> dict[str, Any]:
+    def _common_variables(self) -> dict[str, Any]:
         """The variables that are the same for every prompt."""
-        standing: dict[str, Any] = {"documents": None, **self._special_tokens}
+        common: dict[str, Any] = {"documents": None, **self._special_tokens}
         if "datetime" in self._words:  # Firefunction's template needs it; clients do not send it
-            standing["datetime"] = datetime.datetime.now().strftime("%B %d %Y %H:%M:%S")
-        return standing
+            common["datetime"] = datetime.datetime.now().strftime("%B %d %Y %H:%M:%S")
+        return common
 
     def render(
         self,
@@ -180,7 +182,9 @@ class ChatTemplate:
         if continue_final_message:
             (mark,) = free_noncharacters([turns, tools, extra, self.source], 1)
             _tag_final(turns[-1], mark)
-        variables = self._standing() | {name: _plain(value, name) for name, value in extra.items()}
+        variables = self._common_variables() | {
+            name: _plain(value, name) for name, value in extra.items()
+        }
         variables |= {"messages": turns, "add_generation_prompt": add_generation_prompt, **shown}
         text = self._run(variables)
         return _cut_at(text, mark) if mark else text

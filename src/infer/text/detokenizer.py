@@ -155,12 +155,12 @@ class FallbackDetokenizer:
         if isinstance(piece, bytes):
             self._run += piece
             return ""
-        return self._after_run(piece) if self._run or self._strip_left else piece
+        return self._end_run(piece) if self._run or self._strip_left else piece
 
     def finish(self) -> str:
-        return self._after_run("")
+        return self._end_run("")
 
-    def _after_run(self, text: str) -> str:
+    def _end_run(self, text: str) -> str:
         try:
             text = self._run.decode("utf-8") + text
         except UnicodeDecodeError:  # the library's decoder replaces all bytes of the run too
@@ -194,8 +194,8 @@ class WindowDetokenizer:
             return ""
         self._window.append(token_id)
         text = self._decode()
-        unsettled = text.endswith(_REPLACEMENT) or len(text) < len(self._given)
-        return "" if unsettled else self._advance(text)
+        is_incomplete = text.endswith(_REPLACEMENT) or len(text) < len(self._given)
+        return "" if is_incomplete else self._advance(text)
 
     def finish(self) -> str:
         return self._advance(self._decode()) if self._window else ""

@@ -109,7 +109,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(finalize=self._shown, **options)
+        super().__init__(finalize=self._finalized, **options)
         self._budget = _Budget()
         self.concat = self._concatenated  # type: ignore[method-assign]
         self.globals["range"] = _limited_range
@@ -190,7 +190,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             else:
                 self.spend(NODE_UNITS)
 
-    def _shown(self, value: Any) -> Any:
+    def _finalized(self, value: Any) -> Any:
         if not isinstance(value, str):
             self._walk(value, chars=1)
         return value
@@ -267,9 +267,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, (str, bytes, int, list, tuple, dict)):
             args = __self._check_method(owner, __obj.__name__, args, kwargs)
         made = super().call(__context, __obj, *args, **kwargs)
-        return __self._paid(made)
+        return __self._counted_result(made)
 
-    def _paid(self, made: Any) -> Any:
+    def _counted_result(self, made: Any) -> Any:
         if isinstance(made, (str, bytes)):
             self.spend(len(made))
         elif isinstance(made, (list, tuple, dict)):
@@ -290,14 +290,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name == "expandtabs":
                 self.spend(_length(owner) * 8 * MAX_RANGE if args or kwargs else 8 * len(owner))
         elif name == "join" and args:
-            args = (self._joinable(owner, args[0]), *args[1:])
+            args = (self._counted_parts(owner, args[0]), *args[1:])
         elif name == "replace" and len(args) > 1:
             self._spend_replacing(owner, args[0], args[1])
         inputs = (_length(owner), *map(_length, args))
         self.spend(sum(inputs) * (LIST_UNITS if name in _MAKING_LISTS else 0.125))
         return args
 
-    def _joinable(self, separator: Any, parts: Any) -> list[Any]:
+    def _counted_parts(self, separator: Any, parts: Any) -> list[Any]:
         kept = []
         for part in parts:
             self._walk(part, chars=1)
@@ -337,7 +337,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             # Some filters get one of these objects from Jinja as their first argument.
             first = int(bool(given) and isinstance(given[0], _PASSED))
             self._check_filter(name, given, first, kwargs)
-            return self._paid(function(*given, **kwargs))
+            return self._counted_result(function(*given, **kwargs))
 
         return bounded
 
@@ -354,7 +354,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if name == "join":
             separator = next((each for each in others if isinstance(each, str)), "")
             if value is not None and not isinstance(value, str):
-                given[first] = self._joinable(separator, value)
+                given[first] = self._counted_parts(separator, value)
             else:
                 self.spend(_length(value) * (1 + len(separator)))
         elif name in ("string", "tojson", "pprint", "trim", "lower", "upper", "capitalize", "title",

@@ -182,13 +182,13 @@ def _call_style(
     """
     said = {"role": "assistant", "content": _SAID}
     plain = probes.shown([question, said], tools)
-    head = _behind(_QUESTION, plain).partition(_SAID)[0]
+    head = _text_after(_QUESTION, plain).partition(_SAID)[0]
     shown: CallStyle | None = None
     for is_short, is_text in itertools.product((False, True), (False, True)):
         read: list[tuple[int, int, CallStyle, ToolFormat]] = []
         for i, content in enumerate(("", None, ABSENT)):
             style = CallStyle(content, True, is_text, is_short, False)
-            text = _behind(_QUESTION, probes.shown([question, _message(style, _ID)], tools))
+            text = _text_after(_QUESTION, probes.shown([question, _message(style, _ID)], tools))
             if not all(word in text for word in (_NAME, _KEY, _VALUE)):
                 continue
             way = format_that_reads(text, [_CALL], head)
@@ -208,10 +208,10 @@ def _refined(
 ) -> CallStyle:
     """The style with `takes_content` and `one_at_a_time` probed."""
     said = {**_message(style, _ID), "content": _SAID}
-    text = _behind(_QUESTION, probes.shown([question, said], tools))
+    text = _text_after(_QUESTION, probes.shown([question, said], tools))
     two = _message(style, _ID)
     two["tool_calls"] = [*two["tool_calls"], *_message(style, _ID[:-1] + "1")["tool_calls"]]
-    both = _behind(_QUESTION, probes.shown([question, two], tools))
+    both = _text_after(_QUESTION, probes.shown([question, two], tools))
     return CallStyle(
         style.content,
         takes_content=_VALUE in text,
@@ -235,5 +235,5 @@ def _message(style: CallStyle, call_id: str) -> Message:
     return message
 
 
-def _behind(mark: str, text: str) -> str:
+def _text_after(mark: str, text: str) -> str:
     return text.rpartition(mark)[2]

@@ -144,7 +144,7 @@ class GrammarChecker:
 
     def _warm(self) -> None:
         with self._busy, contextlib.suppress(OSError, EOFError, TimeoutError):
-            self._started()
+            self._ready_process()
 
     def check(self, grammar: Grammar) -> int:
         """Check a grammar; returns the size of the compiled grammar in bytes.
@@ -158,7 +158,7 @@ class GrammarChecker:
         if is_too_deep(grammar):
             raise _refusal(grammar, TOO_DEEP)
         with self._busy:
-            verdict = self._tried(grammar)
+            verdict = self._verdict_on(grammar)
             if verdict.problem:
                 raise _refusal(grammar, verdict.problem)
             self._accepted[grammar] = verdict.num_bytes
@@ -166,11 +166,11 @@ class GrammarChecker:
                 self._accepted.popitem(last=False)
             return verdict.num_bytes
 
-    def _tried(self, grammar: Grammar) -> Verdict:
+    def _verdict_on(self, grammar: Grammar) -> Verdict:
         """The verdict of the process, or one that follows from its death."""
         for _ in range(2):
             try:
-                process = self._started()
+                process = self._ready_process()
             except (OSError, EOFError, TimeoutError) as error:
                 code = self._end()
                 log.error("grammars cannot be checked: %r, status %s", error, code)
@@ -190,7 +190,7 @@ class GrammarChecker:
                 # Other deaths may have another cause than the grammar, so it is tried once more.
         return Verdict(_DIED)
 
-    def _started(self) -> _Process:
+    def _ready_process(self) -> _Process:
         if self._is_closed:
             raise OSError("the checker is closed")
         if self._process is None:

@@ -32,9 +32,9 @@ class BehindThoughts(Constraint):
         self._vocabulary = vocabulary
         self._opening, self._closing = opening.encode(), closing.encode()
         self._num_taken = 0
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._text = b""
         """Bytes of the latest tokens, as many as may hold a part of a mark."""
         self._state = "begin" if self._opening else "inside"
@@ -46,7 +46,7 @@ class BehindThoughts(Constraint):
         """See `Constraint`."""
         if self._num_taken > len(tokens):
             self._num_taken = 0
-            self._begin()
+            self._reset()
         for token in tokens[self._num_taken :]:
             self.take(token)
 
@@ -97,18 +97,18 @@ class BehindThoughts(Constraint):
             # A token may go on after the mark as well as end with it.
             text = seen + self._vocabulary.pieces[token]
             if opening.startswith(text) or text.startswith(opening):
-                forbidden[token] = self._speaks_too_soon(text.removeprefix(opening))
+                forbidden[token] = self._has_answer_after_mark(text.removeprefix(opening))
         return forbidden
 
     def _forbidden_inside(self) -> np.ndarray:
         forbidden = np.zeros(self._vocabulary.num_logits, bool)
         forbidden[self._vocabulary.ends] = True
         for token in self._vocabulary.containing(self._closing[-1:]):
-            if self._speaks_too_soon(self._text + self._vocabulary.pieces[token]):
+            if self._has_answer_after_mark(self._text + self._vocabulary.pieces[token]):
                 forbidden[token] = True
         return forbidden
 
-    def _speaks_too_soon(self, text: bytes) -> bool:
+    def _has_answer_after_mark(self, text: bytes) -> bool:
         """Whether the text has the closing mark and a part of the answer after it."""
         _, mark, rest = text.partition(self._closing)
         return bool(mark and rest.strip())

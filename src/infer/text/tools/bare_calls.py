@@ -84,7 +84,7 @@ class BareCalls:
         member = inside[1:].lstrip()
         if not member:
             return True
-        if not any(_agree(f'"{name}"', member) for name in _MEMBERS):
+        if not any(_one_begins_other(f'"{name}"', member) for name in _MEMBERS):
             return False
         named = _NAMED.match(member)
         if named is None or self._names is None:
@@ -93,10 +93,10 @@ class BareCalls:
         return any(name == spelled if closed else name.startswith(spelled) for name in self._names)
 
     def _may_name(self, text: str) -> bool:
-        if _agree("print(", text):
+        if _one_begins_other("print(", text):
             return True
         if self._names is not None:
-            return any(_agree(f"{name}(", text) for name in self._names)
+            return any(_one_begins_other(f"{name}(", text) for name in self._names)
         name = NAME.match(text)
         return name is not None and (name.end() == len(text) or text[name.end()] == "(")
 
@@ -121,7 +121,7 @@ class BareCalls:
         return behind is None or behind[0] in _BEHIND
 
 
-def _agree(one: str, other: str) -> bool:
+def _one_begins_other(one: str, other: str) -> bool:
     """Whether one of the texts is a prefix of the other."""
     return one.startswith(other) or other.startswith(one)
 

@@ -277,12 +277,12 @@ def _reads(way: ToolFormat, text: str, expected: list[ToolCall], head: str) -> b
     if way.own is None:
         return False
     starts = (at for at, char in enumerate(text) if char in "{[")
-    start = next((at for at in starts if _words(text[:at]) == _words(head)), None)
+    start = next((at for at in starts if _without_space(text[:at]) == _without_space(head)), None)
     if start is None:
         return False
     after = BracketEnd("\"'").find(text[start:])
     return after >= 0 and way.own(text[start : start + after]) == expected
 
 
-def _words(text: str) -> str:
+def _without_space(text: str) -> str:
     return "".join(text.split())

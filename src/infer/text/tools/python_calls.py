@@ -64,14 +64,14 @@ class _Reader:
         if alone and not self._text.startswith("["):
             while self._at < len(self._text):
                 found.append(self._call())
-                while self._take(";"):
+                while self._accept(";"):
                     pass
             return found or None
-        self._want("[")
-        while not self._take("]"):
+        self._expect("[")
+        while not self._accept("]"):
             found.append(self._call())
-            if not self._take(","):
-                self._want("]")
+            if not self._accept(","):
+                self._expect("]")
                 break
         self._skip()
         if self._at < len(self._text):
@@ -86,20 +86,20 @@ class _Reader:
             if inner is not None and inner[1] != "print":  # Gemma prints the result of a call
                 self._at += 1
                 call = self._call()
-                self._want(")")
+                self._expect(")")
                 self._skip()
                 return call
-        self._want("(")
+        self._expect("(")
         arguments: dict[str, Any] = {}
-        while not self._take(")"):
+        while not self._accept(")"):
             self._skip()
             key = _KEYWORD.match(self._text, self._at)
             if key is None or key[1] in arguments:
                 raise _NoCallError  # positional arguments have no names
             self._at = key.end()
             arguments[key[1]] = self._value(0)
-            if not self._take(","):
-                self._want(")")
+            if not self._accept(","):
+                self._expect(")")
                 break
         self._skip()
         made = made_call(name, arguments)
@@ -120,10 +120,10 @@ class _Reader:
             self._at += 1
             closing = "]" if char == "[" else ")"
             items = []
-            while not self._take(closing):
+            while not self._accept(closing):
                 items.append(self._value(depth + 1))
-                if not self._take(","):
-                    self._want(closing)
+                if not self._accept(","):
+                    self._expect(closing)
                     break
             return items
         if number := _NUMBER.match(self._text, self._at):
@@ -140,16 +140,16 @@ class _Reader:
         return _WORDS[word]
 
     def _dict(self, depth: int) -> dict[str, Any]:
-        self._want("{")
+        self._expect("{")
         members: dict[str, Any] = {}
-        while not self._take("}"):
+        while not self._accept("}"):
             key = self._value(depth + 1)
-            self._want(":")
+            self._expect(":")
             if not isinstance(key, str):
                 raise _NoCallError
             members[key] = self._value(depth + 1)
-            if not self._take(","):
-                self._want("}")
+            if not self._accept(","):
+                self._expect("}")
                 break
         return members
 
@@ -182,14 +182,14 @@ class _Reader:
         self._at = match.end()
         return match[0]
 
-    def _take(self, char: str) -> bool:
+    def _accept(self, char: str) -> bool:
         self._skip()
         found = self._text.startswith(char, self._at)
         self._at += found
         return found
 
-    def _want(self, char: str) -> None:
-        if not self._take(char):
+    def _expect(self, char: str) -> None:
+        if not self._accept(char):
             raise _NoCallError
 
 

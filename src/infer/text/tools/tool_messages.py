@@ -53,10 +53,10 @@ def adapted(
     # An empty list means no tools in the API; templates test for `none`.
     variables: dict[str, Any] = {"tools": None}
     if tools and abilities.tools_variable is None:
-        turns = _instructed(turns, tools, way, abilities.takes_system)
+        turns = _with_instruction(turns, tools, way, abilities.takes_system)
     elif tools:
         if abilities.fills_tools:
-            tools = [_filled(tool) for tool in tools]
+            tools = [_completed(tool) for tool in tools]
         as_text = abilities.tools_are_text
         variables |= shown_tools(tools, abilities.tools_variable, as_text=as_text)
     elif abilities.tools_are_text and abilities.tools_variable is not None:
@@ -210,7 +210,7 @@ def _is_result(turn: Message) -> bool:
     return isinstance(content, str) and content.startswith("<tool_response>")
 
 
-def _instructed(
+def _with_instruction(
     turns: Sequence[Message], tools: Sequence[Message], way: ToolFormat, takes_system: bool
 ) -> list[Message]:
     """The messages with an instruction about the tools at the beginning."""
@@ -230,7 +230,7 @@ def _instructed(
     return [{"role": "system" if takes_system else "user", "content": text}, *made]
 
 
-def _filled(tool: Message) -> Message:
+def _completed(tool: Message) -> Message:
     """The tool with a description and parameters, which some templates read unconditionally."""
     function = tool.get("function")
     if not isinstance(function, dict):
