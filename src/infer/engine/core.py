@@ -125,13 +125,13 @@ class EngineCore:
         self.step_events: StepEvents | None = None
         """of the last call of `step`; None if nothing happened in it"""
         self._num_lost = 0
-        self._flying: tuple[Seq[Advanced], Flight] | None = None
+        self._in_flight: tuple[Seq[Advanced], Flight] | None = None
         """the step that has been launched and not been committed"""
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended, or a step has not."""
-        return self.scheduler.num_unfinished > 0 or self._flying is not None
+        return self.scheduler.num_unfinished > 0 or self._in_flight is not None
 
     def add(self, request: Request) -> None:
         """Accept a request; raises `RequestError` (and accepts nothing) if it cannot be served."""
@@ -155,7 +155,7 @@ class EngineCore:
             outputs = self._step_ahead(self.runner, plan)
         else:
             outputs = self._step_now(plan) if plan else []
-        self._note(started_s, plan)
+        self._collect_events(started_s, plan)
         return outputs
 
     def _step_ahead(self, runner: LaunchingRunner, plan: Plan) -> list[StepOutput]:
@@ -171,19 +171,19 @@ class EngineCore:
             else:
                 launched = (self.scheduler.advance(plan), flight)
                 self._num_lost = 0
-        outputs = self._land()
-        self._flying = launched
+        outputs = self._commit_in_flight()
+        self._in_flight = launched
         if plan and launched is None:
             # By itself, with nothing in flight. Some of it may have ended with the step before.
             rest = tuple(c for c in plan if c.sequence.status is Status.RUNNING)
             outputs += self._step_now(rest) if rest else []
         return outputs
 
-    def _land(self) -> list[StepOutput]:
+    def _commit_in_flight(self) -> list[StepOutput]:
         """Wait for the step that is being computed, if one is, and commit it."""
-        if self._flying is None:
+        if self._in_flight is None:
             return []
-        (step, flight), self._flying = self._flying, None
+        (step, flight), self._in_flight = self._in_flight, None
         sampled = flight.results()
         return self.scheduler.commit(step, sampled, flight.elapsed_ms())
 
@@ -234,7 +234,7 @@ class EngineCore:
             allocator.release(sequence.table)
         return sampled.error
 
-    def _note(self, started_s: float, plan: Plan) -> None:
+    def _collect_events(self, started_s: float, plan: Plan) -> None:
         scheduler, self.step_events = self.scheduler, None
         if plan or scheduler.pending_events:
             number, pending_events = scheduler.stats.num_steps, tuple(scheduler.pending_events)
@@ -298,7 +298,7 @@ class EngineCore:
 
     def wait_s(self) -> float | None:
         """How long nothing will happen unless a request comes: 0 = step now, None = for ever."""
-        if self.scheduler.running or self.scheduler.preempted or self._flying is not None:
+        if self.scheduler.running or self.scheduler.preempted or self._in_flight is not None:
             return 0.0
         if not self.scheduler.waiting:
             return None

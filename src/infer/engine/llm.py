@@ -159,7 +159,7 @@ class LLM:
         try:
             with _progress_bar(len(requests), use_tqdm) as advance:
                 while unfinished:
-                    while to_add and self._has_room():
+                    while to_add and self._fits_queue():
                         self._add(to_add.popleft())
                     self._step()
                     for request_id, pieces in list(self._pieces.items()):
@@ -181,7 +181,7 @@ class LLM:
             raise EngineDeadError("this LLM has been closed")
         return self._open_core
 
-    def _has_room(self) -> bool:
+    def _fits_queue(self) -> bool:
         return self.core.scheduler.num_unfinished < self._input_processor.limits.max_unfinished
 
     def _add(self, request: Request) -> None:

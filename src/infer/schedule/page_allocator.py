@@ -119,7 +119,7 @@ class PageAllocator:
             page = index.get(key)
             if page is None:
                 return key
-            self._enter(table, page)
+            self._set_indexed_page(table, page)
         return None
 
     def next_key(self, table: PageTable, tokens: Sequence[int]) -> Key | None:
@@ -163,7 +163,7 @@ class PageAllocator:
                 self._key_of_page[page] = key
                 self._node_of_page[page] = self._next_node
                 self._next_node += 1
-            self._enter(table, canonical)
+            self._set_indexed_page(table, canonical)
 
     def release(self, table: PageTable) -> None:
         """Give all pages of the table back, the last one first; the table is empty afterwards."""
@@ -173,7 +173,7 @@ class PageAllocator:
         table.num_indexed = 0
         table.version += 1
 
-    def _enter(self, table: PageTable, page: int) -> None:
+    def _set_indexed_page(self, table: PageTable, page: int) -> None:
         """Put an indexed page at the table's first position that is not indexed; the page that was
         there is given back."""
         i, pages = table.num_indexed, table.pages

@@ -149,7 +149,7 @@ class Scheduler:
         if sequence is None:
             return None
         self._finish(sequence, reason)
-        self._settle_batch()
+        self._end_batch()
         return StepOutput(request_id, None, reason, num_cached=sequence.num_cached, error=error)
 
     def schedule(self, *, flush: bool = False) -> Plan:
@@ -223,13 +223,13 @@ class Scheduler:
             several = self._fair_share.several
             sequence = self._fair_share.next_of(self.waiting) if several else self.waiting[0]
             while seats <= 0 or not self._seat(sequence):
-                if not several or not self._make_way(sequence):
+                if not several or not self._free_seat(sequence):
                     return
                 seats += 1
             self.waiting.remove(sequence)
             seats -= 1
 
-    def _make_way(self, sequence: Sequence) -> bool:
+    def _free_seat(self, sequence: Sequence) -> bool:
         """Preempt a sequence of the tenant with most seats, if that tenant then still has at least
         as many as the newcomer's tenant gets. So seats are shared evenly, and two tenants can never
         take the same seat from each other in turn."""
@@ -449,7 +449,7 @@ class Scheduler:
                 self._finish(sequence, reason)
         stats.num_steps += 1
         stats.num_sampled_tokens += sum(output.token_id is not None for output in outputs)
-        self._settle_batch()
+        self._end_batch()
         return outputs
 
     @staticmethod
@@ -481,7 +481,7 @@ class Scheduler:
         self._fair_share.leave(sequence)
         self.stats.num_finished[reason] += 1
 
-    def _settle_batch(self) -> None:
+    def _end_batch(self) -> None:
         """When the batch has ended, give held pages back and count what padding would cost."""
         if self.running or self.preempted:
             return

@@ -151,12 +151,12 @@ def _build(
         log.warning("%s", problem)
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
-    workshop = _Workshop(config, plan, model, restrictions, device, seats)
+    factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
     num_pages = plan.num_pages
     if device.type == "cuda":
-        num_pages = _pages_that_fit(config, plan, workshop, device)
-    runner = workshop.runner(num_pages)
-    if workshop.launches:
+        num_pages = _pages_that_fit(config, plan, factory, device)
+    runner = factory.runner(num_pages)
+    if factory.launches:
         _warm_up(runner, seats)
     allocator = PageAllocator(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
@@ -220,7 +220,7 @@ def _scheduler_config(
     )
 
 
-class _Workshop:
+class _RunnerFactory:
     """Makes runners over caches of any size for one model."""
 
     def __init__(
@@ -303,24 +303,24 @@ class _Workshop:
 
 
 def _pages_that_fit(
-    config: EngineConfig, plan: MemoryPlan, workshop: _Workshop, device: torch.device
+    config: EngineConfig, plan: MemoryPlan, factory: _RunnerFactory, device: torch.device
 ) -> int:
     """Pages of a cache on a GPU: what the settings say, else from what a full step leaves free."""
     given = config.kv_cache_memory_bytes or config.kv_cache_pages
-    if given or config.kv_cache_backend != "paged" or not workshop.launches:
+    if given or config.kv_cache_backend != "paged" or not factory.launches:
         return plan.num_pages
-    per_sequence = -(-workshop.max_tokens // workshop.seats)
-    rehearsal = workshop.runner(-(-per_sequence // plan.page_size) + 1)
+    per_sequence = -(-factory.max_tokens // factory.seats)
+    rehearsal = factory.runner(-(-per_sequence // plan.page_size) + 1)
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
-    rehearsal.rehearse(workshop.seats, per_sequence)
+    rehearsal.rehearse(factory.seats, per_sequence)
     peak = torch.cuda.max_memory_allocated(device) - held
     del rehearsal
     torch.cuda.empty_cache()
     free = machine.free_bytes(device)
     page_bytes = plan.page_size * plan.kv_bytes_per_token
     pages = int(SHARE_AFTER_FULL_STEP * (free - peak)) // page_bytes - 1
-    useful = MAX_PREFIX_SHARE * workshop.seats * -(-plan.max_seq_len // plan.page_size)
+    useful = MAX_PREFIX_SHARE * factory.seats * -(-plan.max_seq_len // plan.page_size)
     log.info("a full step takes %s; %s are free beside it", gib(peak), gib(free - peak))
     least = -(-plan.max_seq_len // plan.page_size)
     if pages < least:

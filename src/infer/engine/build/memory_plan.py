@@ -134,7 +134,7 @@ def make_plan(
     given = config.kv_cache_memory_bytes
     if config.kv_cache_pages is not None:
         given = (config.kv_cache_pages + 1) * page_size * token_bytes
-    cache = _Cache(
+    cache = _CacheSize(
         config,
         page=(page_size, token_bytes),
         model_max=model.max_seq_len,
@@ -179,7 +179,7 @@ def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
     return 1024 if fast else CPU_TOKENS_BESIDE_STREAMS
 
 
-class _Cache:
+class _CacheSize:
     """Pages and their size from the settings and a budget; `advice` says why if it cannot be."""
 
     def __init__(
@@ -226,7 +226,7 @@ class _Cache:
         return (self.num_pages + 1) * self.page_size * self.token_bytes
 
 
-def _advice(left: int, cache: _Cache, dtype: torch.dtype) -> str:
+def _advice(left: int, cache: _CacheSize, dtype: torch.dtype) -> str:
     """What would fit, if this does not."""
     tokens = left // cache.token_bytes
     if tokens >= cache.page_size and (cache.advice or left >= cache.kv_bytes):

@@ -49,7 +49,7 @@ MAX_MAILBOXES_BYTES = 256 * 1024 * 1024
 """of all requests together; above it the readers who are furthest behind are cancelled, and what
 they have not read is dropped"""
 
-_LOOK_S = 0.1
+_CHECK_INTERVAL_S = 0.1
 """between looks at all mailboxes together: there may be thousands"""
 
 
@@ -136,7 +136,7 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._draining = False
-        self._will_look = False
+        self._check_is_planned = False
         self._num_reserved = 0
         self._counts = dict.fromkeys(COUNTS, 0)
 
@@ -215,7 +215,7 @@ class AsyncLLM:
         Enter their streams right behind the block, before anything else can happen on the loop.
         Raises what `stream` raises.
         """
-        self._check_room(count)
+        self._check_capacity(count)
         self._num_reserved += count
         try:
             yield
@@ -231,7 +231,7 @@ class AsyncLLM:
         With `merge=False` there is one piece per token, however late it is taken.
         Raises `OverloadedError` if there is no room, `EngineDeadError` if there is no engine.
         """
-        mailbox = self._enter(request, merge)
+        mailbox = self._register(request, merge)
         try:
             yield _pieces(mailbox)
         finally:
@@ -265,7 +265,7 @@ class AsyncLLM:
         counts = {name: count + stats.get(name, 0) for name, count in self._counts.items()}
         return {**stats, "num_open": self.num_open, **counts}
 
-    def _check_room(self, count: int) -> None:
+    def _check_capacity(self, count: int) -> None:
         num_taken = len(self._mailboxes) + self._num_reserved
         error: EngineDeadError | OverloadedError
         if not self.is_alive:
@@ -280,8 +280,8 @@ class AsyncLLM:
         self._counts["num_requests_refused"] += count
         raise error
 
-    def _enter(self, request: Request, merge: bool) -> Mailbox:
-        self._check_room(1)
+    def _register(self, request: Request, merge: bool) -> Mailbox:
+        self._check_capacity(1)
         if request.request_id in self._mailboxes:
             raise ValueError(f"a request with id {request.request_id!r} is already running")
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
@@ -292,13 +292,13 @@ class AsyncLLM:
 
     def _deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         """On the engine's thread: hand a step's outputs over to the event loop in one go."""
-        self._on_the_loop(partial(self._receive, outputs, step_events))
+        self._send_to_loop(partial(self._receive, outputs, step_events))
 
     def _died(self) -> None:
         """On the engine's thread, which ends now: nobody will answer, so let no caller wait."""
-        self._on_the_loop(partial(self._end, EngineDeadError("the engine has died")))
+        self._send_to_loop(partial(self._end, EngineDeadError("the engine has died")))
 
-    def _on_the_loop(self, message: Callable[[], None]) -> None:
+    def _send_to_loop(self, message: Callable[[], None]) -> None:
         assert self._loop is not None
         self._messages.append(message)
         if len(self._messages) > 1:
@@ -340,14 +340,14 @@ class AsyncLLM:
             if processor.take_abort():
                 self._worker.abort(output.request_id, FinishReason.STOP)
         if is_full:  # look when its reader has had a chance
-            asyncio.get_running_loop().call_soon(self._end_the_furthest)
-        elif is_behind and not self._will_look:
-            self._will_look = True
-            asyncio.get_running_loop().call_later(_LOOK_S, self._end_the_furthest)
+            asyncio.get_running_loop().call_soon(self._cancel_stalled)
+        elif is_behind and not self._check_is_planned:
+            self._check_is_planned = True
+            asyncio.get_running_loop().call_later(_CHECK_INTERVAL_S, self._cancel_stalled)
 
-    def _end_the_furthest(self) -> None:
+    def _cancel_stalled(self) -> None:
         """Cancel readers for whom too much has gathered, for each alone or for all together."""
-        self._will_look = False
+        self._check_is_planned = False
         num_bytes = sum(each.num_bytes for each in self._mailboxes.values())
         for request_id, mailbox in sorted(
             self._mailboxes.items(), key=lambda item: item[1].num_bytes, reverse=True

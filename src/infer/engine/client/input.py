@@ -140,7 +140,7 @@ class InputProcessor:
                 ) from None
             self._check_chars(len(prompt))
             return tuple(self.tokenizer.encode(prompt))
-        self._check_room(len(prompt))  # before a look at each of a million
+        self._remaining_tokens(len(prompt))  # before a look at each of a million
         vocab_size = self.limits.vocab_size
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int):
@@ -181,7 +181,7 @@ class InputProcessor:
         found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts}
         return tuple(sorted(ids for ids in found if ids and max(ids) < self.limits.vocab_size))
 
-    def _check_room(self, num_prompt: int) -> int:
+    def _remaining_tokens(self, num_prompt: int) -> int:
         """For how many more tokens there is room; at least one."""
         limit = self.limits.max_seq_len
         if num_prompt >= limit:
@@ -190,7 +190,7 @@ class InputProcessor:
         return limit - num_prompt
 
     def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
-        limit, room = self.limits.max_seq_len, self._check_room(num_prompt)
+        limit, room = self.limits.max_seq_len, self._remaining_tokens(num_prompt)
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room:
             found = f"prompt ({num_prompt}) + max_tokens ({wanted}) is {num_prompt + wanted}"
