@@ -216,7 +216,7 @@ class AsyncLLM:
         """Why one more request would be refused for want of room, counted as refused; None where
         there is room, or where something else would be wrong with it."""
         try:
-            self._check_room(1)
+            self._check_capacity(1)
         except OverloadedError as error:
             return error
         except EngineDeadError:
