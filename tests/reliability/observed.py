@@ -14,11 +14,11 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,6 +26,7 @@ from infer.cli.main import main
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server import serve
 from infer.server.settings import ServerSettings
+from infer.server.turn_away import TurnAway
 
 make_app = serve.create_app
 
@@ -97,8 +98,23 @@ class Timed:
         await self._app(scope, receive, timed)
 
 
+class TimedTurnAway(TurnAway):
+    """How long each refusal at the head of a request takes."""
+
+    observers: ClassVar[list[Observer]] = []
+
+    def __call__(self, scope: Scope) -> Response | None:
+        began_s = time.monotonic()
+        response = super().__call__(scope)
+        if response is not None:
+            for observer in self.observers:
+                observer.refused_s.append(time.monotonic() - began_s)
+        return response
+
+
 def create_app(engine: AsyncLLM, *settings: Any, **how: Any) -> Starlette:
     app, observer = make_app(engine, *settings, **how), Observer(engine)
+    TimedTurnAway.observers.append(observer)
     app.router.routes.insert(0, Route("/test/stats", observer.stats))
     app.add_middleware(Timed, observer=observer)
     return app
@@ -106,6 +122,7 @@ def create_app(engine: AsyncLLM, *settings: Any, **how: Any) -> Starlette:
 
 if __name__ == "__main__":
     serve.create_app = create_app
+    serve.TurnAway = TimedTurnAway  # type: ignore[misc]
     if sys.argv[1] != "hash":
         main(["serve", *sys.argv[1:]])
     from doubles import launch_hash_llm
