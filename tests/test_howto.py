@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from test_architecture import CHECKS
 
 ROOT = Path(__file__).parents[1]
