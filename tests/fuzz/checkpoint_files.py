@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf_files
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from checkpoints import make_model, write_checkpoint
-from hostile_files import LIMIT_BYTES, LIMIT_S, Loader
 from infer.models.hub import SHIPPED_FOLDER
+from tests.support import gguf_files
+from tests.support.checkpoints import make_model, write_checkpoint
+from tests.support.hostile_files import LIMIT_BYTES, LIMIT_S, Loader
 
 TEMPLATE = "chat_template.jinja"
 HEAD = 4096

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 
-from call import MODEL, RawRequest
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
+from tests.fuzz.call import MODEL, RawRequest
 
 BODY = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 2}).encode()
 STREAM = json.dumps({"model": MODEL, "prompt": "a", "max_tokens": 2, "stream": True}).encode()

@@ -31,14 +31,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 if __name__ == "__main__":
-    TESTS = Path(__file__).parents[1]
-    folders = ("reliability", "text", "server", "engine", "models", "fuzz")
-    sys.path[:0] = [str(TESTS), *(str(TESTS / name) for name in folders)]
-
-from call import MODEL, Call, CallSequence, RawRequest, id_of
-from load import Served, served
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from infer.models.hub import SHIPPED_FOLDER
+from tests.fuzz.call import MODEL, Call, CallSequence, RawRequest, id_of
+from tests.support.server_process import Served, served
 
 MODULES = {
     "grammars": "grammars",
@@ -64,7 +61,7 @@ Sent = Call | CallSequence | RawRequest
 
 def strategy_of(kind: str) -> SearchStrategy[Any]:
     """Generates the examples of a kind, other than files."""
-    module = importlib.import_module(MODULES[kind])
+    module = importlib.import_module(f"tests.fuzz.{MODULES[kind]}")
     if kind != "chats":
         strategy: SearchStrategy[Any] = module.calls()
         return strategy
@@ -291,7 +288,7 @@ def checks(kinds: list[str], counts: Counts) -> Iterator[dict[str, tuple[Any, An
             names = [f"--model={name}={SHIPPED_FOLDER}" for name in (MODEL, "other")]
             found[SEVERAL] = watched("several", names).check, strategy_of(SEVERAL)
         if FILES in kinds:
-            from checkpoint_files import WatchedLoader, damages
+            from tests.fuzz.checkpoint_files import WatchedLoader, damages
 
             (folder / "files").mkdir()
             loader = WatchedLoader(folder / "files", counts.add)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import quote
 
-from call import MODEL, Call, CallSequence, id_of
-from chats import messages
-from endpoints import IDS, TEXTS
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
+from tests.fuzz.call import MODEL, Call, CallSequence, id_of
+from tests.fuzz.chats import messages
+from tests.fuzz.endpoints import IDS, TEXTS
 
 WHOLE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import endpoints
-import grammars
-import session_calls
-import texts
-from call import MODEL, Call, CallSequence
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
+from tests.fuzz import endpoints, grammars, session_calls, texts
+from tests.fuzz.call import MODEL, Call, CallSequence
 
 OTHER = "other"
 NAMES = [MODEL, OTHER, OTHER, "gone", "", None, 5]

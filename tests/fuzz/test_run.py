@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from call import Call
-from checkpoint_files import ByteEdit, Damage, JsonEdit
-from run import KINDS, run, strategy_of, try_examples
 
-from hostile_files import Loader
 from infer.models.hub import SHIPPED_FOLDER
+from tests.fuzz.call import Call
+from tests.fuzz.checkpoint_files import ByteEdit, Damage, JsonEdit
+from tests.fuzz.run import KINDS, run, strategy_of, try_examples
+from tests.support.hostile_files import Loader
 
 OTHERS = ["several models", "files"]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from call import MODEL, Call
-from chats import messages, tool_definitions
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
+from tests.fuzz.call import MODEL, Call
+from tests.fuzz.chats import messages, tool_definitions
 
 PIECES = [
     "<|end|>", "<|user|>", "<|", "|>", "<s>", "＜|end|＞", "\u200b", "\u2028", "\ufeff", "\x00",

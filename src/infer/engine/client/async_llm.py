@@ -208,6 +208,17 @@ class AsyncLLM:
         """The token ids of a conversation; see `Tokenizer.apply_chat_template`."""
         return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
 
+    def refusal(self) -> OverloadedError | None:
+        """Why one more request would be refused for want of room, counted as refused; None where
+        there is room, or where something else would be wrong with it."""
+        try:
+            self._check_room(1)
+        except OverloadedError as error:
+            return error
+        except EngineDeadError:
+            self._counts["num_requests_refused"] -= 1  # whoever raises it will count it
+        return None
+
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
         """Hold places for `count` requests while they are being made: who is refused costs nothing.
