@@ -3,7 +3,7 @@
 Compilers of grammars recurse, and one that recurses too deeply ends its process. So the depth is
 found here first, without recursion and in time linear in the text. It may be overestimated: a name
 in a grammar's string counts as a reference, since what is a string depends on the dialect. A cycle
-counts once around.
+counts once around. Counting ends as soon as there are too many levels, so that a refusal is cheap.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RULE = re.compile(
 )
 _MAX_BROKEN = 16
 """schemas in a grammar that are no JSON, before no further one is looked at"""
-_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+_BRACKET = re.compile(r"[()\[\]{}]")
 
 
 def is_too_deep(grammar: Grammar) -> bool:
@@ -44,7 +44,8 @@ def is_too_deep(grammar: Grammar) -> bool:
 
 
 def schema_depth(schema: Any) -> int:
-    """Levels of objects, those that `$ref`s lead to included; a `$ref` itself is none."""
+    """Levels of objects, those that `$ref`s lead to included; a `$ref` itself is none. Of more than
+    `MAX_DEPTH`, some number that is larger."""
     if not isinstance(schema, dict | list):
         return 0
     anchors: dict[str, Any] = {}
@@ -97,7 +98,17 @@ def _target(schema: Any, anchors: Mapping[str, Any], reference: Any) -> Any:
 
 
 def _grammar_depth(text: str) -> int:
-    schemas = num_broken = 0
+    depth = 0
+    for bracket in _BRACKET.findall(text):
+        depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
+        if depth > MAX_DEPTH:
+            return depth
+    return max(_rule_depth(text), _embedded_depth(text))
+
+
+def _embedded_depth(text: str) -> int:
+    """Of the schemas in a grammar."""
+    deepest = num_broken = 0
     for match in re.finditer(r"%json\s*(?=[{\[])", text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, match.end())
@@ -108,25 +119,24 @@ def _grammar_depth(text: str) -> int:
             if num_broken > _MAX_BROKEN:  # each may be as long as the text
                 break
             continue
-        schemas = max(schemas, schema_depth(schema))
-    depth = deepest = 0
-    for char in text:
-        if step := _BRACKETS.get(char):
-            depth = max(0, depth + step)
-            deepest = max(deepest, depth)
-    return max(schemas, deepest, _rule_depth(text))
+        deepest = max(deepest, schema_depth(schema))
+    return deepest
 
 
 def _rule_depth(text: str) -> int:
     rules = list(_RULE.finditer(text))
     if len(rules) <= MAX_DEPTH:  # a chain has no rule twice
         return 0
+    bodies: dict[str, list[tuple[int, int]]] = {}
     ends = [*(rule.start() for rule in rules[1:]), len(text)]
-    used: dict[str, dict[str, None]] = {rule[1]: {} for rule in rules}
     for rule, end in zip(rules, ends, strict=True):
-        names = (name[0] for name in _NAME.finditer(text, rule.end(), end))
-        used[rule[1]].update((name, None) for name in names if name in used)
-    return _longest(used, used.__getitem__, lambda name: 1, key=lambda name: name)
+        bodies.setdefault(rule[1], []).append((rule.end(), end))
+
+    def used_by(rule: str) -> Iterable[str]:
+        names = (name for body in bodies[rule] for name in _NAME.findall(text, *body))
+        return dict.fromkeys(name for name in names if name in bodies)
+
+    return _longest(bodies, used_by, lambda name: 1, key=lambda name: name)
 
 
 def _longest(
@@ -135,7 +145,8 @@ def _longest(
     weight: Callable[[Any], int],
     key: Callable[[Any], Any],
 ) -> int:
-    """The weight of the heaviest path, where a node that the path has met ends it."""
+    """The weight of the heaviest path, where a node that the path has met ends it; of paths above
+    `MAX_DEPTH`, the first that is found."""
     depths: dict[Any, int] = {}
     """of nodes that are done; 0 while a path goes through them"""
     longest = 0
@@ -148,6 +159,8 @@ def _longest(
         while stack:
             node, following, best = stack[-1]
             longest = max(longest, height)
+            if longest > MAX_DEPTH:
+                return longest
             child = next(following, None)
             if child is None:
                 stack.pop()
