@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 _HEADER = '%llguidance {"no_forcing": true}\n'
 STACK_BYTES = 64 << 20
 """of a thread that compiles; llguidance recurses, and a grammar is at most 64 KiB long"""
-CACHE_BYTES = 256 << 20
-"""of compiled grammars that are kept"""
+CACHE_BYTES = 224 << 20
+"""of compiled grammars that are kept; what is used while one is compiled and followed comes beside
+it, and all together is to stay below 300 MB"""
 LEAST_BYTES = 64 << 10
 """that a compiled grammar is taken to have: some memory is only needed while it is followed"""
 # Where in our own text around the caller's it was found.
