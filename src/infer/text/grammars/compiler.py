@@ -35,8 +35,12 @@ STACK_BYTES = 64 << 20
 
 llguidance recurses, and a grammar may have 64 KiB of text.
 """
-CACHE_BYTES = 256 << 20
-"""Maximum size of all compiled grammars that are kept, in bytes."""
+CACHE_BYTES = 224 << 20
+"""Maximum size of all compiled grammars that are kept, in bytes.
+
+The memory that one grammar needs while it is compiled and used comes on top; the sum stays below
+300 MB.
+"""
 LEAST_BYTES = 64 << 10
 """Minimum size that is assumed for a compiled grammar, in bytes.
 
