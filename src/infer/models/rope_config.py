@@ -84,7 +84,7 @@ def _yarn_attention_factor(reader: ConfigReader, spec: Mapping[str, Any], factor
         value = scales[name] = spec.get(name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value < MAX_NUMBER):
-            reader.problems.append(f"RoPE {name} must be a number from 0 on, not {value!r:.80}")
+            reader.problems.append(f"RoPE {name} must be a number of 0 or more, not {value!r:.80}")
             scales[name] = None
 
     def sharpening(scale: float) -> float:

@@ -164,7 +164,7 @@ class Restrictions:
             mask = torch.from_numpy(constraint.forbidden())
             state.is_slow = time.thread_time() - started_s > SLOW_S
         except Exception:
-            log.warning("request %s: its grammar fails", request_id, exc_info=True)
+            log.warning("request %s: following its grammar failed", request_id, exc_info=True)
             return None
         return mask
 

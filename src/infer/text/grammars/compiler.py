@@ -92,7 +92,7 @@ def _source(grammar: Grammar) -> str:
         lark = f"start: /{llguidance.regex_to_lark(text, '')}/"
     elif grammar.kind == "choice":
         if not (choices := json.loads(text)):
-            raise ValueError("there is nothing to choose from")
+            raise ValueError("the list of choices is empty: there is nothing to choose from")
         lark = "start: " + " | ".join(json.dumps(one) for one in choices)
     else:
         if "%llguidance" in text:
