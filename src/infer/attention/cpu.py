@@ -23,6 +23,7 @@ from infer.kernels.layer_stack import LayerStack
 from infer.kernels.rotary import QKRotation
 
 MAX_HEAD_DIM = 256
+"""Maximum size of a head that the kernel supports."""
 
 
 def obstacle(

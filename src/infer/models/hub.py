@@ -13,7 +13,9 @@ from infer.errors import LoadError
 from infer.models.model_config import load_json
 
 SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
+"""Folder of the demo model."""
 SHIPPED_NAME = "infer-demo"
+"""Name under which the demo model is served."""
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from infer.models.model_config import MAX_NUMBER, ConfigReader, RopeConfig
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Kinds of RoPE scaling that are supported."""
 _REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),

@@ -26,7 +26,9 @@ from infer.kernels.loader import advise
 from infer.models.model_config import load_json
 
 SINGLE_FILE = "model.safetensors"
+"""Name of the file of a checkpoint that has only one."""
 INDEX_FILE = "model.safetensors.index.json"
+"""Name of the file that maps tensor names to files, in a checkpoint of several files."""
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -33,6 +33,7 @@ from infer.types.grammar import Grammar
 log = logging.getLogger(__name__)
 
 FAILED = "the grammar of this request could not be followed any further"
+"""Error of a sequence whose grammar has failed."""
 MASKS_S = 0.05
 """Maximum time that a step waits for masks, in seconds."""
 SLOW_S = 0.01

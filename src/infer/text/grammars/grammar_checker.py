@@ -67,6 +67,7 @@ class _Process:
 
     @property
     def pid(self) -> int:
+        """The process id."""
         return self._process.pid
 
     def wait_until_ready(self, vocabulary: Callable[[], Vocabulary]) -> None:
