@@ -108,7 +108,7 @@ _TENSOR_NAME = re.compile(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_27B_LAYERS = 62
 _MAX_ITEMS = 2_000_000
-"""Maximum number of items of all arrays of a file; the largest known vocabulary has 850,000."""
+"""Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
 _MAX_ENTRIES = 65_536
 """Maximum number of keys, and maximum number of tensors."""
 _ROWS_BYTES = 1 << 26
