@@ -6,7 +6,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_native import (
+from torch import Tensor
+
+from infer.attention.cpu import NativeBackend, obstacle
+from infer.attention.layout import BatchLayout
+from infer.kernels import loader
+from tests.attention.test_native import (
     BF16,
     World,
     assert_invariant,
@@ -17,11 +22,6 @@ from test_native import (
     run,
     whole,
 )
-from torch import Tensor
-
-from infer.attention.cpu import NativeBackend, obstacle
-from infer.attention.layout import BatchLayout
-from infer.kernels import loader
 
 INT8 = torch.int8
 

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import live
 from typer.testing import CliRunner, Result
 
-from doubles import make_hash_llm
 from infer.bench.drive import Record
 from infer.bench.engine import EngineTarget
 from infer.bench.measure import BenchOptions, measure
 from infer.cli.bench import app
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, InferError
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import live
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,10 +171,10 @@ def test_a_server_whose_engine_dies_in_the_middle(tmp_path: Path) -> None:
 
 def test_a_server_process_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "from doubles import *; from infer.server.serve import bind, run\n"
+        "from tests.support.doubles import *; from infer.server.serve import bind, run\n"
         "run(make_hash_llm(step_s=0.01), bind(port=0))"
     )
-    paths = [ROOT / "src", ROOT / "tests"]
+    paths = [ROOT / "src", ROOT]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as server:
         assert server.stdout is not None

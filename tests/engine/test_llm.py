@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import END_ID, EOS_ID, write_llama
 from infer import LLM, EngineConfig, FinishReason, RequestError, SamplingParams
 from infer.errors import (
     ConfigError,
@@ -16,6 +15,7 @@ from infer.errors import (
     LoadError,
     UnprocessableError,
 )
+from tests.support.checkpoints import END_ID, EOS_ID, write_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 

@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote
 
-from call import Call
 from hypothesis import strategies as st
 
-from doubles import make_hash_llm
 from infer.server.app import create_app
 from infer.server.openai.openapi import document
 from infer.server.settings import ServerSettings
+from tests.fuzz.call import Call
+from tests.support.doubles import make_hash_llm
 
 Schema = dict[str, Any]
 

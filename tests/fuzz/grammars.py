@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from call import Call
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
+from tests.fuzz.call import Call
 
 LETTERS = "abcxyz019 "
 NAMES = ["a", "b", "item", "name", "x-y", "é", "$ref", ""]

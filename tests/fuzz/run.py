@@ -24,12 +24,10 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
 if __name__ == "__main__":
-    TESTS = Path(__file__).parents[1]
-    folders = ("reliability", "text", "server", "engine", "fuzz")
-    sys.path[:0] = [str(TESTS), *(str(TESTS / name) for name in folders)]
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from call import Call
-from load import Served, served
+from tests.fuzz.call import Call
+from tests.support.server_process import Served, served
 
 KINDS = ("grammars", "chats", "endpoints")
 SERVER = ["-m", "infer.server", "--port", "0", "--max-seq-len", "512", "--max-batch-size", "8"]
@@ -40,9 +38,10 @@ ROUND = 100
 
 def strategy_of(kind: str) -> SearchStrategy[Call] | None:
     """What a module generates; None if there is no such module."""
-    if importlib.util.find_spec(kind) is None:
+    name = f"tests.fuzz.{kind}"
+    if importlib.util.find_spec(name) is None:
         return None
-    module = importlib.import_module(kind)
+    module = importlib.import_module(name)
     if kind != "chats":
         strategy: SearchStrategy[Call] = module.calls()
         return strategy

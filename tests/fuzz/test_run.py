@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from call import Call
-from run import run, strategy_of, try_calls
+
+from tests.fuzz.call import Call
+from tests.fuzz.run import run, strategy_of, try_calls
 
 
 def test_nothing_breaks_a_server() -> None:

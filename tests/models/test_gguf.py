@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Q
-from gguf_files import write, write_gpt2
-from parity import deviation, reference, tokens_of
-from shapes import LINEAR, LLAMA3, YARN
 
-from checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
 from infer.kernels.rotary import QKRotation
 from infer.models.gguf_file import GGUFFile, _readable_types
 from infer.models.model import build_model
+from tests.support.checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
+from tests.support.gguf_files import write, write_gpt2
+from tests.support.model_shapes import LINEAR, LLAMA3, YARN
+from tests.support.parity import deviation, reference, tokens_of
 
 TOLERANCE = 2e-4
 CPU = torch.device("cpu")

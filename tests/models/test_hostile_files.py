@@ -16,8 +16,8 @@ from typing import Any
 import gguf
 import pytest
 
-from hostile_files import LIMIT_BYTES, LIMIT_S, load_all
 from infer.models.hub import SHIPPED_FOLDER
+from tests.support.hostile_files import LIMIT_BYTES, LIMIT_S, load_all
 
 Change = Callable[[Path], None]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_checkpoint
 from infer.errors import LoadError
 from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, locate
+from tests.support.checkpoints import write_checkpoint
 
 
 def test_the_shipped_model_by_default_and_by_name() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Bench, deviation, reference, tokens_of
 from safetensors.torch import load_file, save_file
 
-from checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
+from tests.support.parity import Bench, deviation, reference, tokens_of
 
 TOKENS = tokens_of(60)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity import WAYS, Bench, reference, tokens_of
-from shapes import SHAPES
 
-from checkpoints import BOS_ID, write_checkpoint
 from infer import LLM, SamplingParams
+from tests.support.checkpoints import BOS_ID, write_checkpoint
+from tests.support.model_shapes import SHAPES
+from tests.support.parity import WAYS, Bench, reference, tokens_of
 
 TOLERANCE = 2e-4
 """relative to the scale of the logits"""

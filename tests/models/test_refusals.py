@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_llama
 from infer import LLM
 from infer.errors import LoadError
+from tests.support.checkpoints import write_llama
 
 # What must be refused, by name.
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from workloads import Seen, Workload
 
 from infer.config import BATCHING_MODES
 from infer.schedule.page_allocator import PageAllocator, PageTable
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Sampled, Sequence
 from infer.types import FinishReason
+from tests.support.workloads import Seen, Workload
 
 NUM_WORKLOADS = 2000
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import until
 
-from doubles import make_hash_llm
 from infer.server.serve import Server, bind
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import until
 
 LONG = {"model": "hash-model", "prompt": "Hello", "max_tokens": 400, "ignore_eos": True}
 SHORT = {"model": "hash-model", "max_tokens": 1}

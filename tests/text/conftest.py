@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from text_checkpoints import KINDS, TEMPLATES, Pair, load_pair, save
+
+from tests.support.text_checkpoints import KINDS, TEMPLATES, Pair, load_pair, save
 
 
 @pytest.fixture(scope="session", params=sorted(KINDS))

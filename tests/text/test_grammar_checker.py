@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from doubles import small_tokenizer
 from infer.errors import OverloadedError, RequestError
 from infer.text.grammars import grammar_checker
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
 
 GOOD = Grammar.choice(["a", "b"])
 

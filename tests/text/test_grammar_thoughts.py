@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from doubles import small_tokenizer
 from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.grammars.grammar_thoughts import BehindThoughts
 from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
 OBJECT = Grammar.json(

@@ -7,22 +7,6 @@ import random
 import time
 
 import pytest
-from answers import (
-    BROKEN,
-    CASES,
-    F1,
-    GEMMA_ONE,
-    HERMES_ONE,
-    NAMES,
-    ONE,
-    R1_BEGIN,
-    R1_END,
-    R1_ONE,
-    call,
-    calls,
-    content,
-    told_apart,
-)
 
 from infer.text.answer_parser import (
     AnswerParser,
@@ -43,6 +27,22 @@ from infer.text.tools.formats import (
     ToolFormat,
     format_named,
     format_that_reads,
+)
+from tests.support.tool_answers import (
+    BROKEN,
+    CASES,
+    F1,
+    GEMMA_ONE,
+    HERMES_ONE,
+    NAMES,
+    ONE,
+    R1_BEGIN,
+    R1_END,
+    R1_ONE,
+    call,
+    calls,
+    content,
+    told_apart,
 )
 
 PAIRS_UP_TO = 90

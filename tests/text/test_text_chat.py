@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_checkpoints import (
+
+from infer.errors import RequestError
+from infer.models.hub import SHIPPED_FOLDER
+from infer.text.control_text import ControlText, Marked
+from infer.text.tokenizer import Tokenizer
+from tests.support.text_checkpoints import (
     CHATML_TEMPLATE,
     KINDS,
     LLAMA_TEMPLATE,
@@ -21,11 +26,6 @@ from text_checkpoints import (
     quick,
     save,
 )
-
-from infer.errors import RequestError
-from infer.models.hub import SHIPPED_FOLDER
-from infer.text.control_text import ControlText, Marked
-from infer.text.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
 

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_checkpoints import (
+from tokenizers import decoders
+
+from infer.text.detokenizer import (
+    ByteLevelDetokenizer,
+    FallbackDetokenizer,
+    WindowDetokenizer,
+)
+from infer.text.tokenizer import Tokenizer
+from tests.support.text_checkpoints import (
     KINDS,
     Pair,
     byte_level,
@@ -21,14 +29,6 @@ from text_checkpoints import (
     save,
     wordpiece,
 )
-from tokenizers import decoders
-
-from infer.text.detokenizer import (
-    ByteLevelDetokenizer,
-    FallbackDetokenizer,
-    WindowDetokenizer,
-)
-from infer.text.tokenizer import Tokenizer
 
 UNICODE = [
     "👩‍👩‍👧‍👦 family, 🇩🇪 flag, 🏳️‍🌈",

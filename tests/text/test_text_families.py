@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES, save_family
-from text_checkpoints import Pair, load_pair
 from transformers import PreTrainedTokenizerFast
 
 from infer.errors import RequestError
 from infer.text.tokenizer import Tokenizer
+from tests.support.text_checkpoints import Pair, load_pair
+from tests.support.tokenizer_families import FAMILIES, save_family
 
 TEXTS = [
     "",

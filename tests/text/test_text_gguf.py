@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_checkpoints import CHATML_TEMPLATE, SENTENCES, load_pair, save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
 from tokenizers.processors import TemplateProcessing
@@ -21,6 +20,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 from infer.errors import LoadError
 from infer.text.gguf_vocab import _PRE_TOKENIZERS, text_files
 from infer.text.tokenizer import Tokenizer as OurTokenizer
+from tests.support.text_checkpoints import CHATML_TEMPLATE, SENTENCES, load_pair, save
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from doubles import small_tokenizer
 from infer.errors import RequestError
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
 
 
 @pytest.fixture(scope="module")

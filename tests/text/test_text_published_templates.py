@@ -10,14 +10,14 @@ import json
 from typing import Any
 
 import pytest
-from published import LOADED, SPECIAL, templates
-from test_text_tool_messages import LOOPS, QUESTION, WEATHER
 
 from infer.errors import LoadError
 from infer.text.answer_parser import parser_for
 from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
 from infer.text.tools.tool_use import find_tool_use
+from tests.support.published_templates import LOADED, SPECIAL, templates
+from tests.text.test_text_tool_messages import LOOPS, QUESTION, WEATHER
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
 

@@ -11,10 +11,10 @@ import datetime
 from typing import Any
 
 import pytest
-from families import save_family
-from text_checkpoints import Pair, load_pair
 
 from infer.errors import RequestError
+from tests.support.text_checkpoints import Pair, load_pair
+from tests.support.tokenizer_families import save_family
 
 Messages = list[dict[str, Any]]
 Chats = dict[str, tuple[Messages, dict[str, Any]]]

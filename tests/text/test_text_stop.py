@@ -7,9 +7,9 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_checkpoints import quick
 
 from infer.text.stop import StopMatcher
+from tests.support.text_checkpoints import quick
 
 
 def one_shot(text: str, stop: list[str], include_stop: bool) -> tuple[str, bool]:

@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_checkpoints import KINDS, Pair, byte_level, llama2_like, load_pair, quick, save, wordpiece
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from infer.errors import LoadError, RequestError
 from infer.text.tokenizer import Tokenizer
+from tests.support.text_checkpoints import (
+    KINDS,
+    Pair,
+    byte_level,
+    llama2_like,
+    load_pair,
+    quick,
+    save,
+    wordpiece,
+)
 
 TEXTS = [
     "",

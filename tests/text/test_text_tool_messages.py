@@ -26,7 +26,7 @@ from infer.text.tools.formats import (
 )
 from infer.text.tools.tool_use import find_tool_use
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "support" / "templates"
 LOOP = "{% for m in messages %}"
 END = "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"

@@ -28,6 +28,10 @@ _IN_MODULES = {
     "bench": "infer.cli.bench",
     "keys": "infer.cli.api_keys",
 }
+NO_WINDOWS = (
+    "infer: does not run on Windows itself: the engine process needs sockets and signals that"
+    " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
+)
 
 
 class _Commands(TyperGroup):
@@ -160,6 +164,9 @@ def models() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry point of the `infer` script."""
+    if sys.platform == "win32":
+        print(NO_WINDOWS, file=sys.stderr)
+        sys.exit(2)
     try:
         app(arguments, prog_name="infer")
     except InferError as error:

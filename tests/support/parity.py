@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints import VOCAB_SIZE
 from infer.attention.sdpa import SDPABackend
 from infer.models.model import build_model
 from infer.models.registry import read_model_config
@@ -25,6 +24,7 @@ from infer.runner.pack import Packer
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.sequence import Chunk, Sequence
 from infer.types import Request, SamplingParams
+from tests.support.checkpoints import VOCAB_SIZE
 
 
 class Bench:

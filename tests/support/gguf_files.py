@@ -14,7 +14,7 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from tokenizers.pre_tokenizers import ByteLevel
 
-from checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
+from tests.support.checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
 
 
 def row_order(heads: int, size: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """A server that can be looked into: `infer serve` with one more route, for the tests here only.
 
-`python observed.py OPTIONS` is `python -m infer.server OPTIONS` on the model that ships;
-`python observed.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
+`python observed_server.py OPTIONS` is `python -m infer.server OPTIONS` on the model that ships;
+`python observed_server.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
 answers in microseconds). `GET /test/stats` tells counts, memory, files, threads, tasks, and since
 the last look the longest time that the event loop was not there (and how long its thread computed
 between two turns, which the machine's load does not change), and how long each 503 took.
@@ -125,7 +125,7 @@ if __name__ == "__main__":
     serve.TurnAway = TimedTurnAway  # type: ignore[misc]
     if sys.argv[1] != "hash":
         main(["serve", *sys.argv[1:]])
-    from doubles import launch_hash_llm
+    from tests.support.doubles import launch_hash_llm
 
     how = json.loads(sys.argv[2])
     serving = {name: how.pop(name) for name in ("drain_timeout_s", "write_stall_s") if name in how}

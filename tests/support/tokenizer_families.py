@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from text_checkpoints import BYTE_TOKENS, SENTENCES, save
 from tokenizers import (
     AddedToken,
     Regex,
@@ -24,6 +23,8 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+from tests.support.text_checkpoints import BYTE_TOKENS, SENTENCES, save
 
 TEMPLATES = Path(__file__).parent / "templates"
 _WORDS = (
