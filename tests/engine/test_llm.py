@@ -98,7 +98,7 @@ def test_a_parameter_for_each_prompt(llm: LLM) -> None:
     each = [GREEDY.replace(max_tokens=n) for n in (1, 5, 3)]
     outputs = llm.generate(["a", "b", "c"], each)
     assert [len(output.token_ids) for output in outputs] == [1, 5, 3]
-    with pytest.raises(RequestError, match="3 prompts, but 2 sampling parameters"):
+    with pytest.raises(RequestError, match="3 prompts but 2 sampling parameters"):
         llm.generate(["a", "b", "c"], each[:2])
 
 

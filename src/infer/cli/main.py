@@ -21,6 +21,10 @@ from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.errors import InferError
 from infer.version import VERSION
 
+NO_WINDOWS = (
+    "infer: does not run on Windows itself: the engine process needs sockets and signals that"
+    " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
+)
 COMMANDS = ("serve", "generate", "chat", "plan", "explain", "models", "bench", "keys")
 """In the order in which `infer --help` lists them."""
 _IN_MODULES = {
@@ -28,10 +32,6 @@ _IN_MODULES = {
     "bench": "infer.cli.bench",
     "keys": "infer.cli.api_keys",
 }
-NO_WINDOWS = (
-    "infer: does not run on Windows itself: the engine process needs sockets and signals that"
-    " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
-)
 
 
 class _Commands(TyperGroup):
