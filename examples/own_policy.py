@@ -7,13 +7,14 @@ steps, so a policy cannot starve anybody. It is named as `module:function`, here
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from infer import LLM, SamplingParams
 
 LONG, SHORT = "Once upon a time " + "there was a fox and " * 60, "Once upon a time"
 
 
-def shortest_prompt_first(seated: Sequence) -> list:
+def shortest_prompt_first(seated: Sequence[Any]) -> list[Any]:
     """`num_remaining` is 1 for a stream, and what is left of its prompt for a newcomer."""
     return sorted(seated, key=lambda sequence: sequence.num_remaining)
 

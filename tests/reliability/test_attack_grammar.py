@@ -123,7 +123,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def refused_deep(server: Served) -> dict[str, float]:
     """Send all reproducers; milliseconds for each."""
-    before, took_ms = pids(server), {}
+    before = pids(server)
+    took_ms: dict[str, float] = {}
     for name, (path, body) in REPRODUCERS.items():
         status, answer, took_s = ask(server, path, body)
         assert status == (413 if name.startswith("100,000") else 400), (name, answer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -124,7 +124,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[TextDelta]:
+    ) -> Generator[TextDelta, None, None]:
         """The pieces of one completion (or, given messages, of one answer) as they come.
 
         Leaving the loop early aborts the request.
@@ -134,7 +134,7 @@ class LLM:
         request = self.make_request(prompt, sampling_params)  # type: ignore[arg-type]
         return self._stream(request)
 
-    def _stream(self, request: Request) -> Iterator[TextDelta]:
+    def _stream(self, request: Request) -> Generator[TextDelta, None, None]:
         # Added here, not in `stream`: an iterator that nobody starts must not hold a seat.
         self._add(request)
         pieces = self._pieces[request.request_id]
