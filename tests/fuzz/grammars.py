@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from tests.fuzz.call import Call
+from tests.fuzz.call import MODEL, Call
 
 LETTERS = "abcxyz019 "
 NAMES = ["a", "b", "item", "name", "x-y", "é", "$ref", ""]
@@ -214,7 +214,7 @@ def forced_tools() -> SearchStrategy[dict[str, Any]]:
 def calls() -> SearchStrategy[Call]:
     """Completions and chats with a grammar."""
     common = st.fixed_dictionaries(
-        {"model": st.just("infer-demo"), "max_tokens": st.integers(1, 12)},
+        {"model": st.just(MODEL), "max_tokens": st.integers(1, 12)},
         optional={
             "stream": st.booleans(),
             "n": st.integers(1, 3),

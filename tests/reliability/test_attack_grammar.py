@@ -287,3 +287,5 @@ def test_ten_thousand_generated_grammars_leave_every_process() -> None:
     with counting("A1", "10,000 generated grammars") as counted:
         found = run(["grammars"], 240, 1, max_calls=10_000)
         counted.update(found)
+        assert found["findings"] == []
+        assert (found["exits"], found["restarts"]) == (0, 0)

@@ -396,8 +396,8 @@ OTHER_FAULTS: dict[str, tuple[Callable[..., Any], str, str, Callable[[], None]]]
     ),
     "what flies is not waited for": (
         EngineCore._step_ahead,
-        "outputs = self._land()",
-        "outputs, self._flying = [], None",
+        "outputs = self._commit_in_flight()",
+        "outputs, self._in_flight = [], None",
         test_a_failed_launch_is_computed_after_what_flew_was_committed,
     ),
     "who has ended is executed": (

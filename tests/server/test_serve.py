@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -23,7 +22,7 @@ from typer.testing import CliRunner
 
 from infer.cli import options
 from infer.cli.main import main
-from infer.config import EngineConfig
+from infer.config import EngineConfig, settings_of
 from infer.errors import ConfigError
 from infer.server import serve
 from tests.support.doubles import make_hash_llm
@@ -123,17 +122,14 @@ def test_every_setting_is_an_option() -> None:
         "tool_parser": "mistral",
         "sampler": "module:function",
     }
-    for spec in dataclasses.fields(EngineConfig):
+    for spec in settings_of(EngineConfig):
         flag = "--" + spec.name.replace("_", "-")
         value: Any
-        if str(spec.type).startswith("bool"):
+        if spec.kind is bool:
             assert getattr(parsed(flag), spec.name) is True
             assert getattr(parsed(flag.replace("--", "--no-", 1)), spec.name) is False
             continue
-        if str(spec.type).startswith("str"):
-            value = changed.get(spec.name, "x")
-        else:
-            value = 7.5 if str(spec.type).startswith("float") else 7
+        value = changed.get(spec.name, "x") if spec.kind is str else spec.kind(7.5)
         assert getattr(parsed(flag, str(value)), spec.name) == value
 
 

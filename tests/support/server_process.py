@@ -85,12 +85,14 @@ class Served:
 
     def engine_pid(self) -> int | None:
         """The engine process that is there now."""
+        return next(iter(self.engine_pids()), None)
+
+    def engine_pids(self) -> list[int]:
+        """The engine processes that are there now, one for each loaded model."""
         tasks = Path(f"/proc/{self.process.pid}/task")
-        for children in tasks.glob("*/children"):
-            for pid in _text(children).split():
-                if "infer.engine.process.child" in _text(Path(f"/proc/{pid}/cmdline")):
-                    return int(pid)
-        return None
+        children = [pid for path in tasks.glob("*/children") for pid in _text(path).split()]
+        commands = {int(pid): _text(Path(f"/proc/{pid}/cmdline")) for pid in children}
+        return sorted(pid for pid, it in commands.items() if "infer.engine.process.child" in it)
 
     def is_ready(self) -> bool:
         """What /health/ready says."""

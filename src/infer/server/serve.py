@@ -31,7 +31,7 @@ from types import FrameType
 
 import uvicorn
 
-from infer.config import EngineConfig
+from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
 from infer.engine.process.launch import Loads
@@ -42,7 +42,7 @@ from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import Connections, connection_limits
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
-from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
+from infer.server.settings import ServerSettings
 from infer.server.turn_away import TurnAway
 
 log = logging.getLogger("infer.server")
