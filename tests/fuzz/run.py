@@ -63,7 +63,7 @@ Sent = Call | CallSequence | RawRequest
 
 def strategy_of(kind: str) -> SearchStrategy[Any]:
     """Generates the examples of a kind, other than files."""
-    module = importlib.import_module(f"tests.fuzz.{MODULES[kind]}")
+    module = importlib.import_module(MODULES[kind])
     if kind != "chats":
         strategy: SearchStrategy[Any] = module.calls()
         return strategy

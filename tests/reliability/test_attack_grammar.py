@@ -130,7 +130,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def refused_deep(server: Served) -> dict[str, float]:
     """Send all reproducers; milliseconds for each, the shorter of two times."""
-    before, took_ms = pids(server), {}
+    before = pids(server)
+    took_ms: dict[str, float] = {}
     for name, (path, body) in REPRODUCERS.items():
         tries = [ask(server, path, body) for _ in range(2)]
         status, answer, _ = tries[0]
