@@ -125,7 +125,7 @@ class Restrictions:
         following = sequence.constraint
         if not isinstance(following, _Following):
             grammar = sequence.request.sampling.grammar
-            assert isinstance(grammar, Grammar)
+            assert grammar is not None
             compiled = self._compiling.submit(self._compile, grammar, sequence.request)
             sequence.constraint = following = _Following(compiled)
         return following

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import infer.errors as errors
 from infer.errors import ConfigError, EngineError, InferError, RequestError
+from infer.types.sampling import Sampling as Sampling
 from infer.types.sampling import SamplingParams as SamplingParams
 
 
@@ -44,7 +45,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: Sampling
     seed: int
     """resolved, so that a request can be run again with the same result"""
     max_tokens: int

@@ -17,8 +17,7 @@ from infer.errors import RequestError, UnprocessableError, too_long
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.text.tokenizer import Tokenizer
-from infer.types import Request, SamplingParams
-from infer.types.grammar import Grammar
+from infer.types import Request, Sampling, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -50,10 +49,10 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class CheckedSampling:
-    """A `SamplingParams` that this model can do, and what had to be worked out for that; made
+    """A `Sampling` that this model can do, and what had to be worked out for that; made
     once, by `InputProcessor.check`, for all requests that share it."""
 
-    sampling: SamplingParams
+    sampling: Sampling
     bad_token_ids: tuple[tuple[int, ...], ...]
     grammar_bytes: int = 0
     """about the memory that its compiled grammar takes"""
@@ -72,7 +71,7 @@ class InputProcessor:
     def make_request(
         self,
         prompt: str | Sequence[int],
-        sampling: SamplingParams | CheckedSampling | None = None,
+        sampling: Sampling | CheckedSampling | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -113,12 +112,12 @@ class InputProcessor:
         """Let go of what it holds beside memory."""
         self.grammars.close()
 
-    def check(self, sampling: SamplingParams) -> CheckedSampling:
+    def check(self, sampling: Sampling) -> CheckedSampling:
         """Everything about a sampling that depends on the model and not on the prompt: ids,
         grammar, bad words. Takes time in proportion to its fields."""
         self._check_ids(sampling)
         num_bytes = 0
-        if isinstance(sampling.grammar, Grammar):
+        if sampling.grammar is not None:
             num_bytes = self.grammars.check(sampling.grammar)
         return CheckedSampling(sampling, self._spellings(sampling.bad_words), num_bytes)
 
@@ -161,11 +160,11 @@ class InputProcessor:
         if num_chars > limit * self.tokenizer.max_token_chars * _MAX_SHRINKING:
             raise too_long(limit, f"the prompt is too long: {num_chars} characters", param="prompt")
 
-    def _check_ids(self, sampling: SamplingParams) -> None:
+    def _check_ids(self, sampling: Sampling) -> None:
         for name, ids in (
-            ("logit_bias", [token for token, _ in sampling.bias_pairs]),
-            ("stop_token_ids", list(sampling.stop_token_ids)),
-            ("allowed_token_ids", list(sampling.allowed_token_ids or ())),
+            ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
             for token in ids:
                 if token >= self.limits.vocab_size:
@@ -189,7 +188,7 @@ class InputProcessor:
             raise too_long(limit, found, param="prompt")
         return limit - num_prompt
 
-    def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
+    def _max_tokens(self, num_prompt: int, sampling: Sampling) -> int:
         limit, room = self.limits.max_seq_len, self._check_room(num_prompt)
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room:
