@@ -216,7 +216,7 @@ def make_hash_core(
     enable_prefix_caching: bool = True,
     step_s: float = 0.0,
     runner: type[HashRunner] = HashRunner,
-    announce: Callable[[str], None] = lambda request_id: None,
+    announce: Callable[[str | None], None] = lambda request_id: None,
     **settings: Any,
 ) -> EngineCore:
     """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
@@ -249,7 +249,7 @@ def make_hash_llm(
 def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
     """The same for an engine process; `settings` as above."""
 
-    def build(announce: Callable[[str], None]) -> tuple[EngineCore, EngineLimits]:
+    def build(announce: Callable[[str | None], None]) -> tuple[EngineCore, EngineLimits]:
         core = make_hash_core(announce=announce, **settings)
         return core, limits_of(core)
 

@@ -54,9 +54,9 @@ LEVELS = (
     Level("runner", "a plan becomes tensors, and logits become tokens"),
     Level(
         "engine.core engine.client.input engine.client.output engine.process.journal"
-        " engine.build.checkpoint engine.build.hardware",
-        "scheduler and runner in one step; prompts in, text out; what each request has received;"
-        " what is on the disk and in the machine",
+        " engine.commands engine.build.checkpoint engine.build.hardware",
+        "scheduler and runner in one step; prompts in, text out; commands; what each request has"
+        " received; what is on the disk and in the machine",
     ),
     Level("engine.loop engine.build.memory_plan", "the core in a thread; what fits into memory"),
     Level("engine.client.async_llm engine.process.messages", "the asyncio façade; frames"),
@@ -102,8 +102,6 @@ CONCRETE = (
 COMPOSITION_ROOT = "engine.build.assemble"
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FUNCTION_LINES = 60
-NORMALISES = "types.sampling"
-"""a frozen record that keeps what it is given in one form; it is to be split in two"""
 TRITON = "kernels.cuda"
 """its kernels cannot be cut into functions freely, and are named as those of the CPU"""
 
@@ -275,7 +273,7 @@ def constructor_problems(root: Path) -> list[str]:
         for line, attribute in _assigned(tree, of_self=False):
             if attribute in own - records:
                 problems.append(f"{name}:{line}: .{attribute} is set after construction")
-        for node in ast.walk(tree) if name != NORMALISES else ():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
                 problems.append(f"{name}:{node.lineno}: object.__setattr__")
     return problems

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -21,12 +22,27 @@ from checkpoints import VOCAB_SIZE
 from doubles import launch_hash_llm, solo
 from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.loop import Abort
+from infer.engine.client.input import EngineLimits
+from infer.engine.commands import Abort, Add, Command, Stop
 from infer.engine.process.launch import launch
-from infer.engine.process.messages import Refused, Report, read_commands, read_event
+from infer.engine.process.messages import (
+    Begin,
+    Commands,
+    ComputingAlone,
+    Inward,
+    Log,
+    Outward,
+    Ready,
+    Refused,
+    Report,
+    Text,
+    decode_inward,
+    decode_outward,
+)
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
-from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
+from infer.text.checkpoint_text import TextFiles
+from infer.types import ErrorRecord, Request, Sampling, StepOutput, TokenLogprobs
 from infer.types.step_events import StepEvent, StepEvents
 
 ROOT = Path(__file__).parents[2]
@@ -77,8 +93,56 @@ def test_a_request_crosses_whole() -> None:
         output_token_ids=(4, 5),
         num_crashes=1,
     )
-    commands = [request, Abort("gone"), Abort("done", FinishReason.STOP), None]
-    assert read_commands(msgspec.msgpack.encode(commands)) == commands
+    commands = Commands([Add(request), Add(request), Abort("gone"), Stop()])
+    first, second, *others = crossed(commands).commands
+    assert dataclasses.asdict(first.request) == dataclasses.asdict(request)
+    assert first == second
+    assert first.request.sampling is second.request.sampling, "choices share what is large"
+    assert type(first.request.sampling) is Sampling
+    assert others == [Abort("gone"), Stop()]
+
+
+def crossed(message: Inward | Outward) -> Any:
+    """What the other process makes of a message."""
+    frame = msgspec.msgpack.encode(message)
+    is_inward = isinstance(message, get_args(Inward))
+    return decode_inward(frame) if is_inward else decode_outward(frame)
+
+
+EXAMPLES = (
+    *(Begin("a:b", {"n": 1, "x": None}, 20), Commands([])),
+    Text("name", TextFiles("{}", {"eos_token": "x"}, (3,), {"default": "x"})),
+    Ready(EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3), {"n": 1}),
+    Refused(ErrorRecord("m", "LoadError")),
+    Report([], {"n": 1}),
+    *(ComputingAlone("a"), ComputingAlone(None)),
+    Log("infer.x", 20, "line"),
+)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_crosses_whole(message: Inward | Outward) -> None:
+    assert crossed(message) == message
+
+
+def test_each_kind_of_message_and_command_is_a_record_with_an_example() -> None:
+    kinds = {*get_args(Inward), *get_args(Outward)}
+    assert {type(example) for example in EXAMPLES} == kinds
+    for kind in (*kinds, *get_args(Command)):
+        assert issubclass(kind, msgspec.Struct), kind
+        assert kind.__struct_config__.tag, kind
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_an_abort_crosses_with_its_reason(reason: FinishReason) -> None:
+    assert crossed(Commands([Abort("a", reason)])) == Commands([Abort("a", reason)])
+
+
+@pytest.mark.parametrize("frame", [None, "stop", ["stop"], ["later", 1], [["add", {}]]])
+def test_a_frame_that_is_no_message_is_refused(frame: Any) -> None:
+    for decode in (decode_inward, decode_outward):
+        with pytest.raises(msgspec.ValidationError):
+            decode(msgspec.msgpack.encode(frame))
 
 
 def test_an_output_crosses_whole() -> None:
@@ -89,14 +153,12 @@ def test_an_output_crosses_whole() -> None:
     ]
     step_events = StepEvents(7, 0.5, 0.75, 2, (StepEvent("queued", "a", 2, 1, ("b", "c")),))
     report = Report(outputs, {"n": 1, "x": 0.5}, step_events)
-    assert read_event(msgspec.msgpack.encode(report)) == report
+    assert crossed(report) == report
 
 
 @pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])
 def test_an_error_of_the_start_crosses_whole(error: LoadError) -> None:
-    event = read_event(msgspec.msgpack.encode(Refused(ErrorRecord.of(error))))
-    assert isinstance(event, Refused)
-    again = event.error.exception()
+    again = crossed(Refused(ErrorRecord.of(error))).error.exception()
     assert (type(again), str(again)) == (type(error), str(error))
 
 

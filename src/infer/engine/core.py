@@ -115,10 +115,10 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        announce: Callable[[str], None] = lambda request_id: None,
+        announce: Callable[[str | None], None] = lambda request_id: None,
     ) -> None:
-        """`announce` is told which request is computed by itself next, after a crash; "" = those
-        who follow are several."""
+        """`announce` gets the id of the request that is computed by itself next, after a crash;
+        None = those that are computed next are several."""
         self.scheduler = scheduler
         self.runner = runner
         self._announce = announce
@@ -194,7 +194,7 @@ class EngineCore:
         failed: dict[str, ErrorRecord] = {}
         for part in self._parts(plan):
             if part is not plan or _is_suspect(part[0]):
-                self._announce(part[0].sequence.request_id if _is_suspect(part[0]) else "")
+                self._announce(part[0].sequence.request_id if _is_suspect(part[0]) else None)
             self._execute(part, computed, sampled, failed)
         outputs = self.scheduler.commit(self.scheduler.advance(tuple(computed)), sampled)
         for request_id, error in failed.items():

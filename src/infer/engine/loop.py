@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, assert_never
 
 from infer.engine.client.input import EngineLimits
+from infer.engine.commands import Abort, Add, Command, Stop
 from infer.engine.core import EngineCore
 from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
@@ -34,19 +35,8 @@ SOFT_LIMIT_S = 10.0
 if somebody waits for it, live"""
 
 
-class Abort(NamedTuple):
-    """A request is to end now."""
-
-    request_id: str
-    reason: FinishReason = FinishReason.ABORT
-
-
-Command = Request | Abort | None
-"""add this request · abort that one · stop"""
-
-
-Announce = Callable[[str], None]
-"""told who is computed by itself next; see `EngineCore`"""
+Announce = Callable[[str | None], None]
+"""takes the id of the request that is computed by itself next; see `EngineCore`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +127,32 @@ class EngineLoop:
         wait_s = HEARTBEAT_S if wait_s is None else min(wait_s, HEARTBEAT_S)
         try:
             command = self._commands.get(block=wait_s != 0.0, timeout=wait_s or None)
-            while True:
-                if command is None:
-                    return False
-                self._apply(command)
+            while self._apply(command):
                 command = self._commands.get_nowait()
+            return False
         except queue.Empty:
             return True
 
-    def _apply(self, command: Request | Abort) -> None:
-        if isinstance(command, Abort):
-            self._core.abort(*command)
-            return
+    def _apply(self, command: Command) -> bool:
+        """Whether the loop goes on."""
+        match command:
+            case Add(request):
+                self._add(request)
+                return True
+            case Abort(request_id, reason):
+                self._core.abort(request_id, reason)
+                return True
+            case Stop():
+                return False
+            case _:
+                assert_never(command)
+
+    def _add(self, request: Request) -> None:
         try:
-            self._core.add(command)
+            self._core.add(request)
         except RequestError as error:
             reason = ErrorRecord.of(error)
-            refusal = StepOutput(command.request_id, None, FinishReason.ERROR, error=reason)
+            refusal = StepOutput(request.request_id, None, FinishReason.ERROR, error=reason)
             self._refused.append(refusal)
 
 
@@ -171,7 +170,7 @@ class EngineThread:
         assert self._thread is None, "an engine is started once"
         self._heard_s = time.monotonic()
         run = partial(self._run, deliver, died)
-        self._thread = BackgroundThread(run, lambda: self._commands.put(None), "infer-engine")
+        self._thread = BackgroundThread(run, lambda: self._commands.put(Stop()), "infer-engine")
         self._thread.start()
 
     @property
@@ -191,7 +190,7 @@ class EngineThread:
 
     def add(self, request: Request) -> None:
         """See `EngineClient`."""
-        self._commands.put(request)
+        self._commands.put(Add(request))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
@@ -199,7 +198,7 @@ class EngineThread:
 
     def stop(self) -> None:
         """See `EngineClient`."""
-        self._commands.put(None)
+        self._commands.put(Stop())
         if self._thread is not None:
             self._thread.stop()
 

@@ -24,7 +24,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import infer.engine.process.messages as messages
-from infer.engine.loop import Blueprint, Command, EngineLoop, freeze_heap
+from infer.engine.commands import Command
+from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
 from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
@@ -61,7 +62,9 @@ def _read(frames: Iterator[bytes | None], commands: queue.SimpleQueue[Command]) 
     try:
         for frame in frames:
             assert frame is not None
-            for command in messages.read_commands(frame):
+            message = messages.decode_inward(frame)
+            assert isinstance(message, messages.Commands), "an engine begins once"
+            for command in message.commands:
                 commands.put(command)
     finally:
         os._exit(1)  # nobody is there any more
@@ -78,7 +81,8 @@ def main(fd: int, parent: int) -> int:
     frames = channel.frames()
     first = next(frames)
     assert first is not None
-    begin = messages.read_begin(first)
+    begin = messages.decode_inward(first)
+    assert isinstance(begin, messages.Begin), "the first frame says how to begin"
     logger = logging.getLogger("infer")
     logger.addHandler(_LogToParent(channel))
     logger.setLevel(begin.log_level)

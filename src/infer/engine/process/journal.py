@@ -61,16 +61,16 @@ class RequestJournal:
                 del self._entries[output.request_id]
         return wanted
 
-    def crashed(self, alone: str, *, from_outside: bool) -> list[StepOutput]:
+    def crashed(self, alone: str | None, *, from_outside: bool) -> list[StepOutput]:
         """The engine died with all of these; returns the end of the one that is to blame, if any.
 
-        `alone`: the request that was being computed by itself, or "". `from_outside`: somebody
+        `alone`: the request that was being computed by itself, if one was. `from_outside`: somebody
         else on the machine did it, so that once, and even twice, may be chance.
         """
         for entry in self._entries.values():
             entry.num_crashes += 1
-        suspect = self._entries.get(alone)
-        if suspect is None:
+        suspect = None if alone is None else self._entries.get(alone)
+        if alone is None or suspect is None:
             return []
         suspect.num_alone += 1
         if suspect.num_alone < (MAX_FROM_OUTSIDE if from_outside else 1):

@@ -28,8 +28,9 @@ from typing import Any
 
 import infer.engine.process.messages as messages
 from infer.engine.client.input import EngineLimits
+from infer.engine.commands import Abort, Add, Command, Stop
 from infer.engine.core import GAUGES
-from infer.engine.loop import HEARTBEAT_S, SOFT_LIMIT_S, Abort, Command, Deliver
+from infer.engine.loop import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.engine.process.child import DUMP_SIGNAL
 from infer.engine.process.journal import RequestJournal
 from infer.errors import EngineDeadError, LoadError
@@ -57,13 +58,14 @@ class _EngineRun:
     """One engine process, from its start to its end."""
 
     def __init__(self, begin: messages.Begin) -> None:
-        self.alone = ""
-        """the request it is computing by itself"""
+        self.alone: str | None = None
+        """id of the request that it computes by itself"""
         self.killed = False
         """by us: it did not report any more"""
         self._heard_s = time.monotonic()
         self._has_dumped = False
-        self._commands: queue.SimpleQueue[Command | EOFError] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        """to be written; None: the writer is to end"""
         ours, theirs = socket.socketpair()
         with theirs:
             # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
@@ -85,8 +87,8 @@ class _EngineRun:
     def pid(self) -> int:
         return self._process.pid
 
-    def computes_alone(self, request_id: str) -> None:
-        """Which request it computes by itself from now on; "" = none."""
+    def computes_alone(self, request_id: str | None) -> None:
+        """Note which request it computes by itself from now on."""
         self.alone = request_id
 
     @property
@@ -106,10 +108,10 @@ class _EngineRun:
                 with contextlib.suppress(queue.Empty):
                     while True:
                         commands.append(self._commands.get_nowait())
-                wanted = [c for c in commands if not isinstance(c, EOFError)]
+                wanted = [command for command in commands if command is not None]
                 if len(wanted) < len(commands):
                     return
-                self._channel.send(wanted)
+                self._channel.send(messages.Commands(wanted))
 
     def _listen(self) -> None:
         """What it writes to stderr (stacks, warnings of libraries) is logged here, where a log that
@@ -126,7 +128,7 @@ class _EngineRun:
 
     def events(
         self, hang_s: float | None, *, load_timeout_s: float | None = None
-    ) -> Iterator[messages.Event]:
+    ) -> Iterator[messages.Outward]:
         """What it reports, until it ends. `hang_s`: the watchdog's hard limit; None = none.
         `load_timeout_s`: how long it may take from now until the last of these events."""
         started_s = time.monotonic()
@@ -145,7 +147,7 @@ class _EngineRun:
                     self._watch(self.silence_s, hang_s)
                 continue
             self._heard_s, self._has_dumped = time.monotonic(), False
-            event = messages.read_event(frame)
+            event = messages.decode_outward(frame)
             if isinstance(event, messages.Log):
                 logging.getLogger(event.logger).log(event.level, "%s", event.line)
             else:
@@ -171,7 +173,7 @@ class _EngineRun:
         except subprocess.TimeoutExpired:
             self.kill()
             code = self._process.wait()
-        self._commands.put(EOFError())
+        self._commands.put(None)
         self._writer.join()
         self._listener.join(LAST_WORDS_S)
         self._channel.close()
@@ -271,7 +273,7 @@ class EngineProcess:
         with self._lock:
             self._journal.add(request)
             if self._ready is not None:
-                self._ready.send(request)
+                self._ready.send(Add(request))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
@@ -296,7 +298,7 @@ class EngineProcess:
         with self._lock:
             ready, starting = self._ready, self._starting
         if ready is not None:
-            ready.send(None)
+            ready.send(Stop())
         if starting is not None:
             starting.kill()
         if self._thread is not None:
@@ -330,7 +332,7 @@ class EngineProcess:
             if isinstance(event, messages.ComputingAlone):
                 engine_run.computes_alone(event.request_id)
             elif isinstance(event, messages.Report):
-                engine_run.computes_alone("")
+                engine_run.computes_alone(None)
                 self._stats = event.stats
                 if event.outputs:
                     self._num_failures = 0
@@ -384,7 +386,7 @@ class EngineProcess:
                 self._ready, self._stats = engine_run, ready.stats
                 requests = self._journal.resumed()
                 for request in requests:
-                    engine_run.send(request)
+                    engine_run.send(Add(request))
             took_s = time.monotonic() - started_s
             log.warning(
                 "another engine process has %d requests after %.1f s", len(requests), took_s
