@@ -43,6 +43,7 @@ from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Request, Sampling, StepOutput, TokenLogprobs
+from infer.types.engine_stats import EngineCounters, EngineGauges, EngineStats
 from infer.types.step_events import StepEvent, StepEvents
 
 ROOT = Path(__file__).parents[2]
@@ -109,12 +110,16 @@ def crossed(message: Inward | Outward) -> Any:
     return decode_inward(frame) if is_inward else decode_outward(frame)
 
 
+STATS = EngineStats(
+    EngineGauges(num_running=1, num_pages=9),
+    EngineCounters(num_steps=2, num_finished={FinishReason.EOS: 3}),
+)
 EXAMPLES = (
     *(Begin("a:b", {"n": 1, "x": None}, 20), Commands([])),
     Text("name", TextFiles("{}", {"eos_token": "x"}, (3,), {"default": "x"})),
-    Ready(EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3), {"n": 1}),
+    Ready(EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3), STATS),
     Refused(ErrorRecord("m", "LoadError")),
-    Report([], {"n": 1}),
+    Report([], STATS),
     *(ComputingAlone("a"), ComputingAlone(None)),
     Log("infer.x", 20, "line"),
 )
@@ -152,7 +157,7 @@ def test_an_output_crosses_whole() -> None:
         StepOutput("b", None, FinishReason.ERROR, error=ErrorRecord("m", "EngineError", "p", "c")),
     ]
     step_events = StepEvents(7, 0.5, 0.75, 2, (StepEvent("queued", "a", 2, 1, ("b", "c")),))
-    report = Report(outputs, {"n": 1, "x": 0.5}, step_events)
+    report = Report(outputs, STATS, step_events)
     assert crossed(report) == report
 
 

@@ -35,6 +35,7 @@ from infer.types import (
     StepOutput,
     TokenLogprobs,
 )
+from infer.types.engine_stats import EngineGauges, EngineStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
@@ -42,13 +43,6 @@ log = logging.getLogger(__name__)
 MAX_LOST_STEPS = 3
 """steps in a row of which nothing could be computed, before it is tried who is broken: the engine
 or the requests"""
-GAUGES = frozenset(
-    {
-        *("num_waiting", "num_running", "num_preempted"),
-        *("num_pages", "num_free_pages", "num_indexed_pages"),
-    }
-)
-"""of the names in `EngineCore.stats`; the others count, and never go down"""
 _TRIAL = "trial"
 _LOST = ErrorRecord("the engine failed while computing this request")
 
@@ -334,22 +328,20 @@ class EngineCore:
             outputs.extend(self.step(flush=True))
         return outputs
 
-    def stats(self) -> dict[str, int | float]:
-        """Gauges and counters by name."""
+    def stats(self) -> EngineStats:
+        """Gauges and counters of now; also while another thread steps, which may be in between."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
-        counts = scheduler.stats
-        return {
-            "num_waiting": len(scheduler.waiting),
-            "num_running": len(scheduler.running),
-            "num_preempted": len(scheduler.preempted),
-            "num_pages": allocator.num_usable,
-            "num_free_pages": allocator.num_free,
-            "num_indexed_pages": allocator.num_indexed,
-            "num_evictions": allocator.num_evictions,
-            **{name: getattr(counts, name) for name in counts.__slots__ if name != "num_finished"},
-            # A copy, made at once: this is read beside a thread that steps.
-            **{f"num_finished_{reason}": n for reason, n in dict(counts.num_finished).items()},
-        }
+        return EngineStats(
+            EngineGauges(
+                num_waiting=len(scheduler.waiting),
+                num_running=len(scheduler.running),
+                num_preempted=len(scheduler.preempted),
+                num_pages=allocator.num_usable,
+                num_free_pages=allocator.num_free,
+                num_indexed_pages=allocator.num_indexed,
+            ),
+            scheduler.stats.counters(num_evictions=allocator.num_evictions),
+        )
 
 
 def _is_suspect(chunk: Chunk) -> bool:

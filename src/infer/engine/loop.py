@@ -24,6 +24,7 @@ from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
@@ -92,8 +93,8 @@ class EngineClient(Protocol):
     def stop(self) -> None:
         """Finish the step that runs, then end; whatever was in flight is dropped."""
 
-    def stats(self) -> dict[str, int | float]:
-        """Gauges and counters by name."""
+    def stats(self) -> EngineStats:
+        """Gauges of the engine that works, counters of all engines until now."""
 
 
 class EngineLoop:
@@ -202,9 +203,9 @@ class EngineThread:
         if self._thread is not None:
             self._thread.stop()
 
-    def stats(self) -> dict[str, int | float]:
-        """Each number is exact, their set may straddle a step; a thread is never restarted."""
-        return {**self._core.stats(), "num_restarts": 0}
+    def stats(self) -> EngineStats:
+        """Each number is exact, their set may straddle a step."""
+        return self._core.stats()
 
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
         def send(outputs: list[StepOutput], step_events: StepEvents | None) -> None:

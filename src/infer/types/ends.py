@@ -6,10 +6,11 @@ One table for answers, stories, metrics, logs, spans and counts: a reason that i
 
 from __future__ import annotations
 
-from typing import NamedTuple, assert_never
+from typing import Literal, NamedTuple, assert_never
 
 from infer.types import FinishReason
 
+EndCounter = Literal["num_requests_finished", "num_requests_cancelled", "num_requests_failed"]
 DISCONNECTED = "disconnected"
 NORMAL_OUTCOMES = ("stop", "length")
 
@@ -21,8 +22,8 @@ class End(NamedTuple):
     """OpenAI's `finish_reason`; None: it was not finished but broken off"""
     outcome: str
     """in stories, metrics, logs and spans"""
-    counter: str
-    """in `AsyncLLM.stats`"""
+    counter: EndCounter
+    """the field of `RequestCounters` in which it is counted"""
 
 
 def end_of(reason: FinishReason | None) -> End:

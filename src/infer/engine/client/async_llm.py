@@ -14,6 +14,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from copy import copy
 from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
@@ -30,17 +31,13 @@ from infer.types import (
     TextDelta,
 )
 from infer.types.ends import end_of
+from infer.types.engine_stats import RequestCounters, ServingStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COUNTS = (
-    *("num_requests_admitted", "num_requests_refused"),
-    *("num_requests_finished", "num_requests_cancelled", "num_requests_failed"),
-)
-"""the ledger: at any moment admitted = num_open + finished + cancelled + failed"""
 MAX_MESSAGES_A_TURN = 8
 """steps of the engine that the event loop reads before it turns to others"""
 MAX_MAILBOX_BYTES = 256 * 1024
@@ -138,7 +135,7 @@ class AsyncLLM:
         self._draining = False
         self._will_look = False
         self._num_reserved = 0
-        self._counts = dict.fromkeys(COUNTS, 0)
+        self._counts = RequestCounters()
 
     def observe(self, observer: Observer) -> None:
         """Call `observer` for everything that happens from now on. There is one at a time: a second
@@ -239,7 +236,7 @@ class AsyncLLM:
             reason = mailbox.processor.finish_reason
             if reason is None:
                 self._worker.abort(request.request_id)
-            self._counts[end_of(None if mailbox.is_cancelled else reason).counter] += 1
+            self._counts.count_end(end_of(None if mailbox.is_cancelled else reason).counter)
             if self._observer is not None:
                 self._observer.left(request.request_id, reason)
 
@@ -260,10 +257,12 @@ class AsyncLLM:
             return collected(request, [piece async for piece in pieces])
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges and counters of the engine, and how many requests callers hold open."""
-        stats = self._worker.stats()
-        counts = {name: count + stats.get(name, 0) for name, count in self._counts.items()}
-        return {**stats, "num_open": self.num_open, **counts}
+        """Gauges and counters of the engine and of this façade, by name."""
+        return {**self.read_stats().by_name()}
+
+    def read_stats(self) -> ServingStats:
+        """What `stats` says, as a record."""
+        return ServingStats(self._worker.stats(), copy(self._counts), self.num_open)
 
     def _check_room(self, count: int) -> None:
         num_taken = len(self._mailboxes) + self._num_reserved
@@ -277,7 +276,7 @@ class AsyncLLM:
             error = OverloadedError(busy)
         else:
             return
-        self._counts["num_requests_refused"] += count
+        self._counts.num_requests_refused += count
         raise error
 
     def _enter(self, request: Request, merge: bool) -> Mailbox:
@@ -286,7 +285,7 @@ class AsyncLLM:
             raise ValueError(f"a request with id {request.request_id!r} is already running")
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
         self._mailboxes[request.request_id] = mailbox
-        self._counts["num_requests_admitted"] += 1
+        self._counts.num_requests_admitted += 1
         self._worker.add(request)
         return mailbox
 

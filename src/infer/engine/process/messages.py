@@ -22,6 +22,7 @@ from infer.engine.client.input import EngineLimits
 from infer.engine.commands import Add, Command
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Sampling, StepOutput
+from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
 _PIECE = 1 << 18
@@ -54,7 +55,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The engine takes commands from now on."""
 
     limits: EngineLimits
-    stats: dict[str, int | float]
+    stats: EngineStats
     settings: dict[str, Any] = {}
     """what another engine must be given to take over from this one, beside its own settings"""
 
@@ -70,14 +71,14 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
     """A step is done, or there is nothing to do: the engine lives."""
 
     outputs: list[StepOutput]
-    stats: dict[str, int | float]
+    stats: EngineStats
     step_events: StepEvents | None = None
     more: bool = False
     """the rest of the step follows"""
 
 
 def reports(
-    outputs: list[StepOutput], stats: dict[str, int | float], step_events: StepEvents | None
+    outputs: list[StepOutput], stats: EngineStats, step_events: StepEvents | None
 ) -> Iterator[Report]:
     """A step's outputs. The log-probabilities of a prompt go in a frame of their own: reading
     those of eight long prompts at once would keep the interpreter for 50 ms."""

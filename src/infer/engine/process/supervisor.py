@@ -22,20 +22,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import infer.engine.process.messages as messages
 from infer.engine.client.input import EngineLimits
 from infer.engine.commands import Abort, Add, Command, Stop
-from infer.engine.core import GAUGES
 from infer.engine.loop import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.engine.process.child import DUMP_SIGNAL
 from infer.engine.process.journal import RequestJournal
 from infer.errors import EngineDeadError, LoadError
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.engine_stats import EngineCounters, EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -208,10 +207,10 @@ class EngineProcess:
         """gets the commands; None while there is nobody"""
         self._starting: _EngineRun | None = None
         self._num_failures = 0
-        self._num_restarts = 0
-        self._stats: dict[str, int | float] = {}
-        self._counted: Counter[str] = Counter()
-        """what the processes before this one have counted"""
+        self._stats = EngineStats()
+        """of the process that works"""
+        self._counted = EngineCounters()
+        """sum over the processes before it"""
         self._stopping = threading.Event()
         self._deliver: Deliver = lambda outputs, step_events: None
         self._died: Callable[[], None] = lambda: None
@@ -306,10 +305,11 @@ class EngineProcess:
             if ready is not None:
                 ready.kill()
 
-    def stats(self) -> dict[str, int | float]:
-        """Gauges of the process that works, counts of all; `num_restarts`: how many have died."""
-        stats = {name: value + self._counted[name] for name, value in self._stats.items()}
-        return {**stats, "num_restarts": self._num_restarts}
+    def stats(self) -> EngineStats:
+        """See `EngineClient`."""
+        with self._lock:
+            stats, counted = self._stats, self._counted
+        return EngineStats(stats.gauges, counted.plus(stats.counters))
 
     def _run(self) -> None:
         try:
@@ -345,13 +345,13 @@ class EngineProcess:
             self._deliver(step, None)
         with self._lock:
             self._ready = None
-        ended = {name: value for name, value in self._stats.items() if name not in GAUGES}
-        self._counted.update(ended)
-        self._stats = dict.fromkeys((*self._stats, *ended), 0)
+            self._counted = self._counted.plus(self._stats.counters)
+            self._stats = EngineStats()
         code = engine_run.reap()
         if self._stopping.is_set():
             return
-        self._num_restarts += 1
+        with self._lock:
+            self._counted = self._counted.plus(EngineCounters(num_restarts=1))
         from_outside = code == -signal.SIGKILL and not engine_run.killed
         with self._lock:
             count = len(self._journal)
