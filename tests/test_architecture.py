@@ -51,7 +51,11 @@ LEVELS = (
         "which tokens are computed next, and where they are kept; equations and weights; attention"
         " over pages",
     ),
-    Level("runner", "a plan becomes tensors, and logits become tokens"),
+    Level(
+        "runner engine.process.blame engine.process.supervisor_state",
+        "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, and the"
+        " states of a supervisor",
+    ),
     Level(
         "engine.core engine.client.input engine.client.output engine.process.journal"
         " engine.commands engine.build.checkpoint engine.build.hardware",

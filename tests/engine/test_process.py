@@ -44,7 +44,15 @@ from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Request, Sampling, StepOutput, TokenLogprobs
 from infer.types.engine_stats import EngineCounters, EngineGauges, EngineStats
-from infer.types.step_events import StepEvent, StepEvents
+from infer.types.step_events import (
+    Admitted,
+    ComputedChunk,
+    Preempted,
+    Queued,
+    Resumed,
+    StepEvent,
+    StepEvents,
+)
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -150,13 +158,24 @@ def test_a_frame_that_is_no_message_is_refused(frame: Any) -> None:
             decode(msgspec.msgpack.encode(frame))
 
 
+EVENTS = (
+    Queued("a", 2, 1, ("b", "c")),
+    Resumed("b", 0, 3),
+    Preempted("c", 5, "a"),
+    Preempted("c", 5),
+    Admitted("a", 3, 7),
+    ComputedChunk("a", 3, 4),
+)
+
+
 def test_an_output_crosses_whole() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(StepEvent))
     logprobs = TokenLogprobs(-0.125, ((3, -0.125), (4, float("-inf"))))
     outputs = [
         StepOutput("a", 3, None, logprobs, num_cached=4),
         StepOutput("b", None, FinishReason.ERROR, error=ErrorRecord("m", "EngineError", "p", "c")),
     ]
-    step_events = StepEvents(7, 0.5, 0.75, 2, (StepEvent("queued", "a", 2, 1, ("b", "c")),))
+    step_events = StepEvents(7, 0.5, 0.75, 2, EVENTS)
     report = Report(outputs, STATS, step_events)
     assert crossed(report) == report
 

@@ -19,7 +19,8 @@ from doubles import launch_hash_llm, make_hash_core, solo
 from infer import LLM, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process import supervisor
-from infer.engine.process.journal import MAX_FROM_OUTSIDE, RequestJournal
+from infer.engine.process.blame import MAX_FROM_OUTSIDE
+from infer.engine.process.journal import RequestJournal
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import EngineDeadError, EngineError
 from infer.types import FinishReason, Request, RequestOutput, StepOutput

@@ -11,6 +11,7 @@ from doubles import HashRunner, make_hash_core, solo
 from infer.engine.core import EngineCore
 from infer.schedule.fair_share import FairShare
 from infer.types import Request, SamplingParams
+from infer.types.step_events import ComputedChunk
 
 names = (f"t{i}" for i in itertools.count())
 
@@ -48,8 +49,8 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
             assert num_steps < 40
             continue
         assert num_steps == 1
-        chunks = [event for event in core.step_events.events if event.kind == "chunk"]
-        others = [event.total for event in chunks if event.request_id != small.request_id]
+        chunks = [event for event in core.step_events.events if isinstance(event, ComputedChunk)]
+        others = [event.num_tokens for event in chunks if event.request_id != small.request_id]
         assert len(others) < len(chunks)
         assert sum(others) <= 4  # what is owed to those who sat idle
         for _ in range(5):

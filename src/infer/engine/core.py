@@ -23,6 +23,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from infer.engine.process.blame import is_suspect
 from infer.errors import DeviceLostError
 from infer.schedule.page_allocator import PageTable
 from infer.schedule.scheduler import Scheduler
@@ -238,8 +239,8 @@ class EngineCore:
             scheduler.pending_events.clear()
 
     def _parts(self, plan: Plan) -> list[Plan]:
-        """The plan in one piece; but whoever an engine has died with begins by itself, so that,
-        should it happen again, there is no doubt about whom it happened with."""
+        """The plan in one piece; but a suspect (see `engine.process.blame`) is computed alone, so
+        that another crash leaves no doubt about whom it happened with."""
         alone = [chunk for chunk in plan if _is_suspect(chunk)]
         if not alone:
             return [plan]
@@ -345,6 +346,4 @@ class EngineCore:
 
 
 def _is_suspect(chunk: Chunk) -> bool:
-    """Whether an engine has died with this request, and it has not sampled a token since."""
-    request = chunk.sequence.request
-    return request.num_crashes > 0 and chunk.sequence.num_output == len(request.output_token_ids)
+    return is_suspect(chunk.sequence.request, chunk.sequence.num_output)

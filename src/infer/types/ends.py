@@ -1,6 +1,6 @@
-"""`end_of`: what the end of a choice is called, everywhere where it is told.
+"""`end_of`: what the end of a choice is called, wherever it is shown or counted.
 
-One table for answers, stories, metrics, logs, spans and counts: a reason that is added to
+One table for answers, traces, metrics, logs, spans and counts: a reason that is added to
 `FinishReason` must be added here, or nothing passes the type checker.
 """
 
@@ -21,7 +21,7 @@ class End(NamedTuple):
     word: str | None
     """OpenAI's `finish_reason`; None: it was not finished but broken off"""
     outcome: str
-    """in stories, metrics, logs and spans"""
+    """in traces, metrics, logs and spans"""
     counter: EndCounter
     """the field of `RequestCounters` in which it is counted"""
 

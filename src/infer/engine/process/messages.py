@@ -106,7 +106,9 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
 
 
 Inward = Begin | Commands
-Outward = Text | Ready | Refused | Report | ComputingAlone | Log
+Event = Text | Ready | Refused | Report | ComputingAlone
+"""what happens to an engine"""
+Outward = Event | Log
 
 decode_outward = msgspec.msgpack.Decoder[Outward](Outward).decode
 _decode_inward = msgspec.msgpack.Decoder[Inward](Inward).decode

@@ -1,7 +1,7 @@
 """`RequestContext`: one HTTP request, from its headers to the last byte of its answer.
 
 Made by the outermost layer (`failures.Edge`) and found in the ASGI scope by everybody further in.
-Whatever a request holds that must be given back however it ends (its story, its place among the
+Whatever a request holds that must be given back however it ends (its trace, its place among the
 requests of its key, a timer) is registered in `leaving`, which is closed in that one place.
 """
 
@@ -53,8 +53,8 @@ class RequestContext:
     """that the answer gets"""
     status: int = 0
     """of the answer, once there is one"""
-    told: dict[str, Any] = field(default_factory=dict)
-    """the summary of its story, for the log"""
+    trace_summary: dict[str, Any] = field(default_factory=dict)
+    """summary of its trace once that has ended, for the log"""
     on_revoked: Callable[[], object] | None = None
     """ends what runs, when the key has been revoked"""
     cleanup: ExitStack = field(default_factory=ExitStack)

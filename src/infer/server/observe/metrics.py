@@ -1,7 +1,7 @@
 """`Metrics`: what `/metrics` and `/stats` say, with the names that vLLM's dashboards know.
 
 Nothing is counted twice: counters and gauges are the engine's own, read when somebody asks; times
-and sizes are taken from each story when it ends; the pauses between tokens are counted by
+and sizes are taken from each trace when it ends; the pauses between tokens are counted by
 `RequestTraces` itself. The prometheus client only writes; it holds no state of ours. Labels are the
 model's name and, for keys, the name of the key: values that a client cannot choose.
 """
@@ -33,14 +33,14 @@ from infer.server.http.context import RequestContext
 from infer.server.http.private_files import locked, write_private
 from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, RequestTrace, RequestTraces
 from infer.types.engine_stats import EngineCounters, EngineGauges
-from infer.types.step_events import StepEvents
+from infer.types.step_events import ComputedChunk, StepEvents
 
 log = logging.getLogger("infer.server")
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SAVE_S = 10.0
 MAX_WAITS = 1000
-"""the latest requests whose waiting times `/stats` tells"""
+"""the latest requests whose waiting times are in `/stats`"""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _COUNTS = tuple(2**i for i in range(18))
 
@@ -52,7 +52,7 @@ _TIMES = {
     "request_inference_time_seconds": ("admitted_s", "end"),
     "e2e_request_latency_seconds": ("visit", "end"),
 }
-"""from one point of a story to another"""
+"""names of the two points of a trace between which each time is"""
 _SIZES: dict[str, Callable[[RequestTrace], int]] = {
     "request_prompt_tokens": lambda trace: trace.num_prompt,
     "request_generation_tokens": lambda trace: trace.sum_of("num_tokens"),
@@ -156,7 +156,7 @@ class Metrics:
         traces.on_end.append(self._ended)
 
     def _stepped(self, step_events: StepEvents) -> None:
-        chunks = [event.total for event in step_events.events if event.kind == "chunk"]
+        chunks = [e.num_tokens for e in step_events.events if isinstance(e, ComputedChunk)]
         self._per_step.add(sum(chunks) + step_events.num_sequences - len(chunks))
         self._num_rows += step_events.num_sequences
 
