@@ -21,7 +21,7 @@ from typing import Any
 from checkpoints import VOCAB_SIZE, write_tokenizer
 from infer.config import SchedulerConfig
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import EngineLimits, InputProcessor
+from infer.engine.client.input import InputProcessor
 from infer.engine.core import EngineCore
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
@@ -31,6 +31,7 @@ from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
+from infer.types.engine_limits import EngineLimits
 
 _MASK = (1 << 61) - 1
 _ROOT = 0x9E3779B97F4A7C15 & _MASK

@@ -52,9 +52,9 @@ LEVELS = (
         " over pages",
     ),
     Level(
-        "runner engine.process.blame engine.process.supervisor_state",
-        "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, and the"
-        " states of a supervisor",
+        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client",
+        "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, the"
+        " states of a supervisor, an engine as its façade sees it",
     ),
     Level(
         "engine.core engine.client.input engine.client.output engine.process.journal"
@@ -62,7 +62,10 @@ LEVELS = (
         "scheduler and runner in one step; prompts in, text out; commands; what each request has"
         " received; what is on the disk and in the machine",
     ),
-    Level("engine.loop engine.build.memory_plan", "the core in a thread; what fits into memory"),
+    Level(
+        "engine.loop engine.client.mailbox engine.build.memory_plan",
+        "the core in a thread; what has arrived for a request; what fits into memory",
+    ),
     Level("engine.client.async_llm engine.process.messages", "the asyncio façade; frames"),
     Level("engine.build.assemble engine.process.child", "the composition root; engine process"),
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),

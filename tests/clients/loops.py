@@ -20,7 +20,7 @@ from published import LOADED, SPECIAL, templates
 from checkpoints import END_ID, write_tokenizer
 from doubles import make_hash_core
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import EngineLimits, InputProcessor
+from infer.engine.client.input import InputProcessor
 from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
@@ -30,6 +30,7 @@ from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat
+from infer.types.engine_limits import EngineLimits
 
 CITIES = ("Ulm", "Bonn", "Jena")
 ANSWER = "All three are sunny."

@@ -22,7 +22,6 @@ from checkpoints import VOCAB_SIZE
 from doubles import launch_hash_llm, solo
 from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import EngineLimits
 from infer.engine.commands import Abort, Add, Command, Stop
 from infer.engine.process.launch import launch
 from infer.engine.process.messages import (
@@ -43,6 +42,7 @@ from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Request, Sampling, StepOutput, TokenLogprobs
+from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineCounters, EngineGauges, EngineStats
 from infer.types.step_events import (
     Admitted,

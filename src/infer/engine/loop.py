@@ -1,9 +1,9 @@
 """`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread.
 
 Commands go in through a queue and are applied between steps; outputs come back as one list per
-step. Nothing else is shared. `EngineClient` is what the façade sees of an engine, wherever it is:
-`EngineThread` here, for tests and programs, or `engine.process.EngineProcess` under `infer serve`.
-An exception that gets out of the loop ends the engine, and its owner is told.
+step. Nothing else is shared. `EngineThread` is the `EngineClient` of tests and programs; under
+`infer serve` the loop runs in `engine.process.child`. An exception that gets out of the loop ends
+the engine, and its owner is called.
 """
 
 from __future__ import annotations
@@ -15,26 +15,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
-from infer.engine.client.input import EngineLimits
+from infer.engine.client.engine_client import HEARTBEAT_S, Deliver
 from infer.engine.commands import Abort, Add, Command, Stop
 from infer.engine.core import EngineCore
 from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
-
-HEARTBEAT_S = 1.0
-"""an idle engine reports so often"""
-SOFT_LIMIT_S = 10.0
-"""an engine that has not reported for so long hangs, or is very slow: it is neither ready nor,
-if somebody waits for it, live"""
-
 
 Announce = Callable[[str | None], None]
 """takes the id of the request that is computed by itself next; see `EngineCore`"""
@@ -52,49 +46,12 @@ class Blueprint:
     of the machine when this one was built"""
 
 
-Deliver = Callable[[list[StepOutput], StepEvents | None], None]
-"""takes what a step gave, and what it did (None = nothing)"""
-
-
 def freeze_heap() -> None:
     """Before the work begins: what has been made until now stays, so the garbage collector need not
     look at it ever again. Looking at all of it stops a process for 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.collect()  # counts what is left, so that the next time comes soon, and is short
-
-
-class EngineClient(Protocol):
-    """An engine from outside: takes messages, sends messages."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests are taken (they may have to wait until it is ready)."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it works now."""
-
-    @property
-    def silence_s(self) -> float:
-        """How long it has not reported: it does after each step and each `HEARTBEAT_S`. 0 while
-        another one is being started."""
-
-    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
-        """Begin to work. From a thread of the engine, `deliver` is called with each step's
-        outputs, and `died` if it ends for good though nobody has stopped it."""
-
-    def add(self, request: Request) -> None:
-        """Send a request; a refusal comes back as an output with an error."""
-
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Send an abort; it is applied before the next step."""
-
-    def stop(self) -> None:
-        """Finish the step that runs, then end; whatever was in flight is dropped."""
-
-    def stats(self) -> EngineStats:
-        """Gauges of the engine that works, counters of all engines until now."""
 
 
 class EngineLoop:
@@ -113,7 +70,7 @@ class EngineLoop:
         self._refused: list[StepOutput] = []
 
     def run(self) -> None:
-        """Until it is told to stop."""
+        """Returns after `Stop`."""
         while self._take_commands():
             outputs, self._refused = self._refused, []
             step_events = None
@@ -123,7 +80,7 @@ class EngineLoop:
             self._send(outputs, step_events)
 
     def _take_commands(self) -> bool:
-        """Apply what has been sent; waits while there is nothing to do. False = stop."""
+        """Apply what has been sent; waits while there is nothing to do. False: `Stop` was sent."""
         wait_s = self._core.wait_s()
         wait_s = HEARTBEAT_S if wait_s is None else min(wait_s, HEARTBEAT_S)
         try:
@@ -181,7 +138,7 @@ class EngineThread:
 
     @property
     def is_ready(self) -> bool:
-        """A thread is never between two lives."""
+        """As `is_alive`: a thread is never restarted."""
         return self.is_alive
 
     @property

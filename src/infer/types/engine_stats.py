@@ -11,8 +11,7 @@ from typing import assert_never
 
 import msgspec
 
-from infer.types import FinishReason
-from infer.types.ends import EndCounter
+from infer.types.ends import EndCounter, FinishReason
 
 
 class EngineGauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

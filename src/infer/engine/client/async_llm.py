@@ -1,10 +1,10 @@
 """`AsyncLLM`: the engine for asyncio code; what the server stands on.
 
-`async with engine.stream(request) as pieces` is the one way in: entering reserves a place (or
-raises `OverloadedError`), leaving, for whatever reason, aborts what has not finished. Each request
-has a mailbox; the outputs of a step arrive in one message and are turned into text here, on the
-event loop. A consumer that is slow finds what has gathered merged into one piece, one for whom too
-much gathers is cancelled: the engine never waits for a reader.
+`async with engine.stream(request) as pieces` is the one way in: entering takes a place or raises
+`OverloadedError`; leaving, for whatever reason, aborts what has not finished. Each request has a
+mailbox. The outputs of a step arrive in one message and become text here, on the event loop. The
+engine never waits for a reader: a slow reader finds pieces merged, and is cancelled if too much
+gathers for it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
-from functools import partial, reduce
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
+from infer.engine.client.engine_client import SOFT_LIMIT_S, EngineClient
 from infer.engine.client.input import InputProcessor
+from infer.engine.client.mailbox import MAX_MAILBOX_BYTES, Mailbox
 from infer.engine.client.output import OutputProcessor, collected
-from infer.engine.loop import SOFT_LIMIT_S, EngineClient
 from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
 from infer.types import (
-    ErrorRecord,
     FinishReason,
     Request,
     RequestOutput,
@@ -36,74 +36,24 @@ from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MAX_MESSAGES_A_TURN = 8
-"""steps of the engine that the event loop reads before it turns to others"""
-MAX_MAILBOX_BYTES = 256 * 1024
-"""of one request, about; a reader for whom more has gathered, though merged, is cancelled"""
+"""messages of the engine, one a step, that the event loop reads before other tasks have a turn"""
 MAX_MAILBOXES_BYTES = 256 * 1024 * 1024
-"""of all requests together; above it the readers who are furthest behind are cancelled, and what
-they have not read is dropped"""
+"""bytes that may wait in all mailboxes together; above it the readers that are furthest behind are
+cancelled, and what they have not read is dropped"""
 
 _LOOK_S = 0.1
-"""between looks at all mailboxes together: there may be thousands"""
-
-
-class Mailbox:
-    """What has arrived for one request and has not been taken."""
-
-    def __init__(self, processor: OutputProcessor, merge: bool) -> None:
-        self.processor = processor
-        self.is_cancelled = False
-        self._merge = merge
-        self._pieces: list[TextDelta] = []
-        self.num_bytes = 0
-        """that wait because the reader is behind"""
-        self._reader: asyncio.Future[None] | None = None
-
-    def cancel(self) -> None:
-        """Its request was cancelled by us: it counts as cancelled, however it ends."""
-        self.is_cancelled = True
-
-    def drop(self) -> None:
-        """Forget everything that waits, an end too; what is put next is the first piece."""
-        self._pieces, self.num_bytes, self.processor.finish_reason = [], 0, None
-
-    def put(self, piece: TextDelta) -> None:
-        """Add a piece; called on the event loop."""
-        if self._pieces:  # its reader is behind: only then is it worth counting
-            self.num_bytes += _size_of(piece)
-            if self.num_bytes > MAX_MAILBOX_BYTES and self._merge:
-                self._pieces = [reduce(TextDelta.merge, self._pieces)]
-                self.num_bytes = _size_of(self._pieces[0]) + _size_of(piece)
-        self._pieces.append(piece)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def take(self) -> list[TextDelta]:
-        """Everything that has arrived; waits until there is something. One reader at a time."""
-        if not self._pieces:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        pieces, self._pieces, self.num_bytes = self._pieces, [], 0
-        return [reduce(TextDelta.merge, pieces)] if self._merge else pieces
-
-
-def _size_of(piece: TextDelta) -> int:
-    """About the bytes that it takes in memory."""
-    pairs = sum(1 + len(each.top) for each in piece.logprobs)
-    return 200 + len(piece.text) + 48 * len(piece.token_ids) + 125 * pairs
+"""seconds between two looks at all mailboxes: there may be thousands"""
 
 
 class Observer(Protocol):
-    """Is told what happens to requests; on the event loop."""
+    """Called on the event loop with what happens to requests."""
 
     def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
-        """What a step gave and did."""
+        """A step has ended: its outputs, and what happened in it."""
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
-        """Nobody waits for it any more; `reason` is None where it was not finished."""
+        """The caller has left a request; `reason`: why it had ended, None if it had not."""
 
 
 class AsyncLLM:
@@ -118,18 +68,18 @@ class AsyncLLM:
         self.make_request = input_processor.make_request
         """a valid request, or a `RequestError` that says why not"""
         self.check_sampling = input_processor.check
-        """what requests that share a sampling have in common; see `make_request`"""
+        """what several requests with one sampling share; see `InputProcessor.check`"""
         self.max_seq_len = input_processor.limits.max_seq_len
         """longest prompt + output in tokens"""
         self.vocab_size = input_processor.limits.vocab_size
-        """token ids are below it"""
+        """number of logits; all token ids are below it"""
         self.num_seats = input_processor.limits.num_seats
         """requests that are computed at the same time"""
         self._worker = worker
         self._input_processor = input_processor
         self._mailboxes: dict[str, Mailbox] = {}
         self._messages: deque[Callable[[], None]] = deque()
-        """from the engine's thread, in their order"""
+        """calls that the engine's thread has sent to the event loop, in order"""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._draining = False
@@ -143,7 +93,7 @@ class AsyncLLM:
         self._observer = observer
 
     def expect_grammars(self) -> None:
-        """Make ready to check them, beside the rest; else the first one waits for it."""
+        """Start the process that checks grammars now; else the first grammar waits for it."""
         self._input_processor.grammars.warm()
 
     @property
@@ -190,7 +140,7 @@ class AsyncLLM:
     def _end(self, error: EngineDeadError) -> None:
         self._closed = True
         for mailbox in self._mailboxes.values():
-            _fail(mailbox, error)
+            mailbox.fail(error)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -230,7 +180,7 @@ class AsyncLLM:
         """
         mailbox = self._enter(request, merge)
         try:
-            yield _pieces(mailbox)
+            yield mailbox.pieces()
         finally:
             del self._mailboxes[request.request_id]
             reason = mailbox.processor.finish_reason
@@ -245,7 +195,7 @@ class AsyncLLM:
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None and mailbox.processor.finish_reason is None:
             mailbox.cancel()
-            _fail(mailbox, error)
+            mailbox.fail(error)
             self._worker.abort(request_id)
 
     async def generate(self, request: Request) -> RequestOutput:
@@ -301,7 +251,7 @@ class AsyncLLM:
         assert self._loop is not None
         self._messages.append(message)
         if len(self._messages) > 1:
-            return  # the loop has been told of those before
+            return  # the loop has been called for those before
         try:
             self._loop.call_soon_threadsafe(self._read_messages)
         except RuntimeError:  # the loop has been closed; so have all readers
@@ -329,7 +279,7 @@ class AsyncLLM:
                 piece = processor.push(output)
             except Exception:
                 log.exception("request %s: its output cannot be made text", output.request_id)
-                _fail(mailbox, EngineError("the output of this request cannot be made text"))
+                mailbox.fail(EngineError("the output of this request cannot be made text"))
                 self._worker.abort(output.request_id)
                 continue
             if piece is not None:
@@ -358,18 +308,3 @@ class AsyncLLM:
                 return
             message = "what was not read of the answer has become too much"
             self.cancel(request_id, CancelledError(message, code="client_stalled"))
-
-
-def _fail(mailbox: Mailbox, error: EngineError | RequestError) -> None:
-    if mailbox.processor.finish_reason is None:
-        mailbox.processor.finish_reason = FinishReason.ERROR
-        reason = ErrorRecord.of(error)
-        mailbox.put(TextDelta("", (), finish_reason=FinishReason.ERROR, error=reason))
-
-
-async def _pieces(mailbox: Mailbox) -> AsyncIterator[TextDelta]:
-    while True:
-        for piece in await mailbox.take():
-            yield piece
-            if piece.finish_reason is not None:
-                return

@@ -18,6 +18,7 @@ from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, Sampling, SamplingParams
+from infer.types.engine_limits import EngineLimits
 
 log = logging.getLogger(__name__)
 
@@ -29,22 +30,6 @@ def log_tool_use(tokenizer: Tokenizer) -> None:
     use = tokenizer.tool_use
     if use is not None:
         log.log(logging.INFO if use.is_known else logging.WARNING, "%s", use.summary)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """What the engine can take; made by `engine.build.assemble`."""
-
-    vocab_size: int
-    """width of the logits: token ids are below it"""
-    max_seq_len: int
-    num_seats: int
-    max_waiting_requests: int
-
-    @property
-    def max_unfinished(self) -> int:
-        """Requests that may be running or waiting at the same time."""
-        return self.num_seats + self.max_waiting_requests
 
 
 @dataclass(frozen=True, slots=True)

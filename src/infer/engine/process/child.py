@@ -1,9 +1,9 @@
-"""The engine process: makes an engine as it is told, and runs it until its parent has gone.
+"""The engine process: builds an engine from `Begin`, and runs it until its parent has gone.
 
 `python -m infer.engine.process.child FD PARENT` is started by `engine.process.supervisor` with one
 end of a socket pair. Commands are read by a thread of their own, so that the end of the parent is
-seen at once, whatever a step is doing. It ignores the signals that a terminal or process manager
-sends to the whole group: when to end is the parent's decision.
+seen at once, whatever a step is doing. The process ignores the signals that a terminal or process
+manager sends to the whole group: its parent decides when it ends.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
 
 DUMP_SIGNAL = signal.SIGUSR1
-"""writes the stacks of all threads to stderr, also while the interpreter is stuck"""
+"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck"""
 WRAP_VARIABLE = "INFER_WRAP_CORE"
-"""`module:function`, for tests: gets the engine core and returns one to which things happen"""
+"""variable of the environment for tests: `module:function` that gets the engine core and returns
+one that fails on purpose"""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -18,10 +18,10 @@ from typing import Any, assert_never
 
 import msgspec
 
-from infer.engine.client.input import EngineLimits
 from infer.engine.commands import Add, Command
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Sampling, StepOutput
+from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 

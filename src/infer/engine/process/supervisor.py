@@ -26,9 +26,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, assert_never
 
 import infer.engine.process.messages as messages
-from infer.engine.client.input import EngineLimits
+from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.engine.commands import Abort, Add, Command, Stop
-from infer.engine.loop import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.engine.process.blame import was_from_outside
 from infer.engine.process.child import DUMP_SIGNAL
 from infer.engine.process.journal import RequestJournal
@@ -36,22 +35,24 @@ from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
 from infer.errors import EngineDeadError, LoadError
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineCounters, EngineStats
 
 log = logging.getLogger(__name__)
 
 HANG_S = 120.0
-"""longer than any step; a step of a large model on a slow CPU takes many seconds"""
+"""seconds without a report after which a process is killed; longer than any step of a large model
+on a slow CPU"""
 LOAD_TIMEOUT_S = 3600.0
-"""an engine that is not ready by then is given up; it may have a large checkpoint to download"""
+"""seconds after which an engine that is not ready is given up; a checkpoint may be downloaded"""
 LOADING_LOG_S = 30.0
-"""an engine that is being loaded is mentioned so often"""
+"""seconds between two log lines about an engine that is being loaded"""
 STOP_S = 5.0
-"""how long a process may take to end when it is told to"""
+"""seconds that a process may take to end after `Stop`"""
 LAST_WORDS_S = 1.0
-"""how long what a process has written to stderr is read after its end: somebody else may hold it"""
+"""seconds for which stderr is read after the end of its process: another may hold it open"""
 MAX_FAILURES = 5
-"""lives in a row that gave nobody a token; then requests are refused until one begins well"""
+"""processes in a row that gave no request a token, before requests are refused"""
 _MAX_PAUSE_S = 30.0
 
 
@@ -62,7 +63,7 @@ class _EngineRun:
         self.alone: str | None = None
         """id of the request that it computes by itself"""
         self.killed = False
-        """by us: it did not report any more"""
+        """whether we have killed it because it did not report"""
         self._heard_s = time.monotonic()
         self._has_dumped = False
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -94,7 +95,7 @@ class _EngineRun:
 
     @property
     def silence_s(self) -> float:
-        """How long it has not reported."""
+        """Seconds since its last report."""
         return time.monotonic() - self._heard_s
 
     def send(self, command: Command) -> None:
