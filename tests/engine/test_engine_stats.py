@@ -10,11 +10,11 @@ from dataclasses import fields
 import msgspec
 import pytest
 
-from doubles import launch_hash_llm, make_hash_core, make_hash_llm
 from infer.engine.process.supervisor import EngineProcess
 from infer.schedule.stats import SchedulerStats
 from infer.types import FinishReason
 from infer.types.engine_stats import EngineCounters, EngineGauges, EngineStats, RequestCounters
+from tests.support.doubles import launch_hash_llm, make_hash_core, make_hash_llm
 
 COUNTERS = tuple(field.name for field in msgspec.structs.fields(EngineCounters))
 GAUGES = tuple(field.name for field in msgspec.structs.fields(EngineGauges))

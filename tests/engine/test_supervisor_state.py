@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from doubles import launch_hash_llm
 from infer.engine.process.supervisor import EngineProcess
 from infer.engine.process.supervisor_state import TRANSITIONS, Lifecycle, SupervisorState
+from tests.support.doubles import launch_hash_llm
 
 NEW, LOADING, LOADED, SERVING, RESTARTING, REFUSING, STOPPING, STOPPED, DEAD = SupervisorState
 PATHS = {

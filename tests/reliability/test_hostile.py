@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from load import Findings, Served, follow, model_server, percentile, served
-from serving import App, chat_body, completion_body, serving
 
-from doubles import make_hash_llm
 from infer.server.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from tests.support.doubles import make_hash_llm
+from tests.support.server_process import Findings, Served, follow, model_server, percentile, served
+from tests.support.serving import App, chat_body, completion_body, serving
 
 # ---- 16: generated bodies
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import COMPLETIONS, App, Reply, completion_body, with_app
 from typer.testing import CliRunner
 
-from doubles import make_hash_llm
 from infer.cli.main import app as command
 from infer.config import EngineConfig
 from infer.errors import ConfigError, RequestError
@@ -24,6 +22,8 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Key, KeyLimits, Keys
 from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
 from infer.types import Request, SamplingParams
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
 
 LONG = "a long long way to go " * 6
 

@@ -1,9 +1,9 @@
-"""`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread.
+"""`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread
 
 Commands go in through a queue and are applied between steps; outputs come back as one list per
 step. Nothing else is shared. `EngineThread` is the `EngineClient` of tests and programs; under
-`infer serve` the loop runs in `engine.process.child`. An exception that gets out of the loop ends
-the engine, and its owner is called.
+`infer serve` the loop runs in `engine.process.child`. An exception that leaves the loop ends the
+engine, and the `died` callback is called.
 """
 
 from __future__ import annotations
@@ -31,31 +31,38 @@ from infer.types.step_events import StepEvents
 log = logging.getLogger(__name__)
 
 Announce = Callable[[str | None], None]
-"""takes the id of the request that is computed by itself next; see `EngineCore`"""
+"""called with the id of the request that is computed alone next; see `EngineCore`"""
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """An engine that can be made: known before its weights are loaded, which `build` does."""
+    """Everything about an engine that is known before its weights are loaded."""
 
     model_name: str
+    """name under which the model is served"""
     files: TextFiles
+    """tokenizer and chat templates"""
     build: Callable[[Announce], tuple[EngineCore, EngineLimits]]
+    """loads the weights and makes the engine; raises `LoadError` or `ConfigError`"""
     pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
-    """settings that another engine needs to take over from this one: what was chosen by the state
-    of the machine when this one was built"""
+    """settings that were derived from the machine's state when the engine was built, and that an
+    engine which replaces it must get as they are"""
 
 
 def freeze_heap() -> None:
-    """Before the work begins: what has been made until now stays, so the garbage collector need not
-    look at it ever again. Looking at all of it stops a process for 0.1 s."""
+    """Exclude all objects that exist now from garbage collection; called before work begins.
+
+    They stay until the process ends, and traversing them all would stop the process for 0.1 s.
+    """
     gc.collect()
     gc.freeze()
-    gc.collect()  # counts what is left, so that the next time comes soon, and is short
+    # A full collection is due when the number of new objects exceeds a quarter of those that
+    # survived the last one. Now almost none survive, so the next one comes soon and is short.
+    gc.collect()
 
 
 class EngineLoop:
-    """Takes commands, steps, sends; `run` is called once, by whoever gives it a thread."""
+    """Applies commands, steps and sends outputs, until it is stopped."""
 
     def __init__(
         self,
@@ -63,14 +70,15 @@ class EngineLoop:
         send: Deliver,
         commands: queue.SimpleQueue[Command],
     ) -> None:
-        """`send` gets an empty list when there was nothing to do for `HEARTBEAT_S`."""
+        """`send` is called after each step, and with an empty list every `HEARTBEAT_S` while
+        idle."""
         self._commands = commands
         self._core = core
         self._send = send
         self._refused: list[StepOutput] = []
 
     def run(self) -> None:
-        """Returns after `Stop`."""
+        """Work until a stop command; called once."""
         while self._take_commands():
             outputs, self._refused = self._refused, []
             step_events = None
@@ -80,7 +88,8 @@ class EngineLoop:
             self._send(outputs, step_events)
 
     def _take_commands(self) -> bool:
-        """Apply what has been sent; waits while there is nothing to do. False: `Stop` was sent."""
+        """Apply the commands in the queue; while there is no work, wait for one first. Returns
+        False for `Stop`."""
         wait_s = self._core.wait_s()
         wait_s = HEARTBEAT_S if wait_s is None else min(wait_s, HEARTBEAT_S)
         try:
@@ -133,12 +142,12 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a thread that takes commands."""
+        """Whether the engine's thread runs."""
         return self._thread is not None and self._thread.is_alive
 
     @property
     def is_ready(self) -> bool:
-        """As `is_alive`: a thread is never restarted."""
+        """Like `is_alive`: a thread is never restarted."""
         return self.is_alive
 
     @property
@@ -161,7 +170,7 @@ class EngineThread:
             self._thread.stop()
 
     def stats(self) -> EngineStats:
-        """Each number is exact, their set may straddle a step."""
+        """See `EngineClient`. Each number is exact, but two of them may be from different steps."""
         return self._core.stats()
 
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:

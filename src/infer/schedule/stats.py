@@ -1,7 +1,7 @@
-"""`SchedulerStats`: what the scheduler has counted since it was made; only ever grows.
+"""`SchedulerStats`: the scheduler's counters since it was made
 
-The scheduler writes it; `EngineCore.stats` reads it as `EngineCounters`, whose docstrings say what
-each number is.
+No counter ever decreases. The scheduler writes them; `EngineCore.stats` reads them as
+`EngineCounters`, whose docstrings say what each number is.
 """
 
 from __future__ import annotations
@@ -21,19 +21,26 @@ class SchedulerStats:
     num_submitted: int = 0
     num_requests_refused: int = 0
     num_finished: Counter[FinishReason] = field(default_factory=Counter)
+    """requests that have ended, by finish reason"""
     num_steps: int = 0
+    """steps committed"""
     num_computed_tokens: int = 0
+    """prompt and output tokens whose keys and values were computed, recomputed ones included"""
     num_sampled_tokens: int = 0
+    """output tokens that were sampled and delivered"""
     num_late_tokens: int = 0
     num_prompt_tokens: int = 0
+    """prompt tokens of all requests admitted"""
     num_cached_tokens: int = 0
+    """prompt tokens taken from the prefix cache"""
     num_preemptions: int = 0
+    """times a running sequence lost its pages"""
     num_batches: int = 0
     num_batch_tokens: int = 0
     num_padded_tokens: int = 0
 
     def count_batch(self, lengths: Seq[int]) -> None:
-        """One more static batch has ended, whose members had these lengths."""
+        """Count a static batch that has ended; `lengths` are its sequences' lengths in tokens."""
         self.num_batches += 1
         self.num_batch_tokens += sum(lengths)
         self.num_padded_tokens += max(lengths) * len(lengths)

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What an engine can take; found out when it is built."""
+    """Limits of an engine, found out when it is built."""
 
     vocab_size: int
-    """width of the logits: token ids are below it"""
+    """width of the logits; every token id is smaller"""
     max_seq_len: int
-    """longest prompt + output, in tokens"""
+    """maximum length of prompt and output together, in tokens"""
     num_seats: int
-    """requests that are computed at the same time"""
+    """maximum number of sequences in the batch"""
     max_waiting_requests: int
-    """requests that may wait for a seat"""
+    """maximum number of requests in the queue"""
 
     @property
     def max_unfinished(self) -> int:
-        """Requests that may be running or waiting at the same time."""
+        """Maximum number of requests that are running or waiting."""
         return self.num_seats + self.max_waiting_requests

@@ -14,33 +14,34 @@ from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
 HEARTBEAT_S = 1.0
-"""seconds between two reports of an engine that has nothing to do"""
+"""interval in seconds at which an idle engine reports"""
 SOFT_LIMIT_S = 10.0
-"""seconds without a report after which an engine is not ready, nor live if requests are open"""
+"""seconds without a report after which an engine counts as hanging or very slow: it is not ready
+and, if requests are open, not live"""
 
 Deliver = Callable[[list[StepOutput], StepEvents | None], None]
-"""takes the outputs of a step, and what happened in it (None = nothing)"""
+"""called with a step's outputs and its events (None if there were none)"""
 
 
 class EngineClient(Protocol):
-    """An engine from outside: commands in, outputs out."""
+    """The interface of an engine for its façade: commands in, outputs out."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken (they may have to wait until it is ready)."""
+        """Whether requests are accepted; they may wait until the engine is ready."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it works now."""
+        """Whether the engine works on requests now."""
 
     @property
     def silence_s(self) -> float:
-        """Seconds since its last report; it reports each step and each `HEARTBEAT_S`. 0 while no
-        engine works."""
+        """Seconds since the engine's last report; 0 while another engine is started. An engine
+        reports after each step, and every `HEARTBEAT_S` while idle."""
 
     def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
-        """Begin to work. From a thread of the engine, `deliver` is called with each step's
-        outputs, and `died` if it ends for good though nobody has stopped it."""
+        """Start the engine; once. A thread of the engine calls `deliver` with each step's outputs,
+        and `died` if the engine ends for good without having been stopped."""
 
     def add(self, request: Request) -> None:
         """Send a request; a refusal comes back as an output with an error."""
@@ -49,7 +50,7 @@ class EngineClient(Protocol):
         """Send an abort; it is applied before the next step."""
 
     def stop(self) -> None:
-        """Finish the step that runs, then end; whatever was in flight is dropped."""
+        """Finish the current step, then end; unfinished requests are dropped."""
 
     def stats(self) -> EngineStats:
-        """Gauges of the engine that works, counters of all engines until now."""
+        """Gauges of the engine that works, and counters of all engines until now."""

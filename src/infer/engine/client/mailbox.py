@@ -1,7 +1,7 @@
-"""`Mailbox`: what has arrived for one request and has not been read.
+"""`Mailbox`: the pieces of one request that have arrived and have not been read.
 
-A reader that is slow finds what has gathered merged into one piece. How much may gather is decided
-by `AsyncLLM`, which looks at all mailboxes.
+A slow reader gets the waiting pieces merged into one. `AsyncLLM` cancels a request for which too
+much waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from infer.errors import EngineError, RequestError
 from infer.types import ErrorRecord, FinishReason, TextDelta
 
 MAX_MAILBOX_BYTES = 256 * 1024
-"""of one request, about; a reader for whom more has gathered, though merged, is cancelled"""
+"""approximate bytes that may wait for one reader after merging; beyond it the request is
+cancelled"""
 
 
 class Mailbox:
@@ -30,20 +31,20 @@ class Mailbox:
         self._merge = merge
         self._pieces: list[TextDelta] = []
         self.num_bytes = 0
-        """about the memory of the pieces that wait because the reader is behind"""
+        """approximate bytes of the pieces that wait because the reader is slow"""
         self._reader: asyncio.Future[None] | None = None
 
     def cancel(self) -> None:
-        """Note that we have cancelled its request: it counts as cancelled, however it ends."""
+        """Count the request as cancelled, with whatever finish reason it ends."""
         self.is_cancelled = True
 
     def drop(self) -> None:
-        """Forget everything that waits, an end too; what is put next is the first piece."""
+        """Drop all waiting pieces, the final one included; the next piece is the first again."""
         self._pieces, self.num_bytes, self.processor.finish_reason = [], 0, None
 
     def put(self, piece: TextDelta) -> None:
         """Add a piece; called on the event loop."""
-        if self._pieces:  # its reader is behind: only then is it worth counting
+        if self._pieces:  # the reader is slow; otherwise counting is not worth its time
             self.num_bytes += _size_of(piece)
             if self.num_bytes > MAX_MAILBOX_BYTES and self._merge:
                 self._pieces = [reduce(TextDelta.merge, self._pieces)]
@@ -53,7 +54,8 @@ class Mailbox:
             self._reader.set_result(None)
 
     async def take(self) -> list[TextDelta]:
-        """Everything that has arrived; waits until there is something. One reader at a time."""
+        """Wait until a piece is there and take all of them (merged into one, if so constructed).
+        There may be one reader at a time."""
         if not self._pieces:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -77,6 +79,6 @@ class Mailbox:
 
 
 def _size_of(piece: TextDelta) -> int:
-    """About the bytes that it takes in memory."""
+    """Approximate bytes that a piece takes in memory."""
     pairs = sum(1 + len(each.top) for each in piece.logprobs)
     return 200 + len(piece.text) + 48 * len(piece.token_ids) + 125 * pairs
