@@ -10,6 +10,7 @@ cache. The same double drives scheduler, engine, async and server tests.
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -245,6 +246,19 @@ def make_hash_llm(
     core = make_hash_core(**settings)
     input_processor = InputProcessor(tokenizer or small_tokenizer(), limits_of(core), seed)
     return AsyncLLM(EngineThread(core), input_processor, "hash-model")
+
+
+def held_runner() -> tuple[type[HashRunner], threading.Event]:
+    """A runner whose steps wait until an event is set, and the event: what is asked for before
+    that is with the engine when the first step ends."""
+    opened = threading.Event()
+
+    class Held(HashRunner):
+        def execute(self, plan: Plan) -> Any:
+            assert opened.wait(30)
+            return super().execute(plan)
+
+    return Held, opened
 
 
 def thread_of(llm: AsyncLLM) -> EngineThread:
