@@ -15,7 +15,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.mailbox import MAX_MAILBOX_BYTES
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import make_hash_llm, small_tokenizer, solo
+from tests.support.doubles import core_of, make_hash_llm, small_tokenizer, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -258,7 +258,7 @@ def test_a_failing_step_is_done_again_and_nobody_notices(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def body(llm: AsyncLLM) -> None:
-        runner = llm._worker._core.runner
+        runner = core_of(llm).runner
         original, calls = runner.execute, 0
 
         def execute(plan: Any) -> Any:
@@ -268,7 +268,7 @@ def test_a_failing_step_is_done_again_and_nobody_notices(
                 raise RuntimeError("broken on purpose")
             return original(plan)
 
-        runner.execute = execute
+        runner.execute = execute  # type: ignore[method-assign]
         requests = [llm.make_request([i + 1], GREEDY) for i in range(3)]
         outcomes = await asyncio.gather(
             *[llm.generate(request) for request in requests], return_exceptions=True

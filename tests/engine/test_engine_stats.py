@@ -44,7 +44,7 @@ def test_whatever_the_scheduler_counts_is_told() -> None:
     stats = SchedulerStats()
     for i, field in enumerate(fields(SchedulerStats)):
         if field.name == "num_finished":
-            stats.num_finished.update(eos=7)  # type: ignore[call-overload]
+            stats.num_finished.update(eos=7)
         else:
             setattr(stats, field.name, 10 + i)
     found = stats.counters(num_evictions=5)
@@ -74,7 +74,7 @@ def test_the_gauges_of_a_core_are_those_of_now() -> None:
 def test_a_restart_keeps_counters_and_not_gauges() -> None:
     async def main() -> None:
         async with launch_hash_llm(num_pages=20) as llm:
-            worker = llm._worker
+            worker = llm.engine_client
             assert isinstance(worker, EngineProcess)
             await llm.generate(llm.make_request([1, 2, 3]))
             async with asyncio.timeout(20):

@@ -54,7 +54,7 @@ def test_a_request_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(dtype: str
     """In a new engine, with every kind of sampling; logprobs and the way it ends included."""
     with LLM(dtype=dtype, max_seq_len=256) as llm:
         for i, sampling in enumerate(SAMPLING):
-            request = llm._input_processor.make_request(PROMPTS[i % len(PROMPTS)], sampling)
+            request = llm.make_request(PROMPTS[i % len(PROMPTS)], sampling)
             whole = rest_of(llm, request)
             ids = tuple(output.token_id for output in whole if output.token_id is not None)
             assert len(ids) > 20
@@ -162,9 +162,9 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
 
 
 def kill(llm: AsyncLLM) -> None:
-    assert isinstance(llm._worker, EngineProcess)
-    assert llm._worker.pid is not None
-    os.kill(llm._worker.pid, signal.SIGKILL)
+    assert isinstance(llm.engine_client, EngineProcess)
+    assert llm.engine_client.pid is not None
+    os.kill(llm.engine_client.pid, signal.SIGKILL)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:

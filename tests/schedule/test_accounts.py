@@ -156,7 +156,7 @@ def test_the_answers_are_those_of_a_request_alone(seed: int, mode: str) -> None:
         alone = solo(each, core.runner.vocab_size)
         got = tokens.get(each.request_id, [])
         assert got == alone[: len(got)]
-        assert len(got) == len(alone) or each.request_id not in core.scheduler._by_id
+        assert len(got) == len(alone) or each.request_id not in core.scheduler.by_id
     fair_share = core.scheduler._fair_share
     assert fair_share._num_present == 0
     assert all(tenant_share.num_here == 0 for tenant_share in fair_share._by_tenant.values())

@@ -298,7 +298,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
 def test_an_id_in_use_is_refused() -> None:
     core = make_hash_core()
     core.add(request())
-    same = Request(next(iter(core.scheduler._by_id)), (1,), SamplingParams(), 0, 1)
+    same = Request(next(iter(core.scheduler.by_id)), (1,), SamplingParams(), 0, 1)
     with pytest.raises(RequestError, match="already running"):
         core.add(same)
 

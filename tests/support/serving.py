@@ -286,6 +286,13 @@ def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
         time.sleep(0.005)
 
 
+async def all_open(app: App, number: int) -> None:
+    """Waits until so many requests are with the engine."""
+    async with asyncio.timeout(30):
+        while app.engine.num_open < number:
+            await asyncio.sleep(0.001)
+
+
 def check_refused(
     reply: Reply, status: int, param: str | None, code: str | None, word: str
 ) -> None:

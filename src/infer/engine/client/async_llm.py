@@ -126,7 +126,8 @@ class AsyncLLM:
         """number of token ids"""
         self.num_seats = input_processor.limits.num_seats
         """maximum number of requests in the batch"""
-        self._worker = worker
+        self.engine_client = worker
+        """the engine: a thread or a process"""
         self._input_processor = input_processor
         self._mailboxes: dict[str, Mailbox] = {}
         self._messages: deque[Callable[[], None]] = deque()
@@ -150,18 +151,18 @@ class AsyncLLM:
     @property
     def is_alive(self) -> bool:
         """Whether requests are accepted: started, not closed, and the engine has not died."""
-        return not self._closed and self._worker.is_alive
+        return not self._closed and self.engine_client.is_alive
 
     @property
     def is_ready(self) -> bool:
         """Whether the engine would work on a request that is sent now; implies `is_alive`."""
-        return self.is_alive and not self._draining and self._worker.is_ready
+        return self.is_alive and not self._draining and self.engine_client.is_ready
 
     @property
     def is_live(self) -> bool:
         """Whether it is alive and does not hang: with open requests, the engine has reported within
         `SOFT_LIMIT_S`."""
-        is_stuck = self.num_open > 0 and self._worker.silence_s >= SOFT_LIMIT_S
+        is_stuck = self.num_open > 0 and self.engine_client.silence_s >= SOFT_LIMIT_S
         return self.is_alive and not is_stuck
 
     @property
@@ -181,12 +182,12 @@ class AsyncLLM:
     async def start(self) -> None:
         """Start the engine; once."""
         self._loop = asyncio.get_running_loop()
-        self._worker.start(self._deliver, self._died)
+        self.engine_client.start(self._deliver, self._died)
 
     async def close(self) -> None:
         """End open requests with an error, then stop the engine. Further requests are refused."""
         self._end(EngineDeadError("the server is shutting down"))
-        await asyncio.to_thread(self._worker.stop)
+        await asyncio.to_thread(self.engine_client.stop)
         await asyncio.to_thread(self._input_processor.close)
 
     def _end(self, error: EngineDeadError) -> None:
@@ -254,14 +255,14 @@ class AsyncLLM:
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
         self._mailboxes[request.request_id] = mailbox
         self._counts.num_requests_admitted += 1
-        self._worker.add(request)
+        self.engine_client.add(request)
         return RequestStream(request, mailbox, partial(self._leave, request.request_id))
 
     def _leave(self, request_id: str) -> None:
         mailbox = self._mailboxes.pop(request_id)
         reason = mailbox.processor.finish_reason
         if reason is None:
-            self._worker.abort(request_id)
+            self.engine_client.abort(request_id)
         self._counts.count_end(end_of(None if mailbox.is_cancelled else reason).counter)
         if self._observer is not None:
             self._observer.left(request_id, reason)
@@ -280,7 +281,7 @@ class AsyncLLM:
         if mailbox is not None and mailbox.processor.finish_reason is None:
             mailbox.cancel()
             mailbox.fail(error)
-            self._worker.abort(request_id)
+            self.engine_client.abort(request_id)
 
     async def generate(self, request: Request) -> RequestOutput:
         """Run a request to its end; cancelling the task aborts it.
@@ -295,7 +296,7 @@ class AsyncLLM:
 
     def read_stats(self) -> ServingStats:
         """The same as a record."""
-        return ServingStats(self._worker.stats(), copy(self._counts), self.num_open)
+        return ServingStats(self.engine_client.stats(), copy(self._counts), self.num_open)
 
     def _check_capacity(self, count: int) -> None:
         num_taken = len(self._mailboxes) + self._num_reserved
@@ -353,14 +354,14 @@ class AsyncLLM:
             except Exception:
                 log.exception("request %s: its output cannot be made text", output.request_id)
                 mailbox.fail(EngineError("the output of this request cannot be made text"))
-                self._worker.abort(output.request_id)
+                self.engine_client.abort(output.request_id)
                 continue
             if piece is not None:
                 mailbox.put(piece)
                 is_behind = is_behind or mailbox.num_bytes > 0
                 is_full = is_full or mailbox.num_bytes > MAX_MAILBOX_BYTES
             if processor.take_abort():
-                self._worker.abort(output.request_id, FinishReason.STOP)
+                self.engine_client.abort(output.request_id, FinishReason.STOP)
         if is_full:  # checked after its reader has had a chance to run
             asyncio.get_running_loop().call_soon(self._cancel_stalled)
         elif is_behind and not self._check_is_planned:
