@@ -268,7 +268,7 @@ def test_a_failing_step_is_done_again_and_nobody_notices(
                 raise RuntimeError("broken on purpose")
             return original(plan)
 
-        runner.execute = execute  # type: ignore[method-assign]
+        runner.execute = execute
         requests = [llm.make_request([i + 1], GREEDY) for i in range(3)]
         outcomes = await asyncio.gather(
             *[llm.generate(request) for request in requests], return_exceptions=True
