@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -38,7 +38,8 @@ MASKS_S = 0.05
 SLOW_S = 0.01
 """of computing for one mask, from which on its sequence is slow"""
 OTHERS_S = 0.003
-"""how long those who are not slow wait for those who are, or whose first mask is not there yet"""
+"""how long those who are not slow wait for the mask of one who is, or for a first mask; once, and
+not in the steps that begin while it is still being made"""
 _NICE = 5
 _Mask = Tensor | None
 
@@ -63,14 +64,23 @@ class Masks:
     """Those of one step, on their way: by request id [V] bool on the CPU, the tokens that are
     forbidden, or None where the grammar has failed."""
 
-    def __init__(self, masks: Mapping[str, tuple[_Following, Future[_Mask]]], alone: bool) -> None:
-        """`alone`: nobody in the step would wait for nothing."""
+    def __init__(
+        self,
+        masks: Mapping[str, tuple[_Following, Future[_Mask]]],
+        waited_for: Set[str],
+        alone: bool,
+    ) -> None:
+        """`waited_for`: of whom an earlier step has waited for this mask; `alone`: nobody in the
+        step would wait for nothing."""
         self._masks = masks
         now_s = time.monotonic()
-        self._until_s = {
-            name: now_s + (MASKS_S if alone or following.is_quick else OTHERS_S)
-            for name, (following, _) in masks.items()
-        }
+        self._until_s: dict[str, float] = {}
+        for name, (following, _) in masks.items():
+            if alone or following.is_quick:
+                patience_s = MASKS_S
+            else:
+                patience_s = 0.0 if name in waited_for else OTHERS_S
+            self._until_s[name] = now_s + patience_s
 
     def result(self) -> dict[str, _Mask]:
         """All of them, however long it takes."""
@@ -111,15 +121,18 @@ class Restrictions:
         if not chunks:
             return None
         masks: dict[str, tuple[_Following, Future[_Mask]]] = {}
+        waited_for: set[str] = set()
         for chunk in chunks:
             sequence = chunk.sequence
             following = self._following(sequence)  # those who do not sample yet are compiled
             if chunk.samples:
+                if following.begun is not None:
+                    waited_for.add(sequence.request_id)
                 mask = following.begun or self._begin_mask(sequence, following)
                 following.begun = mask
                 masks[sequence.request_id] = (following, mask)
         alone = len(chunks) == len(plan) and not any(each.is_quick for each, _ in masks.values())
-        return Masks(masks, alone)
+        return Masks(masks, waited_for, alone)
 
     def _following(self, sequence: Sequence) -> _Following:
         following = sequence.constraint
