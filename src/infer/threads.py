@@ -16,7 +16,7 @@ from collections.abc import Callable
 class BackgroundThread:
     """A daemon thread that is stopped and joined before the interpreter ends."""
 
-    def __init__(self, run: Callable[[], None], stop: Callable[[], None], name: str) -> None:
+    def __init__(self, run: Callable[[], None], stop: Callable[[], object], name: str) -> None:
         """`run` is what the thread does; `stop` makes it return soon, from any thread, also when
         it has returned already."""
         self._run, self._stop = run, stop

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from infer import FinishReason, SamplingParams
-from infer.engine.client import async_llm
-from infer.engine.client.async_llm import MAX_MAILBOX_BYTES, AsyncLLM
+from infer.engine.client import async_llm, mailbox
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.mailbox import MAX_MAILBOX_BYTES
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import core_of, make_hash_llm, small_tokenizer, solo
@@ -200,7 +201,8 @@ def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One has 900 tokens with log-probabilities waiting, one a few; one is read as it comes."""
-    monkeypatch.setattr(async_llm, "MAX_MAILBOX_BYTES", 10**9)
+    for module in (async_llm, mailbox):
+        monkeypatch.setattr(module, "MAX_MAILBOX_BYTES", 10**9)
 
     def waiting(llm: AsyncLLM) -> int:
         return sum(mailbox.num_bytes for mailbox in llm._mailboxes.values())

@@ -17,7 +17,8 @@ import pytest
 from infer import LLM, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process import supervisor
-from infer.engine.process.journal import MAX_FROM_OUTSIDE, RequestJournal
+from infer.engine.process.blame import MAX_FROM_OUTSIDE
+from infer.engine.process.journal import RequestJournal
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import EngineDeadError, EngineError
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
@@ -85,7 +86,7 @@ def test_the_ledger_knows_what_goes_on_and_where() -> None:
     assert [output.request_id for output in journal.record(outputs)] == ["a", "b", "c"]
     journal.drop("c")
     journal.drop("unknown")
-    assert journal.crashed("", from_outside=False) == []
+    assert journal.crashed(None, from_outside=False) == []
     assert journal.resumed() == [
         request("a", output_token_ids=(5,), num_crashes=1),
         request("d", num_crashes=1),
@@ -121,8 +122,8 @@ def test_kills_from_outside_must_hit_the_same_request_again_and_again() -> None:
 
 
 def test_suspects_begin_in_steps_of_their_own_and_then_join() -> None:
-    told: list[str] = []
-    core = make_hash_core(max_num_batched_tokens=8, announce=told.append)
+    announced: list[str | None] = []
+    core = make_hash_core(max_num_batched_tokens=8, announce=announced.append)
     plans: list[set[str]] = []
     execute = core.runner.execute
 
@@ -146,7 +147,7 @@ def test_suspects_begin_in_steps_of_their_own_and_then_join() -> None:
         assert mine[: len(alone)] == alone
         assert len(mine) > len(alone) >= 1
     assert sum(plan == {"long"} for plan in plans) > 2, "its prompt was not cut in chunks"
-    assert set(told) == {"a", "long", ""}
+    assert set(announced) == {"a", "long", None}
 
 
 # ---- processes

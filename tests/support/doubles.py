@@ -21,7 +21,7 @@ from typing import Any
 
 from infer.config import SchedulerConfig
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import EngineLimits, InputProcessor
+from infer.engine.client.input import InputProcessor
 from infer.engine.core import EngineCore
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
@@ -32,6 +32,7 @@ from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
+from infer.types.engine_limits import EngineLimits
 from tests.support.checkpoints import VOCAB_SIZE, write_tokenizer
 
 _MASK = (1 << 61) - 1
@@ -218,7 +219,7 @@ def make_hash_core(
     enable_prefix_caching: bool = True,
     step_s: float = 0.0,
     runner: type[HashRunner] = HashRunner,
-    announce: Callable[[str], None] = lambda request_id: None,
+    announce: Callable[[str | None], None] = lambda request_id: None,
     **settings: Any,
 ) -> EngineCore:
     """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
@@ -288,7 +289,7 @@ def pid_of(llm: AsyncLLM) -> int:
 def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
     """The same for an engine process; `settings` as above."""
 
-    def build(announce: Callable[[str], None]) -> tuple[EngineCore, EngineLimits]:
+    def build(announce: Callable[[str | None], None]) -> tuple[EngineCore, EngineLimits]:
         core = make_hash_core(announce=announce, **settings)
         return core, limits_of(core)
 

@@ -47,7 +47,7 @@ from infer.schedule.sequence import (
 from infer.schedule.stats import SchedulerStats
 from infer.schedule.step_budget import StepBudget
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
-from infer.types.step_events import StepEvent
+from infer.types.step_events import Admitted, ComputedChunk, Preempted, StepEvent
 
 _rank = attrgetter("rank")
 _last_turn = attrgetter("last_turn")
@@ -196,9 +196,10 @@ class Scheduler:
         `needed_by`: the sequence that gets the pages, for the event."""
         assert sequence.status is Status.RUNNING
         self.running.remove(sequence)
-        others = () if needed_by is None else (needed_by.request_id,)
-        num_lost = sequence.num_computed
-        self.pending_events.append(StepEvent("preempted", sequence.request_id, num_lost, 0, others))
+        needed_by_id = None if needed_by is None else needed_by.request_id
+        self.pending_events.append(
+            Preempted(sequence.request_id, sequence.num_computed, needed_by_id)
+        )
         self.allocator.release(sequence.table)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
@@ -263,7 +264,7 @@ class Scheduler:
             sequence.admitted_s = self.clock()
             self.stats.num_prompt_tokens += sequence.num_prompt
         self.pending_events.append(
-            StepEvent("admitted", sequence.request_id, sequence.num_computed, len(sequence.tokens))
+            Admitted(sequence.request_id, sequence.num_computed, len(sequence.tokens))
         )
         sequence.status = Status.RUNNING
         sequence.last_turn = self._num_turns
@@ -389,9 +390,7 @@ class Scheduler:
             sequence.tenant_share.num_tokens += num_tokens
             total += num_tokens
             if start < sequence.num_prompt or num_tokens > 1:
-                self.pending_events.append(
-                    StepEvent("chunk", sequence.request_id, start, num_tokens)
-                )
+                self.pending_events.append(ComputedChunk(sequence.request_id, start, num_tokens))
         self.stats.num_computed_tokens += total
         self._launched = tuple(step)
         return self._launched
