@@ -1,4 +1,4 @@
-"""A place is taken before the tokens are made; an answer has a deadline; the ledger is exact."""
+"""A place is taken before tokenising; an answer has a deadline; the counters add up."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_refused_request_costs_no_tokenising(
 
 
 def test_a_place_is_held_while_the_tokens_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long body is tokenised in a thread; meanwhile its place is nobody else's."""
+    """While a long body is tokenised in a thread, no other request can take its place."""
     monkeypatch.setattr(body_reader, "LONG_BODY_BYTES", 200)
     engine = make_hash_llm(max_batch_size=1, max_waiting_requests=0)
     started, real = threading.Event(), InputProcessor.tokenize

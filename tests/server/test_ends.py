@@ -1,4 +1,4 @@
-"""What an end is called and where it is counted: one table, and names that cannot go astray."""
+"""The table of ends: names of each finish reason in answers and metrics, and their counters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_outcome_of_several_choices() -> None:
 
 
 def test_whatever_metrics_read_is_counted() -> None:
-    """A counter that is renamed in the engine is missed here and in each scrape."""
+    """A counter that is renamed in the engine makes this test and every scrape fail."""
 
     async def main() -> None:
         async with make_hash_llm() as engine:

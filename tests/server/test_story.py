@@ -1,4 +1,4 @@
-"""The story of a request: its events in order, what slow gaps were due to, all of it bounded."""
+"""The trace of a request: its events in order, the causes of slow gaps, and bounds on its size."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_after_the_other() -> None:
         )
         assert events[2]["of_tokens"] == trace["prompt_tokens"]
         assert hit + sum(chunk["tokens"] for chunk in chunks) == trace["prompt_tokens"]
-        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no hit
+        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no cache hit
         assert trace["completion_tokens"] == replies[2]["usage"]["completion_tokens"]
         assert trace["state"] == "finished"
         listed = (await app.get("/v1/requests")).json()["data"]
@@ -99,7 +99,7 @@ def test_a_slow_gap_names_the_prompt_that_took_the_time() -> None:
 
 class SlowNowAndThen(HashRunner):
     def execute(self, plan: Plan) -> Any:
-        # Longer than a pause of the machine's own, which would be the slowest gap else.
+        # Longer than pauses of a busy machine, one of which would otherwise be the slowest gap.
         self.step_s = 0.2 if len(plan) == 1 and len(plan[0].sequence.tokens) == 40 else 0.0
         return super().execute(plan)
 
@@ -147,7 +147,7 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_tells_the_same() -> None:
-    """The facts cross the boundary, and times of both sides are on one clock."""
+    """Events cross the process boundary, and times of both sides are on one clock."""
 
     async def use() -> None:
         async with serving(launch_hash_llm()) as app:
