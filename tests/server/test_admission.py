@@ -26,7 +26,7 @@ from tests.support.serving import (
 )
 
 
-def journal(engine: AsyncLLM) -> dict[str, int | float]:
+def counts_of(engine: AsyncLLM) -> dict[str, int | float]:
     stats = engine.stats()
     names = ("admitted", "refused", "finished", "cancelled", "failed")
     counts = {name: stats[f"num_requests_{name}"] for name in names}
@@ -55,7 +55,7 @@ def test_a_refused_request_costs_no_tokenising(
         assert sorted(reply.status for reply in replies) == [200] * 8 + [503] * 42
         assert len(made) == 8
         counts = dict(zip(("admitted", "refused", "finished"), (8, 42, 8), strict=True))
-        assert journal(engine) == {**counts, "cancelled": 0, "failed": 0}
+        assert counts_of(engine) == {**counts, "cancelled": 0, "failed": 0}
 
     with_app(engine, use)
 
@@ -101,7 +101,7 @@ def test_an_answer_that_takes_too_long(path: str, stream: bool) -> None:
             assert b"[DONE]" not in reply.body
             await app.idle()
             counts = {"admitted": 1, "refused": 0, "finished": 0, "cancelled": 1, "failed": 0}
-            assert journal(engine) == counts
+            assert counts_of(engine) == counts
 
     asyncio.run(main())
 

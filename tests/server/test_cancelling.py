@@ -22,7 +22,7 @@ from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with
 WORDS = "once upon a time there was a fox"
 
 
-class AuthMiddleware:
+class StepGate:
     """Holds the steps of a runner until the test lets one begin."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ ENDS |= {"timeout": (504, "deadline_exceeded"), "leave": (0, "")}
 @pytest.mark.parametrize("state", FORMS)
 def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> None:
     settings, reached = FORMS[state]
-    gate = AuthMiddleware()
+    gate = StepGate()
     engine = make_hash_llm(runner=gate.runner(), max_waiting_requests=9, **settings)
 
     async def use(app: App) -> None:
