@@ -162,7 +162,7 @@ def explore(depth: int) -> tuple[int, int]:
     All invariants are checked after each action, and from each state all requests must finish.
     """
     start = make_hash_core(num_pages=7, page_size=2, max_batch_size=2, max_num_batched_tokens=2)
-    start.scheduler._clock = _no_time
+    start.scheduler.clock = _no_time
     queue: deque[tuple[int, EngineCore, dict[str, list[int]]]] = deque([(0, start, {})])
     seen, num_actions = {_key(start, {})}, 0
     while queue:

@@ -308,7 +308,7 @@ def _note(heard: Heard, data: bytes) -> None:
 
 async def send(port: int, body: Mapping[str, Any], **how: Any) -> tuple[Any, asyncio.StreamWriter]:
     """POST a completion, on `sock` if it is given; the caller reads the answer."""
-    address = {} if how else {"host": "127.0.0.1", "port": port}
+    address: dict[str, Any] = {} if how else {"host": "127.0.0.1", "port": port}
     reader, writer = await asyncio.open_connection(**address, **how)
     writer.write(_request(body))
     return reader, writer
