@@ -179,6 +179,6 @@ def log_request(context: RequestContext) -> None:
         "path": context.path,
         "status": context.status or 499,
         "ms": round(1000 * (time.monotonic() - context.received_s), 3),
-        **context.told,
+        **context.summary,
     }
     access.info("request", extra={"fields": fields})

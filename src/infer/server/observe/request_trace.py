@@ -184,7 +184,7 @@ class RequestTraces:
             self._forget(trace.owner)
         elif len(self._ended) > MAX_RECENT_IN_ALL:
             self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
-        trace.context.told = summary(trace)
+        trace.context.summary = summary(trace)
         for listener in self.on_end:
             listener(trace)
 
@@ -333,7 +333,7 @@ def not_found() -> HttpError:
 
 def summary(trace: RequestTrace) -> dict[str, Any]:
     """What a list shows."""
-    return trace.context.told or {
+    return trace.context.summary or {
         "id": trace.id,
         "object": "request",
         "client_request_id": trace.context.client_id,
