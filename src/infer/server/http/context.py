@@ -57,8 +57,8 @@ class RequestContext:
     """headers to add to the answer"""
     status: int = 0
     """HTTP status of the answer; 0 before there is one"""
-    summary: dict[str, Any] = field(default_factory=dict)
-    """summary of the request's trace, for the log"""
+    trace_summary: dict[str, Any] = field(default_factory=dict)
+    """summary of the request's trace for the log; empty before the trace has ended"""
     on_revoked: Callable[[], object] | None = None
     """ends the running work of the request; called when its key has been revoked"""
     cleanup: ExitStack = field(default_factory=ExitStack)
