@@ -1,4 +1,4 @@
-"""A process that does not report is replaced; one that is idle, or slow, or both, never is."""
+"""The watchdog: a process that stops reporting is replaced; an idle or slow one never is."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_stacks_of_a_hanging_step_are_shown(
 
 
 def test_no_false_alarm() -> None:
-    """Idle for longer than the limit; then a queue of slow steps; then idle again."""
+    """Idle for longer than the limit, then slow steps, then idle again."""
 
     async def body(llm: AsyncLLM) -> None:
         await asyncio.sleep(1.3 * HANG_S)
