@@ -283,6 +283,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         hints |= {"echo", "return_token_ids", "timeout", "reasoning_effort"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
+        aliases |= {"reuse_prefix"}
         model = CompletionBody if path == COMPLETIONS else ChatBody
         assert set(model.model_fields) <= {*sampling, *lists, *handled, *hints, *aliases}
 

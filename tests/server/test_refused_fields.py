@@ -104,6 +104,7 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"best_of": True}, 400, "best_of", "unsupported_parameter", "1"),
     ({"prompt_logprobs": 21}, 422, "prompt_logprobs", None, "between 0 and 20"),
     ({"return_token_ids": 1}, 400, "return_token_ids", "invalid_type", "true or false"),
+    ({"reuse_prefix": "no"}, 400, "reuse_prefix", "invalid_type", "true or false"),
     ({"timeout": 0}, 422, "timeout", None, "above 0"),
     ({"timeout": 10**6}, 422, "timeout", None, "at most 86400"),
     ({"timeout": "5"}, 400, "timeout", "invalid_type", "number"),

@@ -65,12 +65,15 @@ class InputProcessor:
         shown_token_ids: tuple[int, ...] = (),
         seed: int | None = None,
         thoughts: tuple[str, str] | None = None,
+        reuse_prefix: bool = True,
     ) -> Request:
         """Make a request from a text (tokenised as the checkpoint says) or a list of token ids.
 
         Requests with the same sampling can share the result of one `check`. `seed`, a signed 64-bit
         integer, overrides the sampling's; without either the seed is random. For `shown_token_ids`
-        and `thoughts` see `Request`. Raises `RequestError` for input that is invalid or too long.
+        and `thoughts` see `Request`. Without `reuse_prefix` the request takes nothing from the
+        prefix cache, and no other request finds anything of it there. Raises `RequestError` for
+        input that is invalid or too long.
         """
         token_ids = self.tokenize(prompt)
         checked = sampling
@@ -89,7 +92,7 @@ class InputProcessor:
             eos_token_ids=() if sampling.ignore_eos else self._eos,
             priority=priority,
             # Cached pages give no logits, so log-probabilities of the prompt exclude sharing.
-            cache_scope="" if sampling.prompt_logprobs is None else request_id,
+            cache_scope="" if reuse_prefix and sampling.prompt_logprobs is None else request_id,
             bad_token_ids=checked.bad_token_ids,
             shown_token_ids=shown_token_ids,
             thoughts=thoughts,

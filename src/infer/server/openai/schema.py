@@ -327,6 +327,8 @@ class Generation(Body):
     allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
     bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    reuse_prefix: bool = True
+    """whether the prompt may take pages from the prefix cache and leave its own there for others"""
 
     response_format: Annotated[Grammar | None, plain(grammar_fields.response_format, Object)] = None
     structured_outputs: Annotated[Grammar | None, plain(grammar_fields.outputs, Object)] = None

@@ -191,6 +191,7 @@ def _choices(
                 shown_token_ids=shown_token_ids,
                 seed=seed,
                 thoughts=thoughts,
+                reuse_prefix=wire.reuse_prefix,
             )
             prompt = request.prompt_token_ids  # tokenized once
             yield request
