@@ -11,11 +11,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from infer.config import EngineConfig
 from infer.engine.build.assemble import assemble
 from infer.engine.client.output import OutputProcessor, collected, error_of
+from infer.engine.client.step_lines import StepLines
 from infer.engine.core import EngineCore
 from infer.errors import EngineDeadError, RequestError
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
@@ -55,21 +59,26 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | None = None,
+        progress: Literal["steps"] | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many prompts, in one batch.
 
         `sampling_params` is one for all prompts, or a list with one per prompt. `use_tqdm` shows a
         progress bar over the prompts on stderr; by default it is shown if there are several prompts
-        and stderr is a terminal. Returns one output per prompt, in their order. Raises
-        `RequestError` before anything is computed if a prompt or its parameters are invalid, and
-        `EngineError` if a request fails.
+        and stderr is a terminal. `progress="steps"` writes a line to stderr for each step instead:
+        its rows and tokens, and which prompts got a seat or ended, by their numbers. Returns one
+        output per prompt, in their order. Raises `RequestError` before anything is computed if a
+        prompt or its parameters are invalid, and `EngineError` if a request fails.
         """
+        if progress not in (None, "steps"):
+            message = f"progress must be 'steps' or None, not {progress!r}"
+            raise RequestError(message, param="progress")
         many = _as_prompts(prompts)
         each = _per_prompt(sampling_params, len(many))
         requests = [
             self.make_request(prompt, params) for prompt, params in zip(many, each, strict=True)
         ]
-        return self._run(requests, use_tqdm)
+        return self._run(requests, use_tqdm, progress == "steps")
 
     def chat(
         self,
@@ -104,6 +113,47 @@ class LLM:
             for messages in conversations
         ]
         return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
+        """Log-probabilities of the tokens of one or many prompts, each given the tokens before it.
+
+        Returns one array [n - 1] per prompt of n tokens; there is none for the first token.
+        Nothing is sampled. Raises `RequestError` if a prompt is invalid or has `max_seq_len` tokens
+        or more, and `EngineError` if a request fails.
+        """
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        requests = [self.make_request(prompt, params) for prompt in _as_prompts(prompts)]
+        return [
+            np.array([token.logprob for token in output.prompt_logprobs or ()], np.float32)
+            for output in self._run(requests, use_tqdm=False)
+        ]
+
+    def logits(self, prompt: Prompt, positions: Sequence[int] | None = None) -> NDArray[np.float32]:
+        """Logits [P, V] of the token that follows each of P positions of a prompt, V tokens in the
+        vocabulary.
+
+        `positions` count from 0, or from -1 at the end of the prompt; by default they are all, in
+        order. Nothing is taken from the prefix cache. Raises `RequestError` if the prompt is
+        invalid, has `max_seq_len` tokens or more, or lacks one of the positions; `OverloadedError`
+        if the queue is full; `EngineError` if the request fails.
+        """
+        request = self.make_request(prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        wanted = _as_positions(positions, len(request.prompt_token_ids))
+        # Cached pages give no logits, so the request has a cache scope of its own.
+        request = dataclasses.replace(
+            request, logits_at=tuple(sorted(set(wanted))), cache_scope=request.request_id
+        )
+        self._add(request)
+        try:
+            sequence = self.core.scheduler.find(request.request_id)
+            pieces = self._pieces[request.request_id]
+            while not (pieces and pieces[-1].finish_reason):
+                self._step()
+            if pieces[-1].finish_reason is FinishReason.ERROR:
+                raise error_of(pieces[-1])
+        finally:
+            self._drop(request.request_id)
+        return np.stack([sequence.logits[position] for position in wanted])
 
     def make_request(
         self,
@@ -154,17 +204,22 @@ class LLM:
         finally:
             self._drop(request.request_id)
 
-    def _run(self, requests: list[Request], use_tqdm: bool | None) -> list[RequestOutput]:
+    def _run(
+        self, requests: list[Request], use_tqdm: bool | None, show_steps: bool = False
+    ) -> list[RequestOutput]:
         """Add requests as the queue has room, so that their number is not limited by it."""
+        lines = StepLines([r.request_id for r in requests], sys.stderr) if show_steps else None
         unfinished = {request.request_id: request for request in requests}
         to_add = deque(requests)
         outputs: dict[str, RequestOutput] = {}
         try:
-            with _progress_bar(len(requests), use_tqdm) as advance:
+            with _progress_bar(len(requests), False if show_steps else use_tqdm) as advance:
                 while unfinished:
                     while to_add and self._fits_queue():
                         self._add(to_add.popleft())
-                    self._step()
+                    ended = self._step()
+                    if lines:
+                        lines.show(self.core.step_events, ended)
                     for request_id, pieces in list(self._pieces.items()):
                         if request_id in unfinished and pieces and pieces[-1].finish_reason:
                             outputs[request_id] = collected(unfinished[request_id], pieces)
@@ -192,8 +247,11 @@ class LLM:
         self._processors[request.request_id] = OutputProcessor(request, self.tokenizer)
         self._pieces[request.request_id] = deque()
 
-    def _step(self) -> None:
-        """Compute one step of all requests; each request's pieces go to its own queue."""
+    def _step(self) -> list[tuple[str, FinishReason]]:
+        """Compute one step of all requests; each request's pieces go to its own queue.
+
+        Returns the requests that ended, with the reasons."""
+        ended = []
         for output in self.core.step(flush=True):
             processor = self._processors.get(output.request_id)
             if processor is None:
@@ -201,8 +259,11 @@ class LLM:
             piece = processor.push(output)
             if piece is not None:
                 self._pieces[output.request_id].append(piece)
+                if piece.finish_reason is not None:
+                    ended.append((output.request_id, piece.finish_reason))
             if processor.take_abort():
                 self.core.abort(output.request_id, FinishReason.STOP)
+        return ended
 
     def _drop(self, request_id: str) -> None:
         if self._open_core is not None:
@@ -245,6 +306,28 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if many and all(isinstance(item, int) for item in many):
         return [many]
     return many
+
+
+def _as_positions(positions: Sequence[int] | None, length: int) -> list[int]:
+    """Positions of a prompt of `length` tokens, counted from 0; `RequestError` for others."""
+    if positions is None:
+        return list(range(length))
+    if not len(positions):
+        raise RequestError("positions must not be empty", param="positions")
+    found = []
+    for position in positions:
+        if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
+            raise RequestError(
+                f"positions must be integers, not {type(position).__name__}", param="positions"
+            )
+        if not -length <= position < length:
+            raise RequestError(
+                f"position {position} is outside the prompt, which has {length} tokens"
+                f" ({-length} to {length - 1})",
+                param="positions",
+            )
+        found.append(int(position) % length)
+    return found
 
 
 def _per_prompt(

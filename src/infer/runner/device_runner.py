@@ -37,7 +37,7 @@ from infer.runner.graphs import (
     step_sizes,
     token_sizes,
 )
-from infer.runner.prompt_scores import score_prompts
+from infer.runner.prompt_scores import score_prompts, wants_prompt_rows
 from infer.runner.sampler import is_plain, sample
 from infer.runner.step_writer import StepWriter
 from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled, Sequence
@@ -187,9 +187,7 @@ class DeviceRunner:
             items = self._writer.write(plan, sampling, layout, host)
         is_special = not all(map(is_plain, sampling))
         restricting = self._restrictions.begin(plan) if is_special or not decode else None
-        wants_scores = not decode and any(
-            chunk.sequence.request.sampling.prompt_logprobs is not None for chunk in plan
-        )
+        wants_scores = any(map(wants_prompt_rows, plan))
         events = None
         if self.device.type == "cuda":
             events = (_event(), _event())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from infer.errors import EngineError, RequestError
 from infer.schedule.page_allocator import PageTable
@@ -73,6 +74,8 @@ class Sequence:
     """end-of-sequence and stop tokens of the request, in one set for one look-up per token"""
     prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
     """log-probabilities of prompt tokens by position, as far as the runner has computed them"""
+    logits: dict[int, Any] = field(default_factory=dict)
+    """logits [V] float32 (numpy) by position, as far as the request asks for them"""
     max_length: int = 0
     """maximum number of `tokens`: prompt and `max_tokens`"""
     is_special: bool = False

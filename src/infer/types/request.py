@@ -44,6 +44,9 @@ class Request:
     """of memory that its grammar takes when it is compiled"""
     output_token_ids: tuple[int, ...] = ()
     """generated before, by an engine that has died; the output goes on behind them"""
+    logits_at: tuple[int, ...] = ()
+    """positions of the prompt whose logits the runner keeps in `Sequence.logits`, where callers in
+    the engine's process can read them"""
     num_crashes: int = 0
     """engines that have died while they had it"""
 
