@@ -21,7 +21,15 @@ from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import Abort
 from infer.engine.process.launch import launch
-from infer.engine.process.messages import Refused, Report, read_commands, read_event
+from infer.engine.process.messages import (
+    PromptScores,
+    Refused,
+    Report,
+    ScoreCollector,
+    read_commands,
+    read_event,
+    reports,
+)
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
 from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
@@ -90,6 +98,40 @@ def test_an_output_crosses_whole() -> None:
     step_events = StepEvents(7, 0.5, 0.75, 2, (StepEvent("queued", "a", 2, 1, ("b", "c")),))
     report = Report(outputs, {"n": 1, "x": 0.5}, step_events)
     assert read_event(msgspec.msgpack.encode(report)) == report
+
+
+def test_log_probabilities_of_long_prompts_cross_in_small_frames() -> None:
+    """Reading them at once would keep the interpreter, and so everybody's streams, for a second."""
+    entries = tuple(
+        TokenLogprobs(-i / 7, tuple((i + j, -j / 3) for j in range(20))) for i in range(3000)
+    )
+    outputs = [
+        StepOutput("a", 3, prompt_logprobs=entries),
+        StepOutput("b", 4),
+        StepOutput("c", 5, prompt_logprobs=entries[:2]),
+        StepOutput("d", 6, prompt_logprobs=()),
+    ]
+    frames = [msgspec.msgpack.encode(each) for each in reports(outputs, {"n": 1}, None)]
+    assert max(map(len, frames)) < 100_000
+    collector, found = ScoreCollector(), list[StepOutput]()
+    for event in map(read_event, frames):
+        if isinstance(event, PromptScores):
+            collector.add(event)
+        else:
+            assert isinstance(event, Report)
+            found += collector.complete(event.outputs)
+    packed = found[0].prompt_logprobs
+    assert packed is not None
+    assert (len(packed), packed[-1], packed[:2]) == (3000, entries[-1], entries[:2])
+    assert packed == entries
+    assert list(found[2].prompt_logprobs or ()) == list(entries[:2])
+    assert not found[1].prompt_logprobs
+    assert not found[3].prompt_logprobs
+    assert [each.token_id for each in found] == [3, 4, 5, 6]
+    # An iterator reads a frame at a time.
+    started_s = time.thread_time()
+    assert next(iter(packed)) == entries[0]
+    assert time.thread_time() - started_s < 0.05
 
 
 @pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])

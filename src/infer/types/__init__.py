@@ -9,6 +9,7 @@ This module checks values (a `Request` that exists is valid); it knows no model 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -132,7 +133,7 @@ class StepOutput(NamedTuple):
     """prompt tokens that were taken from the prefix cache and not computed for this request"""
     error: ErrorRecord | None = None
     """set with `FinishReason.ERROR`"""
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """with the first token, if asked for: of the prompt's tokens from the second one on"""
 
 
@@ -150,7 +151,7 @@ class TextDelta(NamedTuple):
     num_cached: int = 0
     error: ErrorRecord | None = None
     """set with `FinishReason.ERROR`"""
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """in the first piece, if asked for"""
 
     def merge(self, later: TextDelta) -> TextDelta:
@@ -178,5 +179,5 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """one entry per token, if asked for"""
     num_cached: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """of the prompt's tokens from the second one on, if asked for"""

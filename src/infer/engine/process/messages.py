@@ -3,8 +3,8 @@
 A frame is four bytes of length and msgpack; no pickle, so a frame can only ever become one of the
 records below. Inward goes `Begin`, once, and then lists of commands: everything that was asked
 since the last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one
-`Report` a step, and `Log` lines at any time. Used by `engine.process.supervisor` and
-`engine.process.child`.
+`Report` a step, `PromptScores` before it, and `Log` lines at any time. Used by
+`engine.process.supervisor` and `engine.process.child`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import select
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import msgspec
 
 from infer.engine.client.input import EngineLimits
 from infer.engine.loop import Abort, Command
 from infer.text.checkpoint_text import TextFiles
-from infer.types import ErrorRecord, Request, SamplingParams, StepOutput
+from infer.types import ErrorRecord, Request, SamplingParams, StepOutput, TokenLogprobs
 from infer.types.step_events import StepEvents
 
 _PIECE = 1 << 18
+_PAIRS_A_FRAME = 4096
+"""of ids and log-probabilities; read in about a millisecond"""
 
 
 class Begin(msgspec.Struct, array_like=True):
@@ -64,21 +66,85 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
     outputs: list[StepOutput]
     stats: dict[str, int | float]
     step_events: StepEvents | None = None
-    more: bool = False
-    """the rest of the step follows"""
+
+
+class PromptScores(msgspec.Struct, array_like=True, tag="scores"):
+    """Some of a prompt's log-probabilities, for the next report's output of this request."""
+
+    request_id: str
+    count: int
+    packed: bytes
+    """a list of so many `TokenLogprobs`, in msgpack"""
 
 
 def reports(
     outputs: list[StepOutput], stats: dict[str, int | float], step_events: StepEvents | None
-) -> Iterator[Report]:
-    """A step's outputs. The log-probabilities of a prompt go in a frame of their own: reading
-    those of eight long prompts at once would keep the interpreter for 50 ms."""
-    large = [output for output in outputs if output.prompt_logprobs]
-    for output in large:
-        yield Report([output], stats, more=True)
-    yield Report(
-        [each for each in outputs if each not in large] if large else outputs, stats, step_events
-    )
+) -> Iterator[PromptScores | Report]:
+    """A step's outputs, and before them the log-probabilities of prompts, in small frames: those of
+    a long prompt are millions of numbers, and whoever reads them at once keeps the interpreter for
+    a second."""
+    for output in outputs:
+        entries = output.prompt_logprobs or ()
+        if entries:
+            size = max(1, _PAIRS_A_FRAME // (1 + len(entries[0].top)))
+            for start in range(0, len(entries), size):
+                part = entries[start : start + size]
+                yield PromptScores(output.request_id, len(part), _encode(part))
+    rest = [it._replace(prompt_logprobs=None) if it.prompt_logprobs else it for it in outputs]
+    yield Report(rest, stats, step_events)
+
+
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """Log-probabilities of a prompt as they came: read when they are looked at, some at a time, so
+    that neither reading them nor letting go of them takes long."""
+
+    def __init__(self, parts: Sequence[PromptScores]) -> None:
+        self._parts = parts
+        self._count = sum(part.count for part in parts)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for part in self._parts:
+            yield from _read_scores(part.packed)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
+        """Of few: it reads all."""
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+class ScoreCollector:
+    """Puts the log-probabilities of prompts back into the outputs that they belong to."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[PromptScores]] = {}
+
+    def add(self, part: PromptScores) -> None:
+        """One that has come."""
+        self._parts.setdefault(part.request_id, []).append(part)
+
+    def complete(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """The outputs of the next report, with what has come for them."""
+        if not self._parts:
+            return outputs
+        parts, self._parts = self._parts, {}
+        return [
+            it._replace(prompt_logprobs=PackedLogprobs(parts[it.request_id]))
+            if it.request_id in parts
+            else it
+            for it in outputs
+        ]
 
 
 class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
@@ -95,11 +161,12 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
     line: str
 
 
-Event = Text | Ready | Refused | Report | ComputingAlone | Log
+Event = Text | Ready | Refused | Report | PromptScores | ComputingAlone | Log
 
 read_begin = msgspec.msgpack.Decoder(Begin).decode
 read_event = msgspec.msgpack.Decoder[Event](Event).decode
 _encode = msgspec.msgpack.Encoder().encode
+_read_scores = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
 
 
 def read_commands(frame: bytes) -> list[Command]:

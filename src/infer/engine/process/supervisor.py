@@ -325,22 +325,22 @@ class EngineProcess:
 
     def _follow(self, engine_run: _EngineRun) -> None:
         """Pass on what a process reports, until it ends; and put down what it leaves behind."""
-        step: list[StepOutput] = []
+        scores = messages.ScoreCollector()
         for event in engine_run.events(self._hang_s):
             if isinstance(event, messages.ComputingAlone):
                 engine_run.computes_alone(event.request_id)
+            elif isinstance(event, messages.PromptScores):
+                scores.add(event)
             elif isinstance(event, messages.Report):
                 engine_run.computes_alone("")
                 self._stats = event.stats
+                step: list[StepOutput] = []
                 if event.outputs:
                     self._num_failures = 0
                     with self._lock:
-                        step += self._journal.record(event.outputs)
-                if not event.more and (step or event.step_events):
+                        step = self._journal.record(scores.complete(event.outputs))
+                if step or event.step_events:
                     self._deliver(step, event.step_events)
-                    step = []
-        if step:  # it died before the step was told to its end
-            self._deliver(step, None)
         with self._lock:
             self._ready = None
         ended = {name: value for name, value in self._stats.items() if name not in GAUGES}

@@ -224,11 +224,12 @@ class CompletionAnswer:
         prompt = {"prompt_token_ids": self._requests[index].prompt_token_ids} if first else {}
         return {**prompt, "token_ids": () if self._looks else part.token_ids}
 
-    def _prompt_logprobs(self, index: int, output: RequestOutput) -> list[dict[str, Any] | None]:
-        ids, count = self._requests[index].prompt_token_ids, self._wire.prompt_logprobs
-        entries = output.prompt_logprobs or ()
-        cut = [TokenLogprobs(entry.logprob, entry.top[:count]) for entry in entries]
-        return ChoiceLogprobs(self._tokenizer, skip_special=False).prompt(ids, cut)
+    def _prompt_logprobs(
+        self, index: int, output: RequestOutput
+    ) -> Iterator[dict[str, Any] | None]:
+        ids, count = self._requests[index].prompt_token_ids, self._wire.prompt_logprobs or 0
+        writer = ChoiceLogprobs(self._tokenizer, skip_special=False)
+        return writer.prompt(ids, output.prompt_logprobs or (), count)
 
     def _reason(self, index: int, reason: FinishReason) -> str:
         return "length" if self._looks else wire_reason(reason)

@@ -8,7 +8,7 @@ text. Chat: one object per token with its bytes. A token that is not UTF-8 on it
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from infer.text.tokenizer import Tokenizer
@@ -61,19 +61,17 @@ class ChoiceLogprobs:
         return {"content": content, "refusal": None}
 
     def prompt(
-        self, ids: Sequence[int], entries: Sequence[TokenLogprobs]
-    ) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs` as vLLM has them: by token id; the first token has none."""
-        positions: list[dict[str, Any] | None] = [None]
+        self, ids: Sequence[int], entries: Iterable[TokenLogprobs], num_top: int
+    ) -> Iterator[dict[str, Any] | None]:
+        """`prompt_logprobs` as vLLM has them: by token id, the `num_top` best and the prompt's own;
+        the first token has none. One position at a time: all together are very many objects."""
+        yield None
         for token_id, entry in zip(ids[1:], entries, strict=True):
-            one = {token_id: entry.logprob, **dict(entry.top)}
-            positions.append(
-                {
-                    str(i): {"logprob": _number(logprob), "decoded_token": self._label(i)}
-                    for i, logprob in one.items()
-                }
-            )
-        return positions
+            one = {token_id: entry.logprob, **dict(entry.top[:num_top])}
+            yield {
+                str(i): {"logprob": _number(logprob), "decoded_token": self._label(i)}
+                for i, logprob in one.items()
+            }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)
