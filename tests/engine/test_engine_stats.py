@@ -44,7 +44,7 @@ def test_whatever_the_scheduler_counts_is_told() -> None:
     stats = SchedulerStats()
     for i, field in enumerate(fields(SchedulerStats)):
         if field.name == "num_finished":
-            stats.num_finished.update(eos=7)  # type: ignore[call-overload]
+            stats.num_finished.update(eos=7)
         else:
             setattr(stats, field.name, 10 + i)
     found = stats.counters(num_evictions=5)
