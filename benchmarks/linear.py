@@ -50,7 +50,7 @@ def main() -> None:
         del weights
         for num_rows in [m for m in wanted if n < 100_000 or m <= 32]:
             x = torch.randn(num_rows, k).bfloat16()
-            runs = [memory.sum, sweep(packed, x), sweep(native, x)]
+            runs: list[Callable[[], object]] = [memory.sum, sweep(packed, x), sweep(native, x)]
             times = [[seconds(run) for run in runs] for _ in range(7)][1:]
             read, onednn, ours = (statistics.median(column) for column in zip(*times, strict=True))
             num_bytes = 2 * (k * n + num_rows * (k + n))

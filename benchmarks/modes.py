@@ -74,7 +74,7 @@ def draw(path: Path, num_requests: int = 16, num_seats: int = 4) -> None:
     modes = ("sequential", "static", "continuous")
     runs = {mode: recorded(mode, num_requests, num_seats) for mode in modes}
     longest = max(turn.step for turns in runs.values() for turn in turns) + 1
-    colours = plt.get_cmap("tab20").colors
+    colours = [plt.get_cmap("tab20")(i) for i in range(20)]
     heights = [1, num_seats, num_seats]
     figure, panels = plt.subplots(
         3, 1, figsize=(11, 5.2), sharex=True, height_ratios=heights, layout="constrained"

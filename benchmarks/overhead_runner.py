@@ -97,7 +97,7 @@ def text_parts(count: int, rounds: int) -> dict[str, float]:
 
     async def deliver() -> float:
         llm = AsyncLLM(None, None, "")  # type: ignore[arg-type]  # `_receive` needs neither
-        boxes = [Mailbox(OutputProcessor(request, tokenizer)) for request in requests]
+        boxes = [Mailbox(OutputProcessor(request, tokenizer), merge=False) for request in requests]
         llm._mailboxes = {f"{i}": box for i, box in enumerate(boxes)}
 
         async def read(box: Mailbox) -> None:

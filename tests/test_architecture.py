@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -304,7 +304,9 @@ def _assigned(tree: ast.AST, *, of_self: bool) -> Iterator[tuple[int, str]]:
                     yield node.lineno, each.attr
 
 
-CHECKS = [
+Check = Callable[[Path], list[str]]
+
+CHECKS: list[Check] = [
     layer_problems,
     ban_problems,
     name_problems,
@@ -315,7 +317,7 @@ CHECKS = [
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_the_source_keeps_to_the_rules(check) -> None:
+def test_the_source_keeps_to_the_rules(check: Check) -> None:
     assert check(SOURCE) == []
 
 
@@ -346,7 +348,7 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("check", "files"), [(each[0], each[1:]) for each in BREAKS])
-def test_a_broken_tree_is_found(check, files: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_broken_tree_is_found(check: Check, files: tuple[str, ...], tmp_path: Path) -> None:
     for file, source in zip(files[::2], files[1::2], strict=True):
         path = tmp_path / file
         path.parent.mkdir(parents=True, exist_ok=True)

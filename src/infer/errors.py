@@ -99,8 +99,17 @@ class DeviceLostError(EngineError):
     status = 503
 
 
+MAX_LOAD_MESSAGE_CHARS = 1800
+"""a hostile file can make a library quote the whole of it"""
+
+
 class LoadError(InferError):
     """A checkpoint cannot be loaded. The message lists everything that is wrong with it."""
+
+    def __init__(self, message: str) -> None:
+        if len(message) > MAX_LOAD_MESSAGE_CHARS:
+            message = message[: MAX_LOAD_MESSAGE_CHARS - 1] + "…"
+        super().__init__(message)
 
 
 class ConfigError(LoadError, ValueError):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -65,5 +64,5 @@ def test_what_cannot_be_told() -> None:
     assert isinstance(result.exception, InferError)
     assert "no such request" in str(result.exception)
     result = CliRunner().invoke(app, ["explain", "x", "--url", "http://127.0.0.1:9"])
-    with pytest.raises(InferError, match="no infer server answers"):
-        raise result.exception
+    assert isinstance(result.exception, InferError)
+    assert "no infer server answers" in str(result.exception)

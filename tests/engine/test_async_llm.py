@@ -102,6 +102,41 @@ def test_a_full_engine_refuses_at_the_door_and_takes_others_later() -> None:
     run(body, max_batch_size=1, max_waiting_requests=1, step_s=0.001)
 
 
+def test_a_reserved_place_is_handed_over_and_never_free_in_between() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        requests = [llm.make_request(text, GREEDY) for text in "abcd"]
+        with llm.reserved(2) as places:
+            one = places.enter(requests[0])
+            assert (llm.num_open, llm.num_reserved) == (1, 1)
+            await asyncio.sleep(0)
+            with pytest.raises(OverloadedError, match="2 requests"):
+                await llm.generate(requests[1])
+            with pytest.raises(ValueError, match="already running"):
+                places.enter(requests[0])
+            other = places.enter(requests[1])
+            assert (llm.num_open, llm.num_reserved) == (2, 0)
+            with pytest.raises(ValueError, match="no place of this reservation is left"):
+                places.enter(requests[2])
+        outputs = await asyncio.gather(one.output(), other.output())
+        assert [list(each.token_ids) for each in outputs] == [
+            solo(request, VOCAB_SIZE) for request in requests[:2]
+        ]
+        one.close()  # a second time: `output` has done it
+        with llm.reserved(2) as places:
+            places.enter(requests[2]).close()
+        assert (llm.num_open, llm.num_reserved) == (0, 0), "what was not handed over is given back"
+        with pytest.raises(ValueError, match="no place"):
+            places.enter(requests[3])
+        with llm.reserved(1) as places:
+            llm.drain()
+            with pytest.raises(EngineDeadError, match="shutting down"):
+                places.enter(requests[3])
+            assert llm.num_reserved == 1
+        assert llm.num_reserved == 0
+
+    run(body, max_batch_size=1, max_waiting_requests=1)
+
+
 def test_a_slow_reader_finds_one_merged_piece_or_one_a_token() -> None:
     async def body(llm: AsyncLLM, merge: bool) -> None:
         request = llm.make_request("abc", GREEDY)
@@ -231,7 +266,7 @@ def test_a_failing_step_is_done_again_and_nobody_notices(
                 raise RuntimeError("broken on purpose")
             return original(plan)
 
-        runner.execute = execute  # type: ignore[method-assign]
+        runner.execute = execute
         requests = [llm.make_request([i + 1], GREEDY) for i in range(3)]
         outcomes = await asyncio.gather(
             *[llm.generate(request) for request in requests], return_exceptions=True

@@ -224,7 +224,7 @@ def test_a_grammar_that_fails_fails_alone(
     for request in requests:
         llm.core.add(request)
     ends = {o.request_id: o for o in llm.core.outputs_until_complete() if o.finish_reason}
-    reasons = sorted(end.finish_reason for end in ends.values())
+    reasons = sorted(end.finish_reason for end in ends.values() if end.finish_reason)
     assert reasons == [FinishReason.COMPLETE, FinishReason.ERROR]
     assert {end.error.message for end in ends.values() if end.error} == {grammar_masks.FAILED}
 

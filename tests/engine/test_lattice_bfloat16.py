@@ -49,11 +49,16 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
         pytest.skip(reason)
     if with_int8 and (reason := bfloat16_obstacle()):
         pytest.skip(reason)
-    settings = {"batching_mode": "sequential", "enable_prefix_caching": False, "max_seq_len": 512}
+    settings: dict[str, Any] = {
+        "batching_mode": "sequential",
+        "enable_prefix_caching": False,
+        "max_seq_len": 512,
+    }
     with LLM(**kind, **settings) as llm:
-        held = llm.core.runner.model.embedding.dtype
+        runner: Any = llm.core.runner
+        held = runner.model.embedding.dtype
         assert held == (torch.float32 if bfloat16_obstacle() else torch.bfloat16)
-        cache = llm.core.runner.caches[0]
+        cache = runner.caches[0]
         assert (cache.dtype == torch.int8) == with_int8
         return kind, run(llm)
 

@@ -56,24 +56,31 @@ def completion(**fields: Any) -> dict[str, Any]:
     return {"prompt": "x", "max_tokens": 3, **fields}
 
 
+SHORT_RULES = "start:r0\n" + "".join(f"r{i}:r{i + 1}\n" for i in range(100_000)) + 'r100000:"b"'
+SHORT_REFS = {"a": [{"$ref": f"#/a/{i + 1}"} for i in range(100_000)]}
+"""chains of 100,000 that are short enough for a body of 2 MiB"""
 REPRODUCERS = {
     "rules": (COMPLETIONS, completion(guided_grammar=chain(3000))),
     "$ref by items": (COMPLETIONS, completion(guided_json=references(1200, "items"))),
     "$ref by anyOf": (COMPLETIONS, completion(guided_json=references(1100, "anyOf"))),
-    "a forced tool, also too long a prompt": (CHAT, forced(references(1200, "items"))),
+    "a forced tool": (CHAT, forced(references(1200, "items"))),
     "$ref by allOf": (COMPLETIONS, completion(guided_json=references(1100, "allOf"))),
     "40,000 rules": (COMPLETIONS, completion(guided_grammar=chain(40_000))),
     "40,000 $refs": (COMPLETIONS, completion(guided_json=references(40_000, "items"))),
-    "100,000 rules": (COMPLETIONS, completion(guided_grammar=chain(100_000))),
-    "100,000 $refs": (COMPLETIONS, completion(guided_json=references(100_000, "items"))),
+    "100,000 short rules": (COMPLETIONS, completion(guided_grammar=SHORT_RULES)),
+    "100,000 short $refs": (COMPLETIONS, completion(guided_json=SHORT_REFS)),
+    "100,000 short $refs of a tool": (CHAT, forced(SHORT_REFS)),
+    "rules of more than 2 MiB": (COMPLETIONS, completion(guided_grammar=chain(100_000))),
+    "$refs of more than 2 MiB": (COMPLETIONS, completion(guided_json=references(100_000, "items"))),
 }
+MAX_REFUSAL_MS = 100
 
 
 def ask(server: Served, path: str, body: Any) -> tuple[int, dict[str, Any], float]:
     """Status, answer, and seconds from the last byte that was sent."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     try:
-        data = json.dumps({"model": "infer-demo", **body}).encode()
+        data = json.dumps({"model": "infer-demo", **body}, separators=(",", ":")).encode()
         connection.request("POST", path, data, {"Content-Type": "application/json"})
         sent_s = time.monotonic()
         response = connection.getresponse()
@@ -122,13 +129,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def refused_deep(server: Served) -> dict[str, float]:
-    """Send all reproducers; milliseconds for each."""
-    before, took_ms = pids(server), {}
+    """Send all reproducers; milliseconds for each, the shorter of two times."""
+    before = pids(server)
+    took_ms: dict[str, float] = {}
     for name, (path, body) in REPRODUCERS.items():
-        status, answer, took_s = ask(server, path, body)
-        assert status == (413 if name.startswith("100,000") else 400), (name, answer)
-        took_ms[name] = round(1000 * took_s)
-        if "," not in name:  # the others are refused for their length
+        tries = [ask(server, path, body) for _ in range(2)]
+        status, answer, _ = tries[0]
+        took_ms[name] = round(1000 * min(took_s for _, _, took_s in tries))
+        # What does not fit into the body of any request is not read, so it is not a 400.
+        assert status == (413 if name.endswith("than 2 MiB") else 400), (name, answer)
+        if "000" not in name and status == 400:  # the others are refused for their length
             assert "nested too deeply" in answer["error"]["message"]
     assert pids(server) == before
     return took_ms
@@ -138,6 +148,7 @@ def test_chains_are_refused(server: Served) -> None:
     with counting("A1", "chains of rules and references") as counted:
         took_ms = refused_deep(server)
         counted["refused in ms"] = took_ms
+        counted["at_most"] = {"slowest, ms": (max(took_ms.values()), MAX_REFUSAL_MS)}
 
 
 @pytest.mark.slow
@@ -146,7 +157,8 @@ def test_chains_are_refused_on_small_stacks(tmp_path: Path) -> None:
         counting("A1", "the same where threads have stacks of 1 MiB") as counted,
         a_server(tmp_path / "log", stack_bytes=1 << 20) as server,
     ):
-        counted["refused in ms"] = refused_deep(server)
+        counted["refused in ms"] = took_ms = refused_deep(server)
+        counted["at_most"] = {"slowest, ms": (max(took_ms.values()), MAX_REFUSAL_MS)}
         deepest = completion(guided_grammar=chain(490), max_tokens=40)
         assert ask(server, COMPLETIONS, deepest)[0] == 200
         deepest = completion(guided_json=references(450, "items"), max_tokens=40)

@@ -27,7 +27,7 @@ SERVE = [sys.executable, "-m", "infer.server", "--port", "0", "--device", "cpu"]
 
 @contextmanager
 def started(
-    arguments: list[str], env: Mapping[str, str] = ENV, **streams: int
+    arguments: list[str], env: Mapping[str, str] = ENV, **streams: Any
 ) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen([*SERVE, *arguments], env=env, text=True, **streams) as process:
         try:

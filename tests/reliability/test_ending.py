@@ -116,7 +116,9 @@ def cancel_everywhere(repeats: int) -> None:
         nonlocal count
         engine = make_hash_llm(
             num_pages=40 if moment == "preempted" else 60,
-            **{"max_batch_size": 3, "max_num_batched_tokens": 16, "step_s": 0.0005},
+            max_batch_size=3,
+            max_num_batched_tokens=16,
+            step_s=0.0005,
         )
         async with serving(engine) as app:
             dice, whole = random.Random(8), app.app

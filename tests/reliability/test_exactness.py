@@ -160,7 +160,7 @@ def explore(depth: int) -> tuple[int, int]:
     """Breadth first over: add, abort and preempt each of three requests, or do a step. After each
     action all invariants are checked, and at each state whether it can be finished from there."""
     start = make_hash_core(num_pages=7, page_size=2, max_batch_size=2, max_num_batched_tokens=2)
-    start.scheduler._clock = _no_time
+    start.scheduler.clock = _no_time
     queue: deque[tuple[int, EngineCore, dict[str, list[int]]]] = deque([(0, start, {})])
     seen, num_actions = {_key(start, {})}, 0
     while queue:

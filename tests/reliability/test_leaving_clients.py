@@ -144,7 +144,8 @@ async def slow_readers(server: Served, slow: int, zero: int, normal: int) -> dic
     ]
     among = await asyncio.gather(*[follow(server.port, light) for _ in range(normal)])
     assert all(heard.answer == calm[0].answer for heard in among)
-    memory, closed_s = [], []
+    memory: list[int] = []
+    closed_s: list[float] = []
     while len(closed_s) < slow + zero:
         stats = await server.stats()
         memory.append(stats["memory"])

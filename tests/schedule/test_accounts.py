@@ -19,8 +19,10 @@ def request(tenant: str, num_prompt: int, max_tokens: int, priority: int = 0) ->
     name = next(names)
     prompt = tuple(random.Random(name).choices(range(90), k=num_prompt))
     sampling = SamplingParams(temperature=0)
-    more = {"tenant": tenant, "cache_scope": tenant, "priority": priority}
-    return Request(name, prompt, sampling, 0, max_tokens, **more)
+    return Request(
+        name, prompt, sampling, 0, max_tokens,
+        tenant=tenant, cache_scope=tenant, priority=priority,
+    )  # fmt: skip
 
 
 def steps_to_first_token(core: EngineCore, wanted: Request) -> int:
@@ -48,6 +50,7 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
             assert num_steps < 40
             continue
         assert num_steps == 1
+        assert core.step_events is not None
         chunks = [event for event in core.step_events.events if event.kind == "chunk"]
         others = [event.total for event in chunks if event.request_id != small.request_id]
         assert len(others) < len(chunks)
@@ -126,11 +129,13 @@ def test_who_comes_back_has_saved_nothing() -> None:
 def test_the_answers_are_those_of_a_request_alone(seed: int, mode: str) -> None:
     r = random.Random(seed)
     core = make_hash_core(
-        **{"num_pages": r.choice([40, 60, 200]), "max_batch_size": r.randrange(1, 6)},
-        **{"max_num_batched_tokens": r.choice([5, 16, 64]), "batching_mode": mode},
+        num_pages=r.choice([40, 60, 200]),
+        max_batch_size=r.randrange(1, 6),
+        max_num_batched_tokens=r.choice([5, 16, 64]),
+        batching_mode=mode,
     )
     tokens: dict[str, list[int]] = {}
-    requests = []
+    requests: list[Request] = []
     for _ in range(400):
         if len(requests) < 40 and r.random() < 0.4:
             tenant = r.choice("abc")

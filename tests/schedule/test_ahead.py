@@ -66,7 +66,7 @@ def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[...,
     return made
 
 
-FAULTS = {
+FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "the token goes to the end of the list": (
         Scheduler.commit,
         "sequence.tokens[end] = result.token_id",
@@ -369,7 +369,7 @@ def test_who_has_ended_is_not_executed_when_a_launch_fails() -> None:
     assert tokens_of(outputs, "a") == [first]
 
 
-OTHER_FAULTS = {
+OTHER_FAULTS: dict[str, tuple[Callable[..., Any], str, str, Callable[[], None]]] = {
     "what is behind the last token is offered": (
         Scheduler._hand_out_tokens,
         "len(tokens) >= sequence.max_length or sequence.reads_output",

@@ -142,7 +142,7 @@ MUTANTS: list[tuple[type, str, Callable[..., object]]] = [
     (PageAllocator, "_set_indexed_page", enter_keeps_own_page),
     (Scheduler, "_skip_cached", skip_one_page_more),
     (Scheduler, "_skip_cached", compute_again_what_was_adopted),
-    (Scheduler, "_finish_reason", staticmethod(finish_too_late)),  # type: ignore[list-item]
+    (Scheduler, "_finish_reason", staticmethod(finish_too_late)),
 ]
 
 

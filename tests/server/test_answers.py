@@ -259,7 +259,8 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         (COMPLETIONS, {"logprobs": 0}, 0),
     ):
         engine = make_hash_llm()
-        real, made = engine.make_request, []
+        real = engine.make_request
+        made: list[Any] = []
 
         def make(*args: Any, real: Any = real, made: list[Any] = made, **kwargs: Any) -> Any:
             made.append(real(*args, **kwargs))

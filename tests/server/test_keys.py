@@ -157,12 +157,11 @@ def test_what_a_revoked_key_runs_ends(file: Path) -> None:
 
         async def stream(name: str) -> str:
             body = completion_body(stream=True, max_tokens=4000, ignore_eos=True)
-            how = {"headers": {**header(tokens[name]), "content-type": "application/json"}}
             reply = await app.send(
                 "POST",
                 COMPLETIONS,
                 json.dumps(body).encode(),
-                **how,
+                headers={**header(tokens[name]), "content-type": "application/json"},
                 leave=leave,
                 on_write=lambda data: begun.set(),
             )

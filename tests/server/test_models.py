@@ -139,7 +139,9 @@ def test_requests_and_numbers_are_those_of_all() -> None:
         one = (await app.get("/stats?model=b")).json()
         assert one["engine"]["num_requests_admitted"] == 3
 
-    engines = {name: partial(make_hash_llm, step_s=0.002) for name in "ab"}
+    engines: dict[str, Callable[[], AsyncLLM]] = {
+        name: partial(make_hash_llm, step_s=0.002) for name in "ab"
+    }
     used(body, engines)
 
 
@@ -166,7 +168,7 @@ def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
         assert (await app.post(COMPLETIONS, completion_body(model="b"))).status == 200
         assert loads == ["b", "b"]
 
-    launches = {name: partial(launch, name) for name in "ab"}
+    launches: dict[str, Callable[[], AsyncLLM]] = {name: partial(launch, name) for name in "ab"}
     used(body, launches, load=False, idle_unload_s=0.3)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from infer.server.openai import ignored_fields
 from infer.server.openai.schema_base import Wire
@@ -21,7 +22,12 @@ from tests.support.doubles import make_hash_llm
 from tests.support.serving import App, check_documented, with_app
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-STARTS = ({"messages": [{"role": "user", "content": "x"}]}, {"prompt": "x"}, {"tokens": [1]}, {})
+STARTS: tuple[dict[str, Any], ...] = (
+    {"messages": [{"role": "user", "content": "x"}]},
+    {"prompt": "x"},
+    {"tokens": [1]},
+    {},
+)
 
 
 def the_document() -> Any:
@@ -94,7 +100,9 @@ def test_every_route_and_method() -> None:
                 if reply.status == 405:
                     assert set(reply.headers["allow"].split(", ")) - {"HEAD"} == known
         assert {"/v1/completions", "/v1/sessions/{id}/fork", "/"} < document["paths"].keys()
-        assert len(document["paths"]) == len({route.path for route in app.app.routes})
+        assert len(document["paths"]) == len(
+            {route.path for route in app.app.routes if isinstance(route, Route)}
+        )
 
     with_app(make_hash_llm(), use, sessions="sqlite://")
 
@@ -143,7 +151,7 @@ def test_schemathesis(tmp_path: Path) -> None:
     server += ["--sessions", f"sqlite:///{tmp_path}/s.db", "--api-keys", str(keys)]
     with served(server, tmp_path / "log") as running:
         url = f"http://127.0.0.1:{running.port}/openapi.json"
-        command = [*(program, "run", url, "-H", f"Authorization: Bearer {token}")]
+        command = [*(str(program), "run", url, "-H", f"Authorization: Bearer {token}")]
         command += ["--checks", ",".join(CHECKS), "--mode", "all", "--continue-on-failure"]
         command += ["--generation-allow-x00", "true", "--suppress-health-check", "all"]
         command += ["--generation-database", "none", "--no-color", "--seed", "1"]

@@ -209,8 +209,8 @@ def test_main_serves_what_is_assembled(
         async def on_tick(self, counter: int) -> bool:
             return True
 
-    monkeypatch.setitem(sys.modules, "infer.engine.build.assemble", Assemble)  # type: ignore[misc]
-    monkeypatch.setitem(sys.modules, "infer.engine.process.launch", Launch)  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "infer.engine.build.assemble", Assemble)
+    monkeypatch.setitem(sys.modules, "infer.engine.process.launch", Launch)
     monkeypatch.setattr(serve, "Server", Ended)
     assert code_of("--port", "0", "--model", "m", "--max-batch-size", "3") == 0
     line = capsys.readouterr().out

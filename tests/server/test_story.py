@@ -130,7 +130,7 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_module, "MAX_EVENTS", 10)
 
     async def use(app: App) -> None:
-        names = []
+        names: list[str] = []
         for _ in range(5):
             body = completion_body(prompt=LONG, max_tokens=20, ignore_eos=True, seed=len(names))
             names.append((await app.post(COMPLETIONS, body)).json()["id"])

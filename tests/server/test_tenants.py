@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 from typer.testing import CliRunner
 
 from infer.cli.main import app as command
@@ -48,7 +49,8 @@ def test_every_route_needs_a_key(file: Path) -> None:
 
     async def use(app: App) -> None:
         for route in app.app.routes:
-            for method in route.methods:
+            assert isinstance(route, Route)
+            for method in route.methods or ():
                 path = route.path.replace("{name:path}", "x").replace("{id}", "x")
                 for headers in wrong:
                     reply = await app.send(method, path, headers=headers)
@@ -218,8 +220,8 @@ def test_limits(file: Path) -> None:
         assert 25 <= int(refused.headers["retry-after"]) <= 30
         assert refused.headers["x-ratelimit-limit-requests"] == "2"
         assert (await post(small, max_tokens=300, ignore_eos=True)).status == 200
-        left = (await post(small, max_tokens=1)).headers["x-ratelimit-remaining-tokens"]
-        assert 600 < int(left) < 720
+        rest = (await post(small, max_tokens=1)).headers["x-ratelimit-remaining-tokens"]
+        assert 600 < int(rest) < 720
         assert (await post(small, max_tokens=450, n=2)).status == 429
         busy = [asyncio.ensure_future(post(key, max_tokens=200, n=8)) for _ in range(2)]
         await asyncio.sleep(0.02)
@@ -283,7 +285,9 @@ def test_the_command(file: Path) -> None:
     assert len(token) > 40
     assert token not in file.read_text()
     assert file.stat().st_mode & 0o777 == 0o600
-    assert Keys(file).find(token).limits == KeyLimits(max_concurrent=3, admin=True)
+    found = Keys(file).find(token)
+    assert found is not None
+    assert found.limits == KeyLimits(max_concurrent=3, admin=True)
     assert "max_concurrent=3" in run("list").stdout
     assert isinstance(run("create", "alice").exception, ConfigError)
     assert isinstance(run("create", "x\ny").exception, ConfigError)

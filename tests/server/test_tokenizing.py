@@ -167,7 +167,12 @@ def test_where_a_prompt_ends(arguments: dict[str, Any], end: str) -> None:
     engine = scripted(spelled("of course"))
     requests = []
     real = engine.make_request
-    engine.make_request = lambda *a, **k: requests.append(real(*a, **k)) or requests[-1]  # type: ignore[method-assign]
+
+    def make_request(*arguments: Any, **settings: Any) -> Any:
+        requests.append(real(*arguments, **settings))
+        return requests[-1]
+
+    engine.make_request = make_request  # type: ignore[method-assign]
     answer = ask(engine, CHAT, chat_body(messages=PREFILL, **arguments)).json()
     assert list(requests[0].prompt_token_ids) == reply["token_ids"]
     assert answer["choices"][0]["message"]["content"] == "of cours"

@@ -132,7 +132,7 @@ def test_what_we_answer_we_take_back(tmp_path: Path, template: str, content: str
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_is_told_what_is_not_known(tmp_path: Path, stream: bool) -> None:
     for name, template, words in (
-        ("none", NO_TOOLS, "shows it no tools"),
+        ("none", NO_TOOLS, "renders no tools"),
         ("unknown", UNKNOWN, "--tool-parser"),
     ):
         (tmp_path / name).mkdir()
@@ -153,7 +153,7 @@ def test_the_start_says_which_format_was_found(
 ) -> None:
     for name, template, level, words in (
         ("mistral", MISTRAL, logging.INFO, "mistral, as the chat template writes them"),
-        ("none", NO_TOOLS, logging.INFO, "shows no tools"),
+        ("none", NO_TOOLS, logging.INFO, "renders no tools"),
         ("unknown", UNKNOWN, logging.WARNING, "none of the known formats"),
     ):
         caplog.clear()

@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,11 +183,13 @@ def test_keys_in_clear_text_are_warned_of(
     file = tmp_path / "keys.json"
     Keys(file, must_exist=False).create("a", KeyLimits())
     certificate, key = made["one"]
-    for host, more, warned in (
+    both: dict[str, Any] = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    cases: list[tuple[str, dict[str, Any], bool]] = [
         ("0.0.0.0", {}, True),
         ("127.0.0.1", {}, False),
-        ("0.0.0.0", {"ssl_certfile": certificate, "ssl_keyfile": key}, False),
-    ):
+        ("0.0.0.0", both, False),
+    ]
+    for host, more, warned in cases:
         caplog.clear()
         settings = ServerSettings(api_keys=str(file), **more)
         with caplog.at_level(logging.WARNING), pytest.raises(LoadError, match="/no/such"):

@@ -104,7 +104,7 @@ def test_other_requests_are_answered_meanwhile() -> None:
 def test_with_keys_the_key_is_looked_at_first(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     key = Keys(path, must_exist=False).create("one", KeyLimits())
-    mine = {"authorization": f"Bearer {key}"}
+    mine: dict[str, Any] = {"authorization": f"Bearer {key}"}
     settings = ServerSettings(api_keys=str(path))
     with full_server(settings) as (engine, port), busy(engine, port, **mine):
         assert post(port, *COMPLETION)[0].status == 401

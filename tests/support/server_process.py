@@ -306,7 +306,7 @@ def _note(heard: Heard, data: bytes) -> None:
 
 async def send(port: int, body: Mapping[str, Any], **how: Any) -> tuple[Any, asyncio.StreamWriter]:
     """POST a completion, on a socket that is connected if it is given; the rest is the caller's."""
-    address = {} if how else {"host": "127.0.0.1", "port": port}
+    address: dict[str, Any] = {} if how else {"host": "127.0.0.1", "port": port}
     reader, writer = await asyncio.open_connection(**address, **how)
     writer.write(_request(body))
     return reader, writer

@@ -33,6 +33,7 @@ from infer.types.grammar import Grammar
 log = logging.getLogger(__name__)
 
 FAILED = "the grammar of this request could not be followed any further"
+"""Error of a sequence whose grammar has failed."""
 MASKS_S = 0.05
 """Maximum time that a step waits for masks, in seconds."""
 SLOW_S = 0.01
@@ -164,7 +165,7 @@ class Restrictions:
             mask = torch.from_numpy(constraint.forbidden())
             state.is_slow = time.thread_time() - started_s > SLOW_S
         except Exception:
-            log.warning("request %s: its grammar fails", request_id, exc_info=True)
+            log.warning("request %s: following its grammar failed", request_id, exc_info=True)
             return None
         return mask
 

@@ -1,10 +1,11 @@
 """`AsyncLLM`: the asyncio façade, on which the server is built
 
-`async with engine.stream(request) as pieces` is the only way to run a request. Entering reserves a
-place (or raises `OverloadedError`); leaving for any reason aborts an unfinished request. Each
-request has a mailbox. The outputs of a step arrive in one message and are turned into text here, on
-the event loop. A slow reader gets the waiting pieces merged into one. A request for which too much
-waits is cancelled; the engine never waits for a reader.
+`async with engine.stream(request) as pieces` runs a request. Entering takes a place (or raises
+`OverloadedError`); leaving for any reason aborts an unfinished request. `reserved` holds places for
+requests that are still being made and hands them over. Each request has a mailbox. The outputs of a
+step arrive in one message and are turned into text here, on the event loop. A slow reader gets the
+waiting pieces merged into one. A request for which too much waits is cancelled; the engine never
+waits for a reader.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
@@ -99,6 +100,55 @@ def _size_of(piece: TextDelta) -> int:
     """Approximate bytes that a piece takes in memory."""
     pairs = sum(1 + len(each.top) for each in piece.logprobs)
     return 200 + len(piece.text) + 48 * len(piece.token_ids) + 125 * pairs
+
+
+class RequestStream:
+    """A request that runs, as its caller holds it. Iterating gives its pieces, the last one with a
+    finish reason, to one reader at a time. Whoever has entered it closes it."""
+
+    def __init__(self, request: Request, mailbox: Mailbox, leave: Callable[[], None]) -> None:
+        """`leave` is called once, by the first `close`."""
+        self._request = request
+        self._mailbox = mailbox
+        self._leave: Callable[[], None] | None = leave
+
+    def __aiter__(self) -> AsyncIterator[TextDelta]:
+        return _pieces(self._mailbox)
+
+    async def output(self) -> RequestOutput:
+        """The whole output, once the request has ended; closes the stream. Raises `EngineError`,
+        or the `RequestError` the engine refused with."""
+        with closing(self):
+            return collected(self._request, [piece async for piece in self])
+
+    def close(self) -> None:
+        """Abort the request if it has not finished. A second call does nothing."""
+        leave, self._leave = self._leave, None
+        if leave is not None:
+            leave()
+
+
+class Reservation:
+    """Places that are held for requests which are being made."""
+
+    def __init__(self, count: int, enter: Callable[[Request, bool], RequestStream]) -> None:
+        """`enter` runs a request in a place that is held."""
+        self._num_left = count
+        self._enter = enter
+
+    def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
+        """Run a request, which takes over one of the places; see `AsyncLLM.enter`. Nobody else can
+        get the place in between. Raises `EngineDeadError` if there is no engine any more."""
+        if not self._num_left:
+            raise ValueError("no place of this reservation is left")
+        stream = self._enter(request, merge)
+        self._num_left -= 1
+        return stream
+
+    def release(self) -> int:
+        """Give up the places that no request has taken over; returns how many they were."""
+        count, self._num_left = self._num_left, 0
+        return count
 
 
 class Observer(Protocol):
@@ -224,41 +274,60 @@ class AsyncLLM:
         return None
 
     @contextmanager
-    def reserved(self, count: int) -> Iterator[None]:
+    def reserved(self, count: int) -> Iterator[Reservation]:
         """Hold places for `count` requests while they are made, so that a refused request costs no
         work.
 
-        Enter their streams directly after the block, without awaiting anything else in between.
+        A place is held until a request takes it over (`Reservation.enter`) or the block is left.
         Raises `OverloadedError` or `EngineDeadError`, like `stream`.
         """
         self._check_capacity(count)
         self._num_reserved += count
+        reservation = Reservation(count, self._take_over)
         try:
-            yield
+            yield reservation
         finally:
-            self._num_reserved -= count
+            self._num_reserved -= reservation.release()
+
+    def _take_over(self, request: Request, merge: bool) -> RequestStream:
+        self._num_reserved -= 1
+        try:
+            return self.enter(request, merge=merge)
+        except BaseException:
+            self._num_reserved += 1
+            raise
+
+    def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
+        """Run a request; the caller closes the stream. `stream` does both.
+
+        With `merge=False` there is one piece per token, however late it is taken.
+        Raises `OverloadedError` if there is no room, `EngineDeadError` if there is no engine.
+        """
+        self._check_capacity(1)
+        if request.request_id in self._mailboxes:
+            raise ValueError(f"a request with id {request.request_id!r} is already running")
+        mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
+        self._mailboxes[request.request_id] = mailbox
+        self._counts["num_requests_admitted"] += 1
+        self._worker.add(request)
+        return RequestStream(request, mailbox, partial(self._leave, request.request_id))
+
+    def _leave(self, request_id: str) -> None:
+        mailbox = self._mailboxes.pop(request_id)
+        reason = mailbox.processor.finish_reason
+        if reason is None:
+            self._worker.abort(request_id)
+        self._counts[end_of(None if mailbox.is_cancelled else reason).counter] += 1
+        if self._observer is not None:
+            self._observer.left(request_id, reason)
 
     @asynccontextmanager
     async def stream(
         self, request: Request, *, merge: bool = True
     ) -> AsyncIterator[AsyncIterator[TextDelta]]:
-        """Run a request; yields an iterator over its pieces, the last of which has a finish reason.
-
-        Leaving the block aborts an unfinished request. `merge=False` keeps one piece per token for
-        a slow reader too. Raises `OverloadedError` if the queue is full, `EngineDeadError` if the
-        engine is not running or the server shuts down.
-        """
-        mailbox = self._register(request, merge)
-        try:
-            yield _pieces(mailbox)
-        finally:
-            del self._mailboxes[request.request_id]
-            reason = mailbox.processor.finish_reason
-            if reason is None:
-                self._worker.abort(request.request_id)
-            self._counts[end_of(None if mailbox.is_cancelled else reason).counter] += 1
-            if self._observer is not None:
-                self._observer.left(request.request_id, reason)
+        """Run a request; yields its pieces. Leaving aborts. See `enter`."""
+        with closing(self.enter(request, merge=merge)) as running:
+            yield aiter(running)
 
     def cancel(self, request_id: str, error: RequestError) -> None:
         """End a request now with `error`, which its reader gets. Unknown ids are ignored."""
@@ -271,11 +340,9 @@ class AsyncLLM:
     async def generate(self, request: Request) -> RequestOutput:
         """Run a request to its end; cancelling the task aborts it.
 
-        Raises the errors of `stream`, `EngineError` if the request fails, and the `RequestError`
-        with which the engine refuses it.
+        Raises what `enter` raises, and what `RequestStream.output` raises.
         """
-        async with self.stream(request) as pieces:
-            return collected(request, [piece async for piece in pieces])
+        return await self.enter(request).output()
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of engine and façade by name."""
@@ -297,16 +364,6 @@ class AsyncLLM:
             return
         self._counts["num_requests_refused"] += count
         raise error
-
-    def _register(self, request: Request, merge: bool) -> Mailbox:
-        self._check_capacity(1)
-        if request.request_id in self._mailboxes:
-            raise ValueError(f"a request with id {request.request_id!r} is already running")
-        mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
-        self._mailboxes[request.request_id] = mailbox
-        self._counts["num_requests_admitted"] += 1
-        self._worker.add(request)
-        return mailbox
 
     def _deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         """Send a step's outputs to the event loop; called on the engine's thread."""

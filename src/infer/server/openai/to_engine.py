@@ -15,6 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import CheckedSampling
 from infer.errors import RequestError, UnprocessableError
 from infer.server.openai.schema import (
     ChatBody,
@@ -37,16 +38,19 @@ def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) 
         if wire.echo and wire.logprobs is not None:
             count = max(wire.logprobs, wire.prompt_logprobs or 0)
             sampling = sampling.replace(prompt_logprobs=count)
-        return list(_choices(engine, wire, wire.prompt, sampling, answer_id))
+        checked = engine.check_sampling(sampling)
+        return list(_choices(engine, wire, wire.prompt, checked, answer_id))
 
 
 def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire) as sampling:
+        # First, since rendering takes longer than it takes to refuse a grammar.
+        checked = engine.check_sampling(sampling)
         ids = engine.render_chat(messages, **wire.template_arguments)
         shown = _read_tokens(engine, wire)
         thoughts = None if sampling.grammar is None else _thoughts_before(engine, ids)
-        return list(_choices(engine, wire, [tuple(ids)], sampling, answer_id, shown, thoughts))
+        return list(_choices(engine, wire, [tuple(ids)], checked, answer_id, shown, thoughts))
 
 
 def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
@@ -168,16 +172,15 @@ def _choices(
     engine: AsyncLLM,
     wire: Generation,
     prompts: Sequence[Prompt],
-    sampling: SamplingParams,
+    checked: CheckedSampling,
     answer_id: str,
     shown_token_ids: tuple[int, ...] = (),
     thoughts: tuple[str, str] | None = None,
 ) -> Iterator[Request]:
     ids = (f"{answer_id}-{index}" for index in itertools.count())
-    checked = engine.check_sampling(sampling)  # once, however many choices
     for prompt in prompts:
         for i in range(wire.n):
-            seed = sampling.seed
+            seed = checked.sampling.seed
             if seed is not None:  # seed + i, within 64 signed bits
                 seed = (seed + i + 2**63) % 2**64 - 2**63
             request = engine.make_request(
