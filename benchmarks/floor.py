@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -76,12 +77,23 @@ def stock_product(layer: Linear, num_rows: int, is_int8: bool) -> Callable[[], o
     packed = torch.ops.onednn.qlinear_prepack(weight.mul_(30).to(torch.int8), None)
     unsigned = x.mul_(30).add_(128).to(torch.uint8)
     scales, zeros = torch.ones(len(weight)), torch.zeros(len(weight), dtype=torch.int64)
-    arguments = (packed, scales, zeros, None, 1.0, 0, torch.bfloat16, "none", [], "")
+    arguments: tuple[Any, ...] = (
+        packed,
+        scales,
+        zeros,
+        None,
+        1.0,
+        0,
+        torch.bfloat16,
+        "none",
+        [],
+        "",
+    )
     return lambda: torch.ops.onednn.qlinear_pointwise(unsigned, 1.0, 128, *arguments)
 
 
 @torch.inference_mode()
-def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list[float]]]:
+def measure(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     num_rows = options.input_len
     llm = LLM(
         model=options.model, dtype=dtype, max_seq_len=2 * num_rows, max_num_batched_tokens=num_rows,
@@ -98,7 +110,7 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, dict[str, list
     widths = {layer.in_features for layer in layers}
     inputs = {width: torch.randn(num_rows, width).bfloat16() for width in widths}
 
-    readers = [reader(layer.packed) for layer in layers]
+    readers = [reader(layer.packed) for layer in layers]  # type: ignore[attr-defined]
 
     def read_weights() -> None:
         for read_one in readers:

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from infer.attention.cpu import NativeBackend
-from infer.engine.client.async_llm import AsyncLLM, Mailbox
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.mailbox import Mailbox
 from infer.engine.client.output import OutputProcessor
 from infer.models.hub import SHIPPED_FOLDER
 from infer.runner.pack import Packer

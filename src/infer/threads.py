@@ -16,7 +16,7 @@ from collections.abc import Callable
 class BackgroundThread:
     """A daemon thread that is stopped and joined before the interpreter ends."""
 
-    def __init__(self, run: Callable[[], None], stop: Callable[[], None], name: str) -> None:
+    def __init__(self, run: Callable[[], None], stop: Callable[[], object], name: str) -> None:
         """`run` is the thread's work. `stop` makes `run` return soon; any thread may call it, also
         after `run` has returned."""
         self._run, self._stop = run, stop

@@ -14,12 +14,6 @@ from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.types import SamplingParams
 
-COUNTERS = (
-    *("num_steps", "num_computed_tokens", "num_sampled_tokens", "num_prompt_tokens"),
-    *("num_cached_tokens", "num_preemptions", "num_evictions"),
-    *("num_batches", "num_batch_tokens", "num_padded_tokens"),
-)
-
 
 class EngineTarget:
     """A target that takes token ids and answers with token ids."""
@@ -51,8 +45,19 @@ class EngineTarget:
 
     def counters(self) -> dict[str, int | float]:
         """The engine's counters since it was made."""
-        stats = self.llm.stats()
-        return {name: stats[name] for name in COUNTERS}
+        counters = self.llm.read_stats().engine.counters
+        return {
+            "num_steps": counters.num_steps,
+            "num_computed_tokens": counters.num_computed_tokens,
+            "num_sampled_tokens": counters.num_sampled_tokens,
+            "num_prompt_tokens": counters.num_prompt_tokens,
+            "num_cached_tokens": counters.num_cached_tokens,
+            "num_preemptions": counters.num_preemptions,
+            "num_evictions": counters.num_evictions,
+            "num_batches": counters.num_batches,
+            "num_batch_tokens": counters.num_batch_tokens,
+            "num_padded_tokens": counters.num_padded_tokens,
+        }
 
 
 @asynccontextmanager
