@@ -33,12 +33,13 @@ def kinds(trace: dict[str, Any]) -> list[str]:
 
 
 def test_one_after_the_other() -> None:
-    runner, opened = held_runner()
+    runner, arrived, opened = held_runner()
 
     async def use(app: App) -> None:
         asked = [asyncio.ensure_future(app.post(CHAT, chat_body(max_tokens=30, ignore_eos=True)))]
         for number in (1, 2):
             await all_open(app, number)
+            assert await asyncio.to_thread(arrived.wait, 30)
             body = completion_body(prompt=LONG)
             asked.append(asyncio.ensure_future(app.post(COMPLETIONS, body)))
         await all_open(app, 3)

@@ -249,17 +249,18 @@ def make_hash_llm(
     return AsyncLLM(EngineThread(core), input_processor, "hash-model")
 
 
-def held_runner() -> tuple[type[HashRunner], threading.Event]:
-    """A runner whose steps wait until an event is set, and the event: what is asked for before
-    that is with the engine when the first step ends."""
-    opened = threading.Event()
+def held_runner() -> tuple[type[HashRunner], threading.Event, threading.Event]:
+    """A runner whose steps wait; an event that is set in the first step, and one that ends the
+    waiting."""
+    arrived, opened = threading.Event(), threading.Event()
 
     class Held(HashRunner):
         def execute(self, plan: Plan) -> Any:
+            arrived.set()
             assert opened.wait(30)
             return super().execute(plan)
 
-    return Held, opened
+    return Held, arrived, opened
 
 
 def thread_of(llm: AsyncLLM) -> EngineThread:
