@@ -339,7 +339,7 @@ class EngineCore:
         return outputs
 
     def stats(self) -> EngineStats:
-        """Gauges and counters of now. Another thread may be stepping."""
+        """The current gauges and counters; may be called while another thread steps."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         return EngineStats(
             EngineGauges(
