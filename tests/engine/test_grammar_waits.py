@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, Grammar, SamplingParams
+from infer.runner import grammar_masks
 from infer.text.grammars.compiler import CompiledGrammars, Compiler, Constraint
 
 SLOW = Grammar.regex("[a-z]{4,12}( [a-z]{2,9}){2}")
@@ -63,6 +64,21 @@ def test_who_is_being_compiled_waits_alone(llm: LLM, monkeypatch: pytest.MonkeyP
     # The request without a grammar was not delayed: it had tokens before the slow one's first.
     first = found["slow"][0][0]
     assert sum(step < first for step, _ in found["free"]) >= 5
+
+
+def test_others_wait_once_for_a_first_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each step that begins while the grammar is being compiled."""
+    real = Compiler.constraint
+
+    def slowly(self: Compiler, grammar: Grammar, num_bytes: int = 0) -> Constraint:
+        time.sleep(1.0)
+        return real(self, grammar, num_bytes)
+
+    monkeypatch.setattr(Compiler, "constraint", slowly)
+    monkeypatch.setattr(grammar_masks, "OTHERS_S", 0.25)
+    found = steps_of(llm, {"slow": SLOW, "free": None})
+    first = found["slow"][0][0]
+    assert sum(step < first for step, _ in found["free"]) >= 10
 
 
 @pytest.mark.parametrize("when", [1, 3])

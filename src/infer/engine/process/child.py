@@ -101,6 +101,7 @@ def main(fd: int, parent: int) -> int:
         channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
     freeze_heap()
+    sys.setswitchinterval(0.001)  # so long a step waits for a thread that compiles a grammar
     # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
     # be used again, 2,000 of each length, which fill over an hour and look like a leak.
     gc.set_threshold(700, 2, 2)
