@@ -207,7 +207,7 @@ class EngineCore:
         if self._num_lost == MAX_LOST_STEPS:
             if problem := self.try_out():
                 lost = f"nothing could be computed in {MAX_LOST_STEPS} steps in a row"
-                raise RuntimeError(f"{lost}, nor for no request: {problem}")
+                raise RuntimeError(f"{lost}, and a trial step without a request fails: {problem}")
             self._num_lost = 0
         return outputs
 
