@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from infer import FinishReason, SamplingParams
-from infer.engine.client import async_llm
-from infer.engine.client.async_llm import MAX_MAILBOX_BYTES, AsyncLLM
+from infer.engine.client import async_llm, mailbox
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.mailbox import MAX_MAILBOX_BYTES
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import make_hash_llm, small_tokenizer, solo
+from tests.support.doubles import core_of, make_hash_llm, small_tokenizer, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -200,7 +201,8 @@ def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One has 900 tokens with log-probabilities waiting, one a few; one is read as it comes."""
-    monkeypatch.setattr(async_llm, "MAX_MAILBOX_BYTES", 10**9)
+    for module in (async_llm, mailbox):
+        monkeypatch.setattr(module, "MAX_MAILBOX_BYTES", 10**9)
 
     def waiting(llm: AsyncLLM) -> int:
         return sum(mailbox.num_bytes for mailbox in llm._mailboxes.values())
@@ -256,7 +258,7 @@ def test_a_failing_step_is_done_again_and_nobody_notices(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def body(llm: AsyncLLM) -> None:
-        runner = llm._worker._core.runner
+        runner = core_of(llm).runner
         original, calls = runner.execute, 0
 
         def execute(plan: Any) -> Any:
@@ -266,7 +268,7 @@ def test_a_failing_step_is_done_again_and_nobody_notices(
                 raise RuntimeError("broken on purpose")
             return original(plan)
 
-        runner.execute = execute
+        runner.execute = execute  # type: ignore[method-assign]
         requests = [llm.make_request([i + 1], GREEDY) for i in range(3)]
         outcomes = await asyncio.gather(
             *[llm.generate(request) for request in requests], return_exceptions=True

@@ -19,7 +19,7 @@ from infer.errors import ConfigError, EngineError, LoadError
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import HashRunner, launch_hash_llm, make_hash_core, solo
+from tests.support.doubles import HashRunner, launch_hash_llm, make_hash_core, pid_of, solo
 from tests.support.faults import Faults, FaultyCore, fill_with_nan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -118,9 +118,7 @@ def test_a_row_without_numbers_fails_alone() -> None:
             return result
 
         model.logits = spoilt
-        requests = [
-            llm._input_processor.make_request(*pair) for pair in zip(prompts, sampling, strict=True)
-        ]
+        requests = [llm.make_request(*pair) for pair in zip(prompts, sampling, strict=True)]
         for each in requests:
             llm.core.add(each)
         outputs = llm.core.outputs_until_complete()
@@ -170,7 +168,7 @@ def test_one_request_is_poisonous_and_everybody_is_preempted(kind: str) -> None:
     for each in requests:
         if each.request_id not in failed:
             assert tokens_of(outputs, each.request_id) == solo(each, VOCAB_SIZE)
-    assert core.stats()["num_preemptions"] > 20
+    assert core.stats().counters.num_preemptions > 20
 
 
 # ---- scorecard 5: what a sequence has not written it must not read
@@ -235,16 +233,14 @@ def test_poison_on_the_real_model(backend: str, dtype: str) -> None:
         wanted = [output.token_ids for output in llm.generate(prompts, sampling, use_tqdm=False)]
     with LLM(max_seq_len=64, kv_cache_memory_bytes=1 << 19, **settings) as llm:
         core = FaultyCore(llm.core, Faults(preempt_every=5, poison=True, strict_ledger=True))
-        requests = [
-            llm._input_processor.make_request(*pair) for pair in zip(prompts, sampling, strict=True)
-        ]
+        requests = [llm.make_request(*pair) for pair in zip(prompts, sampling, strict=True)]
         for each in requests:
             core.add(each)
         outputs = core.outputs_until_complete()
         for each, tokens in zip(requests, wanted, strict=True):
             assert tuple(tokens_of(outputs, each.request_id)) == tokens
         # And that it would be noticed: the pages of a running sequence become poison.
-        victim = llm.core.scheduler.add(llm._input_processor.make_request("One day", GREEDY))
+        victim = llm.core.scheduler.add(llm.make_request("One day", GREEDY))
         llm.core.step()
         fill_with_nan(llm.core.runner, victim.table.pages)
         (*_, last) = llm.core.outputs_until_complete()
@@ -287,7 +283,7 @@ def test_of_thousands_exactly_the_poisonous_ones_fail(count: int) -> None:
     async def main() -> None:
         llm = launch_hash_llm("test_containment:sometimes", max_batch_size=32, num_pages=2000)
         async with llm:
-            pid = llm._worker.pid  # type: ignore[attr-defined]
+            pid = pid_of(llm)
             free = asyncio.Semaphore(width)
 
             async def ask(i: int) -> bool:
@@ -304,7 +300,7 @@ def test_of_thousands_exactly_the_poisonous_ones_fail(count: int) -> None:
             went_well = await asyncio.gather(*[ask(i) for i in range(count)])
             assert {i for i, well in enumerate(went_well) if not well} == set(poisonous)
             stats = llm.stats()
-            assert (stats["num_restarts"], llm._worker.pid) == (0, pid)  # type: ignore[attr-defined]
+            assert (stats["num_restarts"], pid_of(llm)) == (0, pid)
             assert stats["num_finished_error"] == len(poisonous)
 
     asyncio.run(main())

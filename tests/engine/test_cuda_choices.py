@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import shutil
 import sysconfig
 from typing import Any
 
@@ -75,14 +77,14 @@ def test_what_keeps_the_kernels_from_running(monkeypatch: pytest.MonkeyPatch) ->
     assert cuda.obstacle(GPU) is None
     # Up to 3.8 a launcher is compiled in C.
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "C compiler" in str(cuda.obstacle(GPU))
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: "/usr/bin/cc")
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cc")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
     assert "Python.h" in str(cuda.obstacle(GPU))
     has_capability(monkeypatch, 7, 5)
     assert "7.5; the kernels need 8.0" in str(cuda.obstacle(GPU))
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "not installed" in str(cuda.obstacle(GPU))
 
 

@@ -110,7 +110,7 @@ def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
     prompts, params = crowd()
     with LLM(max_seq_len=256, max_num_batched_tokens=7, max_batch_size=16) as tight:
         core = tight.core
-        requests = map(tight._input_processor.make_request, prompts, params)
+        requests = map(tight.make_request, prompts, params)
         for request in requests:
             core.add(request)
         tokens: dict[str, list[int]] = {}
@@ -130,9 +130,10 @@ def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
 def test_a_request_that_is_cut_anywhere_goes_on(llm: LLM) -> None:
     import dataclasses
 
-    request = llm._input_processor.make_request(PROMPTS[0], sampling(GRAMMARS[0]))
+    request = llm.make_request(PROMPTS[0], sampling(GRAMMARS[0]))
     llm.core.add(request)
-    ids = [output.token_id for output in llm.core.outputs_until_complete()]
+    outputs = llm.core.outputs_until_complete()
+    ids = [output.token_id for output in outputs if output.token_id is not None]
     for cut in range(1, len(ids)):
         rest = dataclasses.replace(
             request, request_id=f"c{cut}", output_token_ids=tuple(ids[:cut]), num_crashes=1
@@ -189,12 +190,10 @@ def test_a_minimum_length_holds_within_a_grammar(llm: LLM) -> None:
 
 def test_what_has_nothing_in_common_fails_alone(llm: LLM) -> None:
     space = llm.tokenizer.encode(" ", add_special_tokens=False)
-    bad = llm._input_processor.make_request(
+    bad = llm.make_request(
         "a", sampling(Grammar.choice(["yes"]), allowed_token_ids=space), request_id="bad"
     )
-    good = llm._input_processor.make_request(
-        "a", sampling(Grammar.choice(["yes"])), request_id="good"
-    )
+    good = llm.make_request("a", sampling(Grammar.choice(["yes"])), request_id="good")
     for request in (bad, good):
         llm.core.add(request)
     ends = {o.request_id: o for o in llm.core.outputs_until_complete() if o.finish_reason}
@@ -218,8 +217,7 @@ def test_a_grammar_that_fails_fails_alone(
 
     monkeypatch.setattr(Constraint, where, fails)
     requests = [
-        llm._input_processor.make_request("a", sampling(GRAMMARS[0], seed=i), request_id=str(i))
-        for i in range(2)
+        llm.make_request("a", sampling(GRAMMARS[0], seed=i), request_id=str(i)) for i in range(2)
     ]
     for request in requests:
         llm.core.add(request)

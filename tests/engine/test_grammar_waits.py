@@ -30,7 +30,7 @@ def steps_of(llm: LLM, grammars: dict[str, Grammar | None]) -> dict[str, list[tu
     """(step, token) for each request."""
     for name, grammar in grammars.items():
         prompt = "Once upon a time there was a little fox who lived in a wood. " * 3
-        request = llm._input_processor.make_request(prompt, sampling(grammar), request_id=name)
+        request = llm.make_request(prompt, sampling(grammar), request_id=name)
         llm.core.add(request)
     found: dict[str, list[tuple[int, Any]]] = {name: [] for name in grammars}
     step = 0
@@ -148,8 +148,9 @@ def test_a_grammar_begins_behind_thoughts(llm: LLM, opening: str) -> None:
             "One", params, request_id="alone", thoughts=(opening, ".")
         )
         core.add(request)
-        ids = [output.token_id for output in core.outputs_until_complete()]
-        text = llm.tokenizer.decode([token for token in ids if token is not None])
+        outputs = core.outputs_until_complete()
+        ids = [output.token_id for output in outputs if output.token_id is not None]
+        text = llm.tokenizer.decode(ids)
         thoughts, _, answer = text.rpartition(".")
         assert answer in ("yes!", "no!"), text
         assert opening or thoughts

@@ -88,7 +88,7 @@ def test_dense_reference_without_any_cache(alone: Tokens) -> None:
 
     with LLM(dtype="float32") as llm, torch.inference_mode():
         for i in (0, 3, 5):
-            request = llm._input_processor.make_request(PROMPTS[i], params(i))
+            request = llm.make_request(PROMPTS[i], params(i))
             sequence = Sequence.from_request(request, 0)
             for _ in range(request.max_tokens):
                 tokens = torch.tensor(sequence.tokens)

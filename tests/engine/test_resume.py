@@ -17,7 +17,8 @@ import pytest
 from infer import LLM, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process import supervisor
-from infer.engine.process.journal import MAX_FROM_OUTSIDE, RequestJournal
+from infer.engine.process.blame import MAX_FROM_OUTSIDE
+from infer.engine.process.journal import RequestJournal
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import EngineDeadError, EngineError
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
@@ -53,7 +54,7 @@ def test_a_request_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(dtype: str
     """In a new engine, with every kind of sampling; logprobs and the way it ends included."""
     with LLM(dtype=dtype, max_seq_len=256) as llm:
         for i, sampling in enumerate(SAMPLING):
-            request = llm._input_processor.make_request(PROMPTS[i % len(PROMPTS)], sampling)
+            request = llm.make_request(PROMPTS[i % len(PROMPTS)], sampling)
             whole = rest_of(llm, request)
             ids = tuple(output.token_id for output in whole if output.token_id is not None)
             assert len(ids) > 20
@@ -85,7 +86,7 @@ def test_the_ledger_knows_what_goes_on_and_where() -> None:
     assert [output.request_id for output in journal.record(outputs)] == ["a", "b", "c"]
     journal.drop("c")
     journal.drop("unknown")
-    assert journal.crashed("", from_outside=False) == []
+    assert journal.crashed(None, from_outside=False) == []
     assert journal.resumed() == [
         request("a", output_token_ids=(5,), num_crashes=1),
         request("d", num_crashes=1),
@@ -121,8 +122,8 @@ def test_kills_from_outside_must_hit_the_same_request_again_and_again() -> None:
 
 
 def test_suspects_begin_in_steps_of_their_own_and_then_join() -> None:
-    told: list[str] = []
-    core = make_hash_core(max_num_batched_tokens=8, announce=told.append)
+    announced: list[str | None] = []
+    core = make_hash_core(max_num_batched_tokens=8, announce=announced.append)
     plans: list[set[str]] = []
     execute = core.runner.execute
 
@@ -146,7 +147,7 @@ def test_suspects_begin_in_steps_of_their_own_and_then_join() -> None:
         assert mine[: len(alone)] == alone
         assert len(mine) > len(alone) >= 1
     assert sum(plan == {"long"} for plan in plans) > 2, "its prompt was not cut in chunks"
-    assert set(told) == {"a", "long", ""}
+    assert set(announced) == {"a", "long", None}
 
 
 # ---- processes
@@ -161,9 +162,9 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
 
 
 def kill(llm: AsyncLLM) -> None:
-    assert isinstance(llm._worker, EngineProcess)
-    assert llm._worker.pid is not None
-    os.kill(llm._worker.pid, signal.SIGKILL)
+    assert isinstance(llm.engine_client, EngineProcess)
+    assert llm.engine_client.pid is not None
+    os.kill(llm.engine_client.pid, signal.SIGKILL)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:

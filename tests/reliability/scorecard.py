@@ -307,7 +307,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         findings = Path(folder) / "findings"
         started_s = time.monotonic()
-        marks = "not peer and not gpu and not browser"
+        marks = "not peer and not gpu"
         command = [sys.executable, "-m", "pytest", "-m", marks, *row.tests]
         done = subprocess.run(
             command,

@@ -161,7 +161,7 @@ def test_places_fit_into_the_descriptors(
     monkeypatch.setattr(connections, "_num_open_descriptors", lambda: used)
     monkeypatch.setattr(connections, "_raised_descriptor_limit", lambda wanted: min(limit, wanted))
     if places is None:
-        with pytest.raises(connections.ConfigError, match="ulimit -n"):
+        with pytest.raises(ConfigError, match="ulimit -n"):
             connections.connection_limits()
         return
     limits = connections.connection_limits()

@@ -60,7 +60,7 @@ def ask(sock: socket.socket, count: int, pipelined: int = 20) -> int:
 
 
 def requests_with_an_unread_log(count: int) -> None:
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started(["--log-format", "json"], **streams) as process:
         port = announced_port(process)
         with socket.create_connection(("127.0.0.1", port), timeout=60) as sock:

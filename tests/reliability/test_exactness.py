@@ -190,12 +190,10 @@ def _actions(core: EngineCore, told: dict[str, list[int]]) -> list[Any]:
         name = each.request_id
         if name not in told:
             actions.append(lambda c, t, each=each: (c.add(each), t.update({each.request_id: []})))
-        elif name in core.scheduler._by_id:
+        elif name in core.scheduler.by_id:
             actions.append(lambda c, t, name=name: (c.abort(name), t.update({name: [-1]})))
-            if core.scheduler._by_id[name] in core.scheduler.running:
-                actions.append(
-                    lambda c, t, name=name: c.scheduler.preempt(c.scheduler._by_id[name])
-                )
+            if core.scheduler.by_id[name] in core.scheduler.running:
+                actions.append(lambda c, t, name=name: c.scheduler.preempt(c.scheduler.by_id[name]))
     return actions
 
 

@@ -256,11 +256,11 @@ def test_every_route_and_no_other() -> None:
             for path in (*tricky, *PRIVATE):
                 if path in sample or path.startswith(NAMES):
                     continue
-                for host in ("localhost", "x/health?"):
-                    headers = {"host": host, "content-type": "application/json"}
+                for name in ("localhost", "x/health?"):
+                    headers = {"host": name, "content-type": "application/json"}
                     reply = await app.send("GET", path, headers=headers)
                     statuses[reply.status] += 1
-                    expected = (404, "not_found") if host == "localhost" else FOREIGN
+                    expected = (404, "not_found") if name == "localhost" else FOREIGN
                     assert (reply.status, reply.error()["code"]) == expected, path
             for method, path in OPEN:
                 for host in (*OWN_HOSTS, *FOREIGN_HOSTS):

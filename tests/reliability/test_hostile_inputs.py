@@ -114,7 +114,7 @@ def table(vocab: int) -> list[Row]:
 def _numbers() -> Iterator[Row]:
     for name in FLOATS:
         for number in ("NaN", "Infinity", "-Infinity", "1e400"):
-            yield from both(f"{name} {number}", 400, **{name: Raw(number)})
+            yield from both(f"{name} {number}", 400, None, **{name: Raw(number)})
     for number in ("NaN", "Infinity", "1e400"):
         yield from both(f"logit_bias value {number}", 400, logit_bias=Raw(f'{{"1": {number}}}'))
     yield from both("temperature 0", 200, temperature=0)
@@ -126,8 +126,8 @@ def _numbers() -> Iterator[Row]:
         yield from both(f"top_k {value}", 422, top_k=value)
     for value in (-1, 0, 2**31, 2**63):
         yield from both(f"max_tokens {value}", 422, max_tokens=value)
-    for value in (Raw("1e30"), "5", True):
-        yield from both(f"max_tokens {value!r}", 400, max_tokens=value)
+    for wrong in (Raw("1e30"), "5", True):
+        yield from both(f"max_tokens {wrong!r}", 400, max_tokens=wrong)
     yield from both("min_tokens > max_tokens", 422, min_tokens=9, max_tokens=8)
     much = {"min_tokens": CONTEXT, "max_tokens": None}
     yield from chat("min_tokens > what fits, max_tokens null", 422, **much)
@@ -151,10 +151,11 @@ def _ids(vocab: int) -> Iterator[Row]:
     yield from both("logit_bias of 10**5 entries", 422, logit_bias=many)
     many = Raw("{" + ",".join(f'"{i}":1' for i in range(BIG)) + "}")
     yield from both("logit_bias of 10**6 entries", 413, logit_bias=many)
-    for prompt in ("", [], [[]]):
+    empty: tuple[Any, ...] = ("", [], [[]])
+    for prompt in empty:
         yield from completion(f"prompt {prompt!r}", 400, prompt=prompt)
-    for token in (True, 1.0, "a"):
-        yield from completion(f"prompt with token {token!r}", 400, prompt=[1, token])
+    for other in (True, 1.0, "a"):
+        yield from completion(f"prompt with token {other!r}", 400, prompt=[1, other])
     one_less = [1] * (CONTEXT - 1)
     yield from completion("prompt of context - 1 tokens", 200, prompt=one_less, max_tokens=1)
     for more, words in ((1, "context"), (2, "context + 1")):
@@ -189,7 +190,7 @@ def _texts() -> Iterator[Row]:
         yield Row(f"a field twice in {path[4:]}", 400, post(path, twice))
     for depth in (10, 64, 10**3, 10**5):
         for name in ("metadata", "response_format"):
-            yield from both(f"{name} of depth {depth}", 400, **{name: nested(depth)})
+            yield from both(f"{name} of depth {depth}", 400, None, **{name: nested(depth)})
         yield from chat(f"tools of depth {depth}", 400, tools=nested(depth))
         schema = Raw('{"type": "json_schema", "json_schema": {"name": "x", "schema": %s}}')
         inner = '{"properties": {"a": ' * (depth // 2) + '{"type": "null"}' + "}}" * (depth // 2)
@@ -210,7 +211,7 @@ def _texts() -> Iterator[Row]:
     half = Raw('"\\ud800"')
     yield from completion("half a surrogate pair in prompt", 400, prompt=half)
     for name in ("stop", "user", "model"):
-        yield from both(f"half a surrogate pair in {name}", 400, **{name: half})
+        yield from both(f"half a surrogate pair in {name}", 400, None, **{name: half})
 
 
 def _messages() -> Iterator[Row]:
@@ -301,15 +302,15 @@ def _http() -> Iterator[Row]:
     twice = post(path, wrong, f"content-length: {len(wrong) + 1}")
     yield Row("two Content-Lengths", 400, twice)
     chunked = f"{len(wrong):x}\r\n".encode() + wrong + b"\r\n0\r\n\r\n"
-    for length in (len(wrong), len(chunked), 5):
-        both_ways = post(path, chunked, "transfer-encoding: chunked", length=length)
-        yield Row(f"Transfer-Encoding and Content-Length {length}", 400, both_ways)
+    for number in (len(wrong), len(chunked), 5):
+        both_ways = post(path, chunked, "transfer-encoding: chunked", length=number)
+        yield Row(f"Transfer-Encoding and Content-Length {number}", 400, both_ways)
     for coding in ("gzip", "gzip, chunked", "xchunked", "chunked, identity"):
         row = post(path, chunked, f"transfer-encoding: {coding}", length="")
         yield Row(f"Transfer-Encoding {coding}", 400, row)
-    size = b"zz\r\n" + wrong
+    unsized = b"zz\r\n" + wrong
     yield Row(
-        "a chunk without a size", 400, post(path, size, "transfer-encoding: chunked", length="")
+        "a chunk without a size", 400, post(path, unsized, "transfer-encoding: chunked", length="")
     )
     yield Row("three requests at once", 422, post(path, wrong) * 3, num_answers=3)
     yield Row(

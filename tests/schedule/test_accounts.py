@@ -10,6 +10,7 @@ import pytest
 from infer.engine.core import EngineCore
 from infer.schedule.fair_share import FairShare
 from infer.types import Request, SamplingParams
+from infer.types.step_events import ComputedChunk
 from tests.support.doubles import HashRunner, make_hash_core, solo
 
 names = (f"t{i}" for i in itertools.count())
@@ -51,8 +52,8 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
             continue
         assert num_steps == 1
         assert core.step_events is not None
-        chunks = [event for event in core.step_events.events if event.kind == "chunk"]
-        others = [event.total for event in chunks if event.request_id != small.request_id]
+        chunks = [event for event in core.step_events.events if isinstance(event, ComputedChunk)]
+        others = [event.num_tokens for event in chunks if event.request_id != small.request_id]
         assert len(others) < len(chunks)
         assert sum(others) <= 4  # what is owed to those who sat idle
         for _ in range(5):
@@ -155,7 +156,7 @@ def test_the_answers_are_those_of_a_request_alone(seed: int, mode: str) -> None:
         alone = solo(each, core.runner.vocab_size)
         got = tokens.get(each.request_id, [])
         assert got == alone[: len(got)]
-        assert len(got) == len(alone) or each.request_id not in core.scheduler._by_id
+        assert len(got) == len(alone) or each.request_id not in core.scheduler.by_id
     fair_share = core.scheduler._fair_share
     assert fair_share._num_present == 0
     assert all(tenant_share.num_here == 0 for tenant_share in fair_share._by_tenant.values())

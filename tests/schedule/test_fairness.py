@@ -92,7 +92,7 @@ def longest_pause(policy: str, budget: int, num_seats: int, **settings: Any) -> 
         sampled = core.runner.execute(plan)
         core.scheduler.commit(core.scheduler.advance(plan), sampled)
         core.scheduler.check()
-    assert core.stats()["num_finished_length"] > 5
+    assert core.stats().by_name()["num_finished_length"] > 5
     return longest
 
 

@@ -75,7 +75,7 @@ def test_static_reports_what_padding_would_have_cost() -> None:
     core.add(request(4, max_tokens=2))
     core.add(request(10, max_tokens=5))
     core.outputs_until_complete()
-    stats = core.stats()
+    stats = core.stats().by_name()
     assert stats["num_batches"] == 1
     assert stats["num_batch_tokens"] == 6 + 15
     assert stats["num_padded_tokens"] == 2 * 15
@@ -163,10 +163,10 @@ def test_contiguous_gives_pages_back_batch_by_batch() -> None:
     core.add(request(max_tokens=1))
     core.add(request(max_tokens=3))
     core.step()
-    assert core.stats()["num_free_pages"] == 0  # one is done, but the batch is not
+    assert core.stats().gauges.num_free_pages == 0  # one is done, but the batch is not
     core.step()
     core.step()
-    assert core.stats()["num_free_pages"] == 2
+    assert core.stats().gauges.num_free_pages == 2
 
 
 # Tokens: chunks and budgets.
@@ -251,7 +251,7 @@ def test_preemption_takes_the_youngest_and_recomputes_it_exactly() -> None:
         outputs[output.request_id].append(output.token_id)
         if output.finish_reason:
             order.append(output.request_id)
-    assert core.stats()["num_preemptions"] >= 1
+    assert core.stats().counters.num_preemptions >= 1
     assert order == ["p0", "p1", "p2"]
     for r in requests:
         assert outputs[r.request_id] == solo(r, core.runner.vocab_size)  # type: ignore[attr-defined]
@@ -280,7 +280,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         core.add(request())
     assert caught.value.status == 503
     assert caught.value.retry_after_s >= 1
-    assert core.stats()["num_requests_refused"] == 1
+    assert core.stats().counters.num_requests_refused == 1
     core.outputs_until_complete()
     core.add(request())  # there is room again
 
@@ -298,7 +298,7 @@ def test_what_can_never_fit_is_refused_at_once() -> None:
 def test_an_id_in_use_is_refused() -> None:
     core = make_hash_core()
     core.add(request())
-    same = Request(next(iter(core.scheduler._by_id)), (1,), SamplingParams(), 0, 1)
+    same = Request(next(iter(core.scheduler.by_id)), (1,), SamplingParams(), 0, 1)
     with pytest.raises(RequestError, match="already running"):
         core.add(same)
 
@@ -333,7 +333,7 @@ def test_abort_frees_everything_in_every_state(state: str) -> None:
     assert core.abort(victim.request_id) is None
     outputs: list[StepOutput] = core.outputs_until_complete()
     assert victim.request_id not in {o.request_id for o in outputs}
-    stats = core.stats()
+    stats = core.stats().by_name()
     assert stats["num_free_pages"] == stats["num_pages"]
     assert stats["num_finished_abort"] == 1
     assert stats["num_finished_length"] == 2

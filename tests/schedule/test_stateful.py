@@ -150,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.num_unfinished)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.scheduler._by_id)))
+        name = data.draw(st.sampled_from(sorted(self.scheduler.by_id)))
         assert self.core.abort(name) is not None
 
     @precondition(lambda self: self.scheduler.running)

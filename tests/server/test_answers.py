@@ -274,7 +274,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.priority == -5
         assert {name: getattr(request.sampling, name) for name in sampling} == sampling
         assert {name: list(getattr(request.sampling, name)) for name in lists} == lists
-        assert request.sampling.bias_pairs == ((65, 1.5),)
+        assert request.sampling.logit_bias == ((65, 1.5),)
         assert request.sampling.grammar == Grammar.choice(["a", "b"])
         assert request.sampling.logprobs == logprobs
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}

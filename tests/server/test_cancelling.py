@@ -16,13 +16,13 @@ import pytest
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.schedule.sequence import Plan, Sequence, Status
-from tests.support.doubles import HashRunner, make_hash_llm
+from tests.support.doubles import HashRunner, core_of, make_hash_llm, thread_of
 from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
 
 WORDS = "once upon a time there was a fox"
 
 
-class AuthMiddleware:
+class StepGate:
     """Lets a step begin."""
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class AuthMiddleware:
 
 
 def sequences(engine: AsyncLLM) -> dict[str, Sequence]:
-    return dict(engine._worker._core.scheduler._by_id)
+    return dict(core_of(engine).scheduler.by_id)
 
 
 async def told(engine: AsyncLLM) -> None:
     async with asyncio.timeout(10):
-        while engine._worker._commands.empty():
+        while not thread_of(engine).has_commands:
             await asyncio.sleep(0.002)
 
 
@@ -76,7 +76,7 @@ ENDS |= {"timeout": (504, "deadline_exceeded"), "leave": (0, "")}
 @pytest.mark.parametrize("state", FORMS)
 def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> None:
     settings, reached = FORMS[state]
-    gate = AuthMiddleware()
+    gate = StepGate()
     engine = make_hash_llm(runner=gate.runner(), max_waiting_requests=9, **settings)
 
     async def use(app: App) -> None:
@@ -94,7 +94,7 @@ def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> N
         await gate.step()
         while not reached(sequences(engine)[name]):
             await gate.step()
-        assert engine._worker._commands.empty()
+        assert not thread_of(engine).has_commands
         num_before = len(gate.steps)
         answer_id = name.removesuffix("-0")
         if end == "leave":
@@ -106,7 +106,7 @@ def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> N
         await told(engine)
         await gate.step()
         assert name not in sequences(engine)
-        engine._worker._core.scheduler.check()
+        core_of(engine).scheduler.check()
         ended = await asyncio.wait_for(asking, 10)
         while sequences(engine):
             gate.open.release()

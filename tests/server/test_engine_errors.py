@@ -18,7 +18,7 @@ from infer.errors import (
     UnprocessableError,
 )
 from infer.types import ErrorRecord
-from tests.support.doubles import make_hash_llm
+from tests.support.doubles import core_of, make_hash_llm
 from tests.support.serving import (
     BODIES,
     COMPLETIONS,
@@ -71,7 +71,7 @@ class Broken:
         if not self.left:
             raise RuntimeError("secret: /etc/passwd at 0x7f00")
         self.left -= 1
-        return scripted([33])._worker._core.runner.execute(plan)
+        return core_of(scripted([33])).runner.execute(plan)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -211,7 +211,7 @@ def test_a_refusal_of_the_engines_thread(
     def refuse(request: Any) -> None:
         raise refusal
 
-    monkeypatch.setattr(engine._worker._core, "add", refuse)
+    monkeypatch.setattr(core_of(engine), "add", refuse)
     reply = ask(engine, path, BODIES[path](stream=stream))
     if stream:  # its status line had gone out when the engine said so
         assert reply.status == 200
@@ -275,7 +275,7 @@ def test_an_engine_that_is_being_closed_takes_nothing() -> None:
             await asyncio.sleep(0.05)
             closing = asyncio.ensure_future(app.engine.close())
             await asyncio.sleep(0)
-            assert app.engine._worker.is_alive
+            assert app.engine.engine_client.is_alive
             async with asyncio.timeout(0.2):
                 await check_dead(app)
             assert (await asking).status == 503
@@ -304,7 +304,7 @@ def test_no_caller_waits_for_an_engine_that_has_died(
             body = completion_body(max_tokens=400, stream=stream, ignore_eos=True)
             asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
             await asyncio.sleep(0.05)
-            monkeypatch.setattr(app.engine._worker._core, "wait_s", lambda: 1 // 0)
+            monkeypatch.setattr(core_of(app.engine), "wait_s", lambda: 1 // 0)
             async with asyncio.timeout(5):
                 reply = await asking
             await check_dead(app)

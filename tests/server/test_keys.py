@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 from infer.cli.main import app as command
 from infer.errors import ConfigError
+from infer.server.http.private_files import locked
 from infer.server.observe.metrics import Metrics
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.sessions.store import SessionStore
-from infer.server.tenancy.keys import KeyLimits, Keys, locked
+from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import COMPLETIONS, App, completion_body, with_app
 

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -159,7 +159,7 @@ def test_a_reader_that_takes_nothing_counts_as_gone() -> None:
                 return {"type": "http.request", "body": bodies.pop()}
             return await asyncio.Future()
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.body":
                 writes.append(message["body"])
                 await asyncio.sleep(3600)

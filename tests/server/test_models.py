@@ -24,7 +24,7 @@ from infer.server.app import create_app, layers
 from infer.server.multi_model import ModelRouter, configs_of
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
-from tests.support.doubles import launch_hash_llm, make_hash_llm
+from tests.support.doubles import launch_hash_llm, make_hash_llm, pid_of
 from tests.support.serving import (
     CHAT,
     COMPLETIONS,
@@ -207,7 +207,7 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
         async with asyncio.timeout(5):
             while not (a.stats()["num_running"] and b.stats()["num_running"]):
                 await asyncio.sleep(0.005)
-        os.kill(a._worker.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        os.kill(pid_of(a), signal.SIGKILL)
         async with asyncio.timeout(5):
             while a.is_ready:
                 await asyncio.sleep(0.002)

@@ -16,7 +16,7 @@ from infer.engine.client import async_llm
 from infer.errors import ConfigError
 from infer.server.observe.logs import JsonLines
 from infer.server.settings import ServerSettings
-from tests.support.doubles import launch_hash_llm, make_hash_llm
+from tests.support.doubles import core_of, launch_hash_llm, make_hash_llm
 from tests.support.serving import CHAT, COMPLETIONS, App, chat_body, completion_body, with_app
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
@@ -155,7 +155,8 @@ def test_comments_only_where_nothing_happens(keep_alive_s: float) -> None:
     async def use(app: App) -> None:
         body = chat_body(stream=True, max_tokens=60, ignore_eos=True)
         assert b": nothing" not in (await app.post(CHAT, body)).body
-        app.engine._worker._core.runner.step_s = 0.2
+        runner: Any = core_of(app.engine).runner
+        runner.step_s = 0.2
         reply = await app.post(CHAT, chat_body(stream=True, max_tokens=2))
         comments = [write for write in reply.writes if write == b": nothing yet\n\n"]
         assert bool(comments) is bool(keep_alive_s)

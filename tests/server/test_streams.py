@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_the_events_of_a_chat() -> None:
     head = {key: first[key] for key in ("id", "object", "created", "model")}
     assert head["object"] == "chat.completion.chunk"
     assert head["id"].startswith("chatcmpl-")
-    choice = {"index": 0, "logprobs": None, "finish_reason": None}
+    choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
     deltas: list[dict[str, str]] = [
         {"role": "assistant", "content": ""},
         {"content": "H"},
@@ -91,7 +92,8 @@ def test_the_events_of_a_chat() -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_usage_unless_asked(path: str) -> None:
-    for options in ({}, {"stream_options": {}}, {"stream_options": {"include_usage": False}}):
+    given: list[dict[str, Any]] = [{}, {"include_usage": False}]
+    for options in ({}, *({"stream_options": each} for each in given)):
         reply = ask(make_hash_llm(), path, BODIES[path](stream=True, **options))
         assert all("usage" not in chunk for chunk in reply.events())
 
@@ -216,7 +218,7 @@ async def read_slowly(app: App, body: dict[str, Any]) -> Reply:
             return {"type": "http.request", "body": bodies.pop()}
         return await asyncio.Future()
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: MutableMapping[str, Any]) -> None:
         await asyncio.sleep(0.01)
         if message.get("body"):
             reply.writes.append(message["body"])

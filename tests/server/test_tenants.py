@@ -23,8 +23,8 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Key, KeyLimits, Keys
 from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
 from infer.types import Request, SamplingParams
-from tests.support.doubles import make_hash_llm
-from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
+from tests.support.doubles import held_runner, make_hash_llm
+from tests.support.serving import COMPLETIONS, App, Reply, all_open, completion_body, with_app
 
 LONG = "a long long way to go " * 6
 
@@ -158,16 +158,21 @@ def test_what_a_key_has_used_outlives_the_server(
 
 def test_the_story_does_not_name_others(file: Path) -> None:
     a, b = make(file, "a"), make(file, "b")
+    runner, opened = held_runner()
 
     async def use(app: App) -> None:
         body = completion_body(max_tokens=40, ignore_eos=True)
-        works = [app.post(COMPLETIONS, body, headers=key) for key in (a, a, b)]
+        works = []
+        for number, key in enumerate((a, a, b), 1):
+            works.append(asyncio.ensure_future(app.post(COMPLETIONS, body, headers=key)))
+            await all_open(app, number)
+        opened.set()
         replies = [reply.json()["id"] for reply in await asyncio.gather(*works)]
         trace = (await app.get(f"/v1/requests/{replies[2]}", **b)).json()
         assert trace["events"][1]["behind"] == ["somebody else's"] * 2
         assert not any(reply in json.dumps(trace) for reply in replies[:2])
 
-    with_app(make_hash_llm(max_batch_size=1), use, api_keys=str(file))
+    with_app(make_hash_llm(max_batch_size=1, runner=runner), use, api_keys=str(file))
 
 
 def test_stories_of_one_key_do_not_push_out_those_of_another(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infer.server import offload as body_reader
+from infer.server.http.fair_threads import FairThreads
 from infer.text.tokenizer import Tokenizer
 from tests.support.checkpoints import (
     BOS,
@@ -172,7 +173,7 @@ def test_where_a_prompt_ends(arguments: dict[str, Any], end: str) -> None:
         requests.append(real(*arguments, **settings))
         return requests[-1]
 
-    engine.make_request = make_request  # type: ignore[method-assign]
+    engine.make_request = make_request
     answer = ask(engine, CHAT, chat_body(messages=PREFILL, **arguments)).json()
     assert list(requests[0].prompt_token_ids) == reply["token_ids"]
     assert answer["choices"][0]["message"]["content"] == "of cours"
@@ -408,14 +409,14 @@ def test_bodies_have_the_same_limits(path: str) -> None:
 
 def test_long_bodies_are_worked_on_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
-    real = body_reader.FairThreads.submit
+    real = FairThreads.submit
 
     def submit(pool: Any, owner: str, work: Any, ended: Any) -> Any:
         if work.func.__name__ != "json_response":
             threads.append(work.func.__name__)
         return real(pool, owner, work, ended)
 
-    monkeypatch.setattr(body_reader.FairThreads, "submit", submit)
+    monkeypatch.setattr(FairThreads, "submit", submit)
     long, short = "x" * 40_000, "x"
 
     def bodies(text: str) -> list[tuple[str, dict[str, Any]]]:

@@ -24,11 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.cli.main import main
 from infer.engine.client.async_llm import AsyncLLM
-from infer.server import serve
+from infer.server import app, serve
 from infer.server.settings import ServerSettings
 from infer.server.turn_away import TurnAway
 
-make_app = serve.create_app
+make_app = app.create_app
 
 
 class Observer:
@@ -50,7 +50,7 @@ class Observer:
     async def stats(self, _: Request) -> JSONResponse:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        engine = getattr(self._engine._worker, "pid", None)
+        engine = getattr(self._engine.engine_client, "pid", None)
         lag_s, self._lag_s = self._lag_s, 0.0
         busy_s, self._busy_s = self._busy_s, 0.0
         refused_s, self.refused_s = self.refused_s, []
@@ -121,8 +121,7 @@ def create_app(engine: AsyncLLM, *settings: Any, **how: Any) -> Starlette:
 
 
 if __name__ == "__main__":
-    serve.create_app = create_app
-    serve.TurnAway = TimedTurnAway  # type: ignore[misc]
+    vars(serve).update(create_app=create_app, TurnAway=TimedTurnAway)
     if sys.argv[1] != "hash":
         main(["serve", *sys.argv[1:]])
     from tests.support.doubles import launch_hash_llm

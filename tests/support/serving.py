@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from starlette.routing import BaseRoute, Match, Route
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import EngineLimits, InputProcessor
+from infer.engine.client.input import InputProcessor
 from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
@@ -30,6 +30,7 @@ from infer.server.serve import Server, bind, url_of
 from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs
+from infer.types.engine_limits import EngineLimits
 from tests.support.doubles import make_hash_core, make_hash_llm, small_tokenizer
 
 T = TypeVar("T")
@@ -283,6 +284,13 @@ def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.005)
+
+
+async def all_open(app: App, number: int) -> None:
+    """Waits until so many requests are with the engine."""
+    async with asyncio.timeout(30):
+        while app.engine.num_open < number:
+            await asyncio.sleep(0.001)
 
 
 def check_refused(

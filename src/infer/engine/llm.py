@@ -211,8 +211,8 @@ class LLM:
         self._pieces.pop(request_id, None)
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges and counters of the engine."""
-        return self.core.stats()
+        """Gauges and counters of the engine, by name."""
+        return {**self.core.stats().by_name()}
 
     def close(self) -> None:
         """Abort all requests and release the model."""

@@ -138,7 +138,7 @@ class Restrictions:
         state = sequence.constraint
         if not isinstance(state, _GrammarState):
             grammar = sequence.request.sampling.grammar
-            assert isinstance(grammar, Grammar)
+            assert grammar is not None
             compiled = self._compiling.submit(self._compile, grammar, sequence.request)
             sequence.constraint = state = _GrammarState(compiled)
         return state

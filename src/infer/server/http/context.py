@@ -56,8 +56,8 @@ class RequestContext:
     """headers to add to the answer"""
     status: int = 0
     """HTTP status of the answer; 0 before there is one"""
-    told: dict[str, Any] = field(default_factory=dict)
-    """summary of the request's trace, for the log"""
+    trace_summary: dict[str, Any] = field(default_factory=dict)
+    """summary of the request's trace once that has ended, for the log"""
     on_revoked: Callable[[], object] | None = None
     """ends the running work of the request; called when its key has been revoked"""
     cleanup: ExitStack = field(default_factory=ExitStack)
