@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_core() -> None:
 
 def test_the_loop_of_the_page() -> None:
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/core.md").read_text(), re.DOTALL)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(code, names)
     core, tokens, texts = names["core"], names["tokens"], names["texts"]
     try:
@@ -91,7 +92,7 @@ def test_the_loop_of_the_page() -> None:
     [
         ("no_such_module:f", "cannot be imported"),
         ("infer.config:no_such", "cannot be imported"),
-        ("infer.config:DTYPES", "is not a function"),
+        ("infer.config:BATCHING_MODES", "is not a function"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(name: str, message: str) -> None:

@@ -1,81 +1,160 @@
 """Settings: what a user may choose, checked once, and what the scheduler is told.
 
-`EngineConfig` is the one place where a setting is named, typed, given a default and described;
-the command line and `LLM(**kwargs)` are made from it. Every problem is a `ConfigError` that names
-the field and says what would be right. `SchedulerConfig` is the resolved part that the integer
-side needs; `engine.build.assemble` makes it. Stdlib only.
+`EngineConfig` is the one place where a setting is named, typed, given a default and described. The
+command line and `LLM(**kwargs)` are made from it. The limits of a value are part of its type, and
+msgspec holds values to them. Every problem is a `ConfigError` that names the field and says what
+would be right. `SchedulerConfig` is the resolved part that the scheduler needs;
+`engine.build.assemble` makes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, inspect
 
 from infer.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "int4")
-QUANTIZATIONS = ("int8", "int4")
-DEVICES = ("auto", "cpu", "cuda")
-BATCHING_MODES = ("continuous", "static", "sequential")
-SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
-KV_CACHE_BACKENDS = ("paged", "slotted", "contiguous")
-LOAD_FORMATS = ("auto", "dummy")
-KV_CACHE_DTYPES = ("auto", "model", "int8")
-ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
-TOOL_PARSERS = (
+BatchingMode = Literal["continuous", "static", "sequential"]
+Quantization = Literal["int8", "int4"]
+ToolParser = Literal[
     "hermes", "mistral", "deepseek", "nemotron", "apriel", "functionary-v3.1", "functionary-v3.2",
     "functools", "functiongemma", "gemma4", "json", "pythonic",
-)  # fmt: skip
+]  # fmt: skip
 """The names of `text.tools.formats`."""
+BATCHING_MODES: tuple[str, ...] = get_args(BatchingMode)
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
+TOOL_PARSERS: tuple[str, ...] = get_args(ToolParser)
+SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 DEFAULT_PAGE_SIZE = 16
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
 
 
-def option(default: Any, help: str, **limits: Any) -> Any:
-    """A field of a class of settings."""
-    return field(default=default, metadata={"help": help, **limits})
+def option(default: Any, help: str) -> Any:
+    """A field of a settings class, with the help text of its command-line option."""
+    return field(default=default, metadata={"help": help})
+
+
+def at_least(low: float) -> Meta:
+    """The limits of a finite number that is not below `low`."""
+    return Meta(ge=low, le=sys.float_info.max)
+
+
+def name_or_function(*names: str) -> Meta:
+    """The limits of a string that is one of `names` or a `module:function`."""
+    return Meta(pattern=f"^({'|'.join(names)})$|:", examples=list(names))
+
+
+class Setting(NamedTuple):
+    """A field of a settings class, as `check_fields` and the command line need it."""
+
+    name: str
+    default: Any
+    help: str
+    annotation: Any
+    """The field's type with its limits, as msgspec takes it."""
+    kind: type[bool | int | float | str]
+    """The field's type without its limits and without None."""
+    names: tuple[str, ...]
+    """The allowed strings; empty where every value of the kind is allowed."""
+    or_function: bool
+    """Whether a `module:function` is allowed in addition to `names`."""
+    low: float | None
+    """The smallest allowed number; None where there is no limit."""
+
+    def problem(self, value: Any) -> str:
+        """The message for a value that is not allowed: what would be right, and what was given."""
+        if value is None:
+            return "must be given"
+        if self.kind is bool:
+            return f"must be True or False, not {value!r}"
+        if self.kind is str:
+            if not isinstance(value, str):
+                return f"must be a string, not {type(value).__name__}"
+            own = ", or module:function of your own" if self.or_function else ""
+            return f"must be one of {', '.join(self.names)}{own}; not {value!r}"
+        kinds = (int,) if self.kind is int else (int, float)
+        if type(value) not in kinds:
+            return f"must be {'an integer' if self.kind is int else 'a number'}, not {value!r}"
+        return f"must be at least {self.low}, not {value!r}"
+
+
+_KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
+    inspect.BoolType: bool,
+    inspect.IntType: int,
+    inspect.FloatType: float,
+    inspect.StrType: str,
+    inspect.LiteralType: str,
+}
+
+
+@functools.cache
+def settings_of(config: type[Any]) -> tuple[Setting, ...]:
+    """The fields of a settings class, in their order."""
+    annotations = get_type_hints(config, include_extras=True)
+    found = []
+    for spec in dataclasses.fields(config):
+        kind: Any = inspect.type_info(annotations[spec.name])
+        if isinstance(kind, inspect.UnionType):
+            (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
+        schema: dict[str, Any] = {}
+        if isinstance(kind, inspect.Metadata):
+            kind, schema = kind.type, kind.extra_json_schema or {}
+        names = _literals(annotations[spec.name]) or schema.get("examples", ())
+        found.append(
+            Setting(
+                name=spec.name,
+                default=spec.default,
+                help=spec.metadata["help"],
+                annotation=annotations[spec.name],
+                kind=_KINDS[type(kind)],
+                names=tuple(names),
+                or_function=bool(schema),
+                low=getattr(kind, "ge", None),
+            )
+        )
+    return tuple(found)
+
+
+def _literals(annotation: Any) -> tuple[str, ...]:
+    """The strings of a `Literal` (or of one with `| None`) as they are written; msgspec sorts them.
+
+    Empty where the annotation has none.
+    """
+    for each in (annotation, *get_args(annotation)):
+        if get_origin(each) is Literal:
+            return get_args(each)
+    return ()
 
 
 def check_fields(config: Any) -> None:
-    """Raises `ConfigError` if a field made by `option` has a value that it cannot have."""
-    for spec in dataclasses.fields(config):
-        _check_field(config, spec)
-
-
-def _check_field(config: Any, spec: dataclasses.Field[Any]) -> None:
-    name, value, limits = spec.name, getattr(config, spec.name), spec.metadata
-    kinds = str(spec.type)
-    if value is None:
-        if "None" not in kinds:
-            raise ConfigError(name, "must be given")
-        return
-    if kinds.startswith("str"):
-        if not isinstance(value, str):
-            raise ConfigError(name, f"must be a string, not {type(value).__name__}")
-        is_function = limits.get("or_function") and ":" in value
-        if "one_of" in limits and value not in limits["one_of"] and not is_function:
-            own = ", or module:function of your own" if limits.get("or_function") else ""
-            known = ", ".join(limits["one_of"])
-            raise ConfigError(name, f"must be one of {known}{own}; not {value!r}")
-    elif kinds.startswith("bool"):
-        if not isinstance(value, bool):
-            raise ConfigError(name, f"must be True or False, not {value!r}")
-    else:
-        wanted = int if kinds.startswith("int") else (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            kind = "an integer" if wanted is int else "a number"
-            raise ConfigError(name, f"must be {kind}, not {value!r}")
-        if not math.isfinite(value) or value < limits["low"]:
-            raise ConfigError(name, f"must be at least {limits['low']}, not {value!r}")
+    """Raises `ConfigError` for the first field whose value its type does not allow."""
+    kind: Any = type(config)
+    for setting in settings_of(kind):
+        value = getattr(config, setting.name)
+        try:
+            msgspec.convert(value, setting.annotation)
+        except msgspec.ValidationError:
+            raise ConfigError(setting.name, setting.problem(value)) from None
 
 
 def own_function(field_name: str, value: str) -> Callable[..., Any]:
-    """The function that a setting names as `module:function`; `ConfigError` if there is none."""
+    """The function that a setting names as `module:function`.
+
+    Raises `ConfigError` with `field_name` if it cannot be imported or is not callable.
+    """
     try:
         found = resolve_name(value)
     except (ImportError, AttributeError, ValueError) as error:
@@ -88,7 +167,7 @@ def own_function(field_name: str, value: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All settings of an engine. Raises `ConfigError` at construction."""
+    """All settings of an engine. The constructor raises `ConfigError`."""
 
     model: str | None = option(
         None, "Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
@@ -98,109 +177,97 @@ class EngineConfig:
         None, "Name of the model in the API; default: the folder's name or the hub id."
     )
     chat_template: str | None = option(
-        None, "File of a chat template, in the place of the model's own."
+        None, "File of a chat template; it replaces the model's own."
     )
-    tool_parser: str | None = option(
-        None,
-        "Format in which the model writes tool calls; default: as its chat template says.",
-        one_of=TOOL_PARSERS,
+    tool_parser: ToolParser | None = option(
+        None, "Format in which the model writes tool calls; default: as its chat template says."
     )
-    dtype: str = option(
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"] = option(
         "auto",
-        "Weights and computation; auto = the checkpoint's (float32 on CPUs that have no arithmetic"
-        " for bfloat16); int8, int4 = as --quantization.",
-        one_of=DTYPES,
+        "Weights and computation; auto = the checkpoint's (float32 on CPUs without bfloat16"
+        " arithmetic); int8, int4 = the same as --quantization.",
     )
-    quantization: str | None = option(
+    quantization: Quantization | None = option(
         None,
-        "Linear layers hold int8, or int4 (the head int8), and compute in int8 (CPU); the rest is"
-        " bfloat16.",
-        one_of=QUANTIZATIONS,
+        "Linear layers hold their weights in int8, or in int4 (the head in int8), and compute in"
+        " int8 (CPU); everything else is bfloat16.",
     )
-    device: str = option("auto", "auto = cuda where there is one, else cpu.", one_of=DEVICES)
-    max_seq_len: int | None = option(
-        None, "Longest prompt + output in tokens; default: the model's own limit.", low=1
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "auto = cuda where there is one, else cpu."
     )
-    max_batch_size: int | None = option(
-        None, "Sequences that run at the same time, at most; default: 32, on a GPU 256.", low=1
+    max_seq_len: PositiveInt | None = option(
+        None, "Longest prompt plus output, in tokens; default: the model's own limit."
     )
-    max_waiting_requests: int = option(
-        256, "Requests that may wait for a seat; further ones are refused (503).", low=0
+    max_batch_size: PositiveInt | None = option(
+        None, "Most sequences that run at the same time; default: 32, on a GPU 256."
     )
-    seed: int | None = option(
+    max_waiting_requests: NonNegativeInt = option(
+        256, "Most requests that wait for a seat; further ones are refused (503)."
+    )
+    seed: NonNegativeInt | None = option(
         None,
-        "Seeds of requests that bring none are derived from it; default: 0, and for a server one"
-        " that the system draws at its start.",
-        low=0,
+        "Requests without a seed get seeds derived from this one; default: 0; a server draws a"
+        " random one at its start.",
     )
-    batching_mode: str = option(
-        "continuous", "When waiting requests may join the batch.", one_of=BATCHING_MODES
-    )
-    scheduler_policy: str = option(
+    batching_mode: BatchingMode = option("continuous", "When waiting requests may join the batch.")
+    scheduler_policy: Annotated[str, name_or_function(*SCHEDULER_POLICIES)] = option(
         "fcfs",
-        "Who goes first inside a continuous batch; module:function for a policy of your own.",
-        one_of=SCHEDULER_POLICIES,
-        or_function=True,
+        "Order of the sequences of a continuous batch; module:function for a policy of your own.",
     )
-    sampler: str = option(
+    sampler: Annotated[str, name_or_function("default")] = option(
         "default",
-        "module:function for a sampler of your own, in the place of runner.sampler:sample (CPU).",
-        one_of=("default",),
-        or_function=True,
+        "module:function of your own sampler; it replaces runner.sampler:sample (CPU).",
     )
-    batch_wait_timeout_s: float = option(
-        0.05, "Static mode: how long a batch that is not full waits for more.", low=0.0
+    batch_wait_timeout_s: Annotated[float, at_least(0.0)] = option(
+        0.05, "Static mode: seconds that a batch which is not full waits for more requests."
     )
-    kv_cache_backend: str = option(
+    kv_cache_backend: Literal["paged", "slotted", "contiguous"] = option(
         "paged",
-        "paged; slotted = one slot of max_seq_len a seat; contiguous = slots freed batch by batch.",
-        one_of=KV_CACHE_BACKENDS,
+        "paged; slotted = a slot of max_seq_len for each seat; contiguous = slots that are freed"
+        " batch by batch.",
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: Literal["auto", "model", "int8"] = option(
         "auto",
-        "Keys and values: model = as computed; int8 = a scale for each head's (CPUs with AMX"
-        " or AVX-512-BF16); auto = int8 where layers are quantised and it pays, else model.",
-        one_of=KV_CACHE_DTYPES,
+        "Keys and values: model = the dtype they are computed in; int8 = with a scale for each"
+        " head (CPUs with AMX or AVX-512-BF16); auto = int8 where layers are quantised and int8"
+        " is faster, else model.",
     )
-    page_size: int | None = option(
-        None, f"Tokens a page of the paged cache; default: {DEFAULT_PAGE_SIZE}.", low=1
+    page_size: PositiveInt | None = option(
+        None, f"Tokens in a page of the paged cache; default: {DEFAULT_PAGE_SIZE}."
     )
-    max_num_batched_tokens: int | None = option(
+    max_num_batched_tokens: PositiveInt | None = option(
         None,
-        "Tokens computed in one step, at most; longer prompts are cut in chunks. Default on a CPU:"
-        " 512, and 1,024 while nobody streams if products are fast.",
-        low=1,
+        "Most tokens that one step computes; longer prompts are cut into chunks. Default on a CPU:"
+        " 512, and 1,024 while nobody streams if matrix products are fast.",
     )
-    max_step_ms: float | None = option(
+    max_step_ms: Annotated[float, at_least(1.0)] | None = option(
         None,
-        "While streams run, prompts are cut so that a step takes about so long, as measured.",
-        low=1.0,
+        "While streams run, prompts are cut so that a step takes about this many milliseconds.",
     )
-    kv_cache_memory_bytes: int | None = option(
-        None, "Size of the KV cache; default: chosen from free memory.", low=1
+    kv_cache_memory_bytes: PositiveInt | None = option(
+        None, "Size of the KV cache in bytes; default: chosen from free memory."
     )
-    kv_cache_pages: int | None = option(
-        None, "Pages of the KV cache, instead of a size in bytes.", low=1
+    kv_cache_pages: PositiveInt | None = option(
+        None, "Size of the KV cache in pages, instead of bytes."
     )
-    load_format: str = option(
-        "auto", "dummy = random weights of the config's shape.", one_of=LOAD_FORMATS
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "dummy = random weights in the shapes that the config gives."
     )
     enable_prefix_caching: bool | None = option(
-        None, "Share pages between equal prompt beginnings; default: yes if paged."
+        None, "Share pages between prompts that begin alike; default: yes if paged."
     )
-    num_threads: int | None = option(
-        None, "CPU threads; default: the physical cores (less one to serve a small model).", low=1
+    num_threads: PositiveInt | None = option(
+        None, "CPU threads; default: one for each physical core (one less to serve a small model)."
     )
-    attention_backend: str = option(
+    attention_backend: Literal["auto", "native", "triton", "sdpa"] = option(
         "auto",
-        "native = the compiled CPU kernel; triton = the kernels for CUDA; sdpa = torch's own;"
-        " auto = the first that can be used.",
-        one_of=ATTENTION_BACKENDS,
+        "native = the compiled CPU kernel; triton = the CUDA kernels; sdpa = torch's own;"
+        " auto = the first of them that works here.",
     )
     batch_invariant: bool = option(
         False,
-        "On a GPU: a request's tokens do not depend on the batch it runs in, at some cost in speed"
-        " (on a CPU they never do).",
+        "On a GPU: a request's tokens do not depend on the batch that it runs in, at some cost in"
+        " speed (on a CPU they never do).",
     )
 
     def __post_init__(self) -> None:
@@ -208,8 +275,8 @@ class EngineConfig:
         if self.quantization and self.dtype not in ("auto", "bfloat16", self.quantization):
             raise ConfigError(
                 "dtype",
-                f"{self.dtype!r} does not go with quantization={self.quantization!r}: around the"
-                " quantised layers the machine decides what is computed in; leave dtype out",
+                f"{self.dtype!r} does not go with quantization={self.quantization!r}, which decides"
+                " what is computed in; leave dtype out",
             )
         if self.kv_cache_backend != "paged":
             if self.page_size is not None:
@@ -233,13 +300,13 @@ class EngineConfig:
         if self.scheduler_policy != "fcfs" and self.batching_mode != "continuous":
             raise ConfigError(
                 "scheduler_policy",
-                f"{self.scheduler_policy!r} orders a continuous batch; with"
-                f" batching_mode={self.batching_mode!r} only 'fcfs' has a meaning",
+                f"{self.scheduler_policy!r} is an order for a continuous batch; with"
+                f" batching_mode={self.batching_mode!r} only 'fcfs' is possible",
             )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """Like the constructor, but an unknown name is a `ConfigError` with the nearest one."""
+        """Like the constructor; for an unknown name, `ConfigError` suggests a known one."""
         known = [spec.name for spec in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
@@ -250,12 +317,12 @@ class EngineConfig:
 
     @property
     def weight_format(self) -> str | None:
-        """The quantization in which linear layers hold their weights; None: the dtype's own."""
+        """The quantization of the linear layers' weights; None: they are not quantised."""
         return self.quantization or (self.dtype if self.dtype in QUANTIZATIONS else None)
 
     @property
     def prefix_caching(self) -> bool:
-        """Whether equal prompt beginnings share pages."""
+        """Whether prompts that begin alike share pages."""
         if self.enable_prefix_caching is None:
             return self.kv_cache_backend == "paged"
         return self.enable_prefix_caching
@@ -263,12 +330,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the scheduler needs to know, with every default resolved."""
+    """The settings of the scheduler, with every default resolved."""
 
     max_batch_size: int
     max_num_batched_tokens: int
     max_tokens_beside_streams: int | None = None
-    """of a step that a stream waits for; None: as many"""
+    """The most tokens of a step that a stream waits for; None: `max_num_batched_tokens`."""
     max_seq_len: int
     max_waiting_requests: int = 256
     batching_mode: str = "continuous"
@@ -276,4 +343,4 @@ class SchedulerConfig:
     batch_wait_timeout_s: float = 0.05
     max_step_ms: float | None = None
     hold_pages_until_batch_ends: bool = False
-    """`kv_cache_backend='contiguous'`: pages of finished members go back with the whole batch"""
+    """Whether a finished sequence keeps its pages until its whole batch has finished."""

@@ -1,4 +1,4 @@
-"""Head norms and rotation inside the kernel: as torch's, and the same bits in any company."""
+"""Tests of head norms and rotation in the kernel: equal to torch's, with the same bits always."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def attend(
     ends: tuple[int, ...] = (NUM_TOKENS,),
     make: type[NativeBackend | SDPABackend] = NativeBackend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, and keys and values of one sequence in its cells, [T, heads, D] each."""
+    """(output, keys, values) of one sequence, the last two from its cells; [T, heads, D] each."""
     num_pages = -(-NUM_TOKENS // PAGE)
     shape = (num_pages + 1, PAGE, *k.shape[1:])
     keys, values = torch.zeros(shape, dtype=k.dtype), torch.zeros(shape, dtype=k.dtype)
@@ -64,8 +64,8 @@ def attend(
         some = turn and QKRotation(turn.cos[rows], turn.sin[rows], turn.norms)
         parts.append(backend(0, q[rows], k[rows], v[rows], some))
     caches = in_order(keys, values) if make is NativeBackend else (keys, values)
-    cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in caches)
-    return torch.cat(parts), *cells
+    key_cells, value_cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in caches)
+    return torch.cat(parts), key_cells, value_cells
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_heads_turn(dim: int, normed: bool, threads: int) -> None:
     torch.set_num_threads(threads)
     q_norm, k_norm = Norm(random(dim), 1e-6), Norm(1 + random(dim, seed=3).float(), 1e-6)
     turn = make_turn(dim, HeadNorms(q_norm, k_norm) if normed else None)
-    # As parts of one projection, whose other parts must stay as they are.
+    # They are parts of one projection, whose other parts must not change.
     around = random(NUM_TOKENS, 24, dim, seed=1)
     before = around.clone()
     q, k, v = around.split((20, 2, 2), dim=1)
@@ -100,7 +100,7 @@ def test_heads_turn(dim: int, normed: bool, threads: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 3, 40])
 def test_queries_turn_as_keys_do(heads: int) -> None:
-    """In the same bits, where the two are the same numbers."""
+    """Equal queries and keys have the same bits after rotation."""
     dim = 64
     norm = Norm(random(dim), 1e-6)
     turn = make_turn(dim, HeadNorms(norm, norm))
@@ -110,7 +110,7 @@ def test_queries_turn_as_keys_do(heads: int) -> None:
 
 
 def test_a_turned_nan_is_one() -> None:
-    """Whatever its bits are: the row is failed for it later on."""
+    """A NaN with any bits must stay NaN, because the row is failed for it later."""
     dim = 24
     norm = Norm(random(dim), 1e-6)
     for norms in (None, HeadNorms(norm, norm)):

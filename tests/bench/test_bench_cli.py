@@ -150,6 +150,7 @@ def test_a_server_whose_engine_dies_in_the_middle(tmp_path: Path) -> None:
     def die_later() -> None:
         while llm.stats()["num_sampled_tokens"] < 20:
             pass
+        assert llm._loop is not None
         asyncio.run_coroutine_threadsafe(llm.close(), llm._loop).result(10)
 
     file = tmp_path / "result.json"
@@ -225,10 +226,24 @@ def test_measuring_a_server_needs_no_torch(url: str) -> None:
     code = (
         "import sys; from infer.cli.bench import app\n"
         f"app(['serve', '--base-url', {url!r}, '--output-len', '3'], standalone_mode=False)\n"
-        "assert 'torch' not in sys.modules and 'starlette' not in sys.modules"
+        "assert not {'torch', 'starlette', 'infer.server'} & sys.modules.keys()"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+
+
+def test_the_command_imports_the_server_for_no_other_command() -> None:
+    """Asked for the options of `infer bench`; and with `infer serve`, that this can be seen."""
+    code = (
+        "import sys; from infer.cli.main import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "print('infer.server' in sys.modules, 'infer.bench' in sys.modules)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    for command, seen in (("bench", "False True"), ("serve", "True False")):
+        arguments = [sys.executable, "-c", code, command, "--help"]
+        done = subprocess.run(arguments, env=env, check=True, timeout=60, capture_output=True)
+        assert done.stdout.decode().splitlines()[-1] == seen
 
 
 def test_the_model_that_ships(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`LLM` as a Python program meets it: inputs, outputs, ends, errors, leaving early."""
+"""`LLM` as a Python program uses it: inputs, outputs, ends, errors, streams left early."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infer import LLM, EngineConfig, FinishReason, Grammar, RequestError, SamplingParams
+from infer.engine.llm import Prompt
 from infer.errors import (
     ConfigError,
     EngineDeadError,
@@ -35,7 +36,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def test_outputs_come_in_input_order_with_everything(llm: LLM) -> None:
     params = GREEDY.replace(logprobs=2)
-    outputs = llm.generate(["Once upon a time", [1, 5, 7]], params)
+    prompts: list[Prompt] = ["Once upon a time", [1, 5, 7]]
+    outputs = llm.generate(prompts, params)
     assert outputs[1].prompt_token_ids == (1, 5, 7)
     assert outputs[0].prompt_token_ids == tuple(llm.tokenizer.encode("Once upon a time"))
     for output in outputs:
@@ -56,7 +58,8 @@ def test_one_prompt_of_each_kind(llm: LLM) -> None:
 
 def test_prompts_as_dicts(llm: LLM) -> None:
     ids = llm.tokenizer.encode("hello")
-    text, tokens = llm.generate([{"prompt": "hello"}, {"prompt_token_ids": ids}], GREEDY)
+    prompts: list[Prompt] = [{"prompt": "hello"}, {"prompt_token_ids": ids}]
+    text, tokens = llm.generate(prompts, GREEDY)
     assert text.token_ids == tokens.token_ids
     assert llm.generate({"prompt": "hello"}, GREEDY)[0].token_ids == text.token_ids
     for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"text": "a"}):
@@ -77,7 +80,7 @@ def test_the_core_says_what_each_request_produced(llm: LLM) -> None:
     [first] = llm.core.run_until_complete("short").values()
     assert first.token_ids == whole.token_ids[:3]
     assert first.finish_reason is FinishReason.LENGTH
-    # What was sampled in the first call is in the second one's result, too.
+    # The second call's result includes the tokens sampled during the first.
     rest = llm.core.run_until_complete()
     assert list(rest) == ["long"]
     assert rest["long"].token_ids == whole.token_ids
@@ -98,7 +101,7 @@ def test_a_parameter_for_each_prompt(llm: LLM) -> None:
     each = [GREEDY.replace(max_tokens=n) for n in (1, 5, 3)]
     outputs = llm.generate(["a", "b", "c"], each)
     assert [len(output.token_ids) for output in outputs] == [1, 5, 3]
-    with pytest.raises(RequestError, match="3 prompts, but 2 sampling parameters"):
+    with pytest.raises(RequestError, match="3 prompts but 2 sampling parameters"):
         llm.generate(["a", "b", "c"], each[:2])
 
 
@@ -243,7 +246,7 @@ def test_one_bad_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(RequestError, match="length is 256 tokens"):
         llm.generate([[1] * 250], SamplingParams(max_tokens=7))
     with pytest.raises(RequestError, match="text or a list of token ids"):
-        llm.generate([3.5])  # type: ignore[list-item]
+        llm.generate([3.5])  # type: ignore[arg-type]
     assert llm.stats()["num_steps"] == steps
 
 
@@ -286,8 +289,11 @@ def test_a_failing_step_fails_loudly_and_frees_everything(
         ({"max_batch_size": 1.5}, "max_batch_size: must be an integer"),
         ({"max_batch_size": True}, "max_batch_size: must be an integer"),
         ({"batch_wait_timeout_s": float("nan")}, "batch_wait_timeout_s: must be at least 0"),
+        ({"batch_wait_timeout_s": float("inf")}, "batch_wait_timeout_s: must be at least 0"),
         ({"batch_wait_timeout_s": "1"}, "batch_wait_timeout_s: must be a number"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching: must be True or False"),
+        ({"scheduler_policy": "lifo"}, "decode_round_robin, or module:function of your own; not"),
+        ({"model": 5}, "model: must be a string, not int"),
         ({"batching_mode": "dynamic"}, "must be one of continuous, static, sequential"),
         ({"kv_cache_backend": "slotted", "page_size": 4}, "page_size: kv_cache_backend='slotted'"),
         ({"kv_cache_backend": "slotted", "enable_prefix_caching": True}, "cannot share pages"),

@@ -38,14 +38,14 @@ from tests.fuzz.call import MODEL, Call, CallSequence, RawRequest, id_of
 from tests.support.server_process import Served, served
 
 MODULES = {
-    "grammars": "grammars",
-    "chats": "chats",
-    "endpoints": "endpoints",
-    "texts": "texts",
-    "sessions": "session_calls",
-    "raw requests": "raw_requests",
-    "several models": "several_models",
-    "files": "checkpoint_files",
+    "grammars": "tests.fuzz.grammars",
+    "chats": "tests.fuzz.chats",
+    "endpoints": "tests.fuzz.endpoints",
+    "texts": "tests.fuzz.texts",
+    "sessions": "tests.fuzz.session_calls",
+    "raw requests": "tests.fuzz.raw_requests",
+    "several models": "tests.fuzz.several_models",
+    "files": "tests.fuzz.checkpoint_files",
 }
 """kind → module that generates it"""
 KINDS = tuple(MODULES)
@@ -63,7 +63,7 @@ Sent = Call | CallSequence | RawRequest
 
 def strategy_of(kind: str) -> SearchStrategy[Any]:
     """Generates the examples of a kind, other than files."""
-    module = importlib.import_module(f"tests.fuzz.{MODULES[kind]}")
+    module = importlib.import_module(MODULES[kind])
     if kind != "chats":
         strategy: SearchStrategy[Any] = module.calls()
         return strategy

@@ -1,4 +1,4 @@
-"""What a checkpoint can be refused for: each by its name, with what would be right."""
+"""Tests of refused checkpoints: the message names what is wrong and what would be right."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 from infer import LLM
 from infer.errors import LoadError
 from tests.support.checkpoints import write_llama
-
-# What must be refused, by name.
 
 
 @pytest.fixture(scope="module")

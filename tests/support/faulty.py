@@ -1,4 +1,4 @@
-"""Factories of blueprints of engines that fail: `launch_hash_llm("tests.support.faulty:…")`."""
+"""Factories of engines that fail in different ways: `launch_hash_llm("tests.support.faulty:…")`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from infer.engine.loop import Blueprint
 from infer.errors import ConfigError, LoadError
-from infer.schedule.sequence import Plan, Sampled
+from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
+from infer.types import Request
 from tests.support.doubles import HashRunner, hash_blueprint
 
 
@@ -44,8 +45,10 @@ def speechless(settings: dict[str, Any]) -> Blueprint:
 
 
 class Pill(HashRunner):
-    """Ends the process in the way `token` says, when a request that has it in its prompt has five
-    tokens: 13 = a segmentation fault, 14 = it never comes back, 15 = killed from outside."""
+    """A runner that ends its process when a request with `token` in its prompt has five tokens.
+
+    13 = by a segmentation fault, 14 = by hanging, 15 = by a kill from outside.
+    """
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
         for chunk in plan:
@@ -66,7 +69,7 @@ def pill(settings: dict[str, Any]) -> Blueprint:
 
 
 def starts(settings: dict[str, Any]) -> Blueprint:
-    """Starts as long as there is the file `while_there`; each start adds a line to it."""
+    """An engine that starts while the file `while_there` exists; each start adds a line to it."""
     path = Path(settings.pop("while_there"))
     if not path.exists():
         raise LoadError("the checkpoint has gone")
@@ -76,6 +79,28 @@ def starts(settings: dict[str, Any]) -> Blueprint:
 
 
 def never(core: object) -> object:
-    """As `INFER_WRAP_CORE`: an engine that is being loaded for ever."""
+    """For `INFER_WRAP_CORE`: an engine that never finishes loading."""
     time.sleep(3600)
     return core
+
+
+class Sometimes(HashRunner):
+    """A request that has 13 in its prompt fails after some tokens: in the step, or in its row."""
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            if _is_poisonous(chunk.sequence.request, 13) and chunk.sequence.num_output == 2:
+                raise ValueError("broken on purpose")
+        results = iter(super().execute(plan))
+        return [
+            Sampled(0, error=NOT_FINITE) if _is_poisonous(c.sequence.request, 14) else r
+            for c, r in zip([c for c in plan if c.samples], results, strict=True)
+        ]
+
+
+def _is_poisonous(request: Request, token: int) -> bool:
+    return request.prompt_token_ids[0] == token
+
+
+def sometimes(settings: dict[str, Any]) -> Blueprint:
+    return hash_blueprint({**settings, "runner": Sometimes})

@@ -1,4 +1,4 @@
-"""Grammars before they are accepted: what is refused, with which words, and how fast."""
+"""Tests of checking grammars: which are refused, with which message, and how fast."""
 
 from __future__ import annotations
 

@@ -1,28 +1,58 @@
-"""The `infer` command. Each subcommand is a short function; what it stands on is elsewhere.
+"""The `infer` command: its subcommands as short functions, which call other modules.
 
-Options that configure the engine are made from `EngineConfig` (see `cli.options`). Errors of the
-start are one sentence on stderr and exit code 2. torch is imported only once a model is needed.
+The options of the engine are made from `EngineConfig` (see `cli.options`). An error at the start is
+one sentence on stderr and exit code 2. torch is imported when a model is needed, not before.
 """
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
-from infer.cli.api_keys import app as keys_app
-from infer.cli.bench import app as bench_app
-from infer.cli.options import Host, Port, Served, with_engine_options, with_server_options
+from infer.cli.options import Model, with_engine_options
 from infer.cli.plain import plain
-from infer.config import EngineConfig
-from infer.errors import ConfigError, InferError
-from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
+from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
+from infer.errors import InferError
 from infer.version import VERSION
 
+NO_WINDOWS = (
+    "infer: does not run on Windows itself: the engine process needs sockets and signals that"
+    " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
+)
+COMMANDS = ("serve", "generate", "chat", "plan", "explain", "models", "bench", "keys")
+"""The subcommands, in the order of `infer --help`."""
+_IN_MODULES = {
+    "serve": "infer.cli.serving",
+    "bench": "infer.cli.bench",
+    "keys": "infer.cli.api_keys",
+}
+
+
+class _Commands(TyperGroup):
+    """A group that imports the module of a subcommand when somebody asks for that subcommand.
+
+    So `infer bench` does not import the server, and `infer serve` does not import the workloads.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _IN_MODULES:
+            return super().get_command(ctx, cmd_name)
+        command = typer.main.get_command(import_module(_IN_MODULES[cmd_name]).app)
+        command.name = cmd_name
+        return command
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="infer",
     help="Serve and run large language models.",
     no_args_is_help=True,
@@ -30,15 +60,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(keys_app, name="keys")
-
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
-    ),
-]
 
 
 def _version(show: bool) -> None:
@@ -57,45 +78,24 @@ def _root(
 
 
 @app.command()
-@with_server_options
-@with_engine_options(leave_out=("model",))
-def serve(
-    model: Model = None,
-    models: Served = None,
-    host: Host = DEFAULT_HOST,
-    port: Port = DEFAULT_PORT,
-    engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
-    *,
-    server: dict[str, Any],
-    settings: dict[str, Any],
-) -> None:
-    """Serve a model with OpenAI's API, or several."""
-    from infer.server.multi_model import configs_of
-    from infer.server.serve import serve_config
-
-    if model is not None and models:
-        raise ConfigError("model", "is given twice: as an argument and with --model")
-    configs = configs_of(models or ([] if model is None else [model]), settings)
-    serve_config(configs, ServerSettings(**server), host, port, in_thread=engine_thread)
-
-
-@app.command()
 @with_engine_options(leave_out=("model",))
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder of a checkpoint, GGUF file or hub id; default: the one that ships."
+            help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most probable tokens with this total.")
+    ] = 1.0,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Continue a text, streaming to the terminal."""
+    """Continue a text and stream it to the terminal."""
     from infer.cli.terminal import run_generate
     from infer.types import SamplingParams
 
@@ -108,13 +108,15 @@ def generate(
 def chat(
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens an answer, at most.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution.")] = 0.95,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most probable tokens with this total.")
+    ] = 0.95,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Talk to a model in the terminal; /reset begins anew, /exit (or Ctrl+D) ends."""
+    """Talk to a model in the terminal; /reset starts over, /exit (or Ctrl+D) ends."""
     from infer.cli.terminal import run_chat
     from infer.types import SamplingParams
 
@@ -128,12 +130,12 @@ def plan(
     model: Model = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
     free_gib: Annotated[
-        float | None, typer.Option(help="Plan for so much free memory instead of what there is.")
+        float | None, typer.Option(help="Plan for this much free memory instead of the machine's.")
     ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Say what a model needs and what will fit, before loading it. Exit code 1 if it does not."""
+    """Say what a model needs and what fits, without loading it. Exit code 1 if it does not fit."""
     from infer.cli.planning import run_plan
 
     if not run_plan(EngineConfig.from_kwargs(model=model, **settings), as_json, free_gib):
@@ -150,7 +152,7 @@ def explain(
         str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
     ] = None,
 ) -> None:
-    """Say what happened to a request, and why it took so long."""
+    """Say what happened to a request, and why it took as long as it did."""
     from infer.cli.explain import run_explain
 
     run_explain(url, request_id, api_key)
@@ -166,11 +168,14 @@ def models() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry point of the `infer` script."""
+    if sys.platform == "win32":
+        print(NO_WINDOWS, file=sys.stderr)
+        sys.exit(2)
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
-        told = Text.assemble(("infer:", "bold red"), " ", plain(error))
-        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
+        line = Text.assemble(("infer:", "bold red"), " ", plain(error))
+        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

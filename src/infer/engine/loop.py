@@ -1,9 +1,9 @@
-"""`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread.
+"""`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread
 
 Commands go in through a queue and are applied between steps; outputs come back as one list per
-step. Nothing else is shared. `EngineClient` is what the façade sees of an engine, wherever it is:
-`EngineThread` here, for tests and programs, or `engine.process.EngineProcess` under `infer serve`.
-An exception that gets out of the loop ends the engine, and its owner is told.
+step. Nothing else is shared. `EngineThread` is the `EngineClient` of tests and programs; under
+`infer serve` the loop runs in `engine.process.child`. An exception that leaves the loop ends the
+engine, and the `died` callback is called.
 """
 
 from __future__ import annotations
@@ -15,99 +15,54 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, assert_never
 
-from infer.engine.client.input import EngineLimits
+from infer.engine.client.engine_client import HEARTBEAT_S, Deliver
+from infer.engine.commands import Abort, Add, Command, Stop
 from infer.engine.core import EngineCore
 from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.engine_limits import EngineLimits
+from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 1.0
-"""an idle engine reports so often"""
-SOFT_LIMIT_S = 10.0
-"""an engine that has not reported for so long hangs, or is very slow: it is neither ready nor,
-if somebody waits for it, live"""
-
-
-class Abort(NamedTuple):
-    """A request is to end now."""
-
-    request_id: str
-    reason: FinishReason = FinishReason.ABORT
-
-
-Command = Request | Abort | None
-"""add this request · abort that one · stop"""
-
-
-Announce = Callable[[str], None]
-"""told who is computed by itself next; see `EngineCore`"""
+Announce = Callable[[str | None], None]
+"""called with the id of the request that is computed alone next; see `EngineCore`"""
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """An engine that can be made: known before its weights are loaded, which `build` does."""
+    """Everything about an engine that is known before its weights are loaded."""
 
     model_name: str
+    """name under which the model is served"""
     files: TextFiles
+    """tokenizer and chat templates"""
     build: Callable[[Announce], tuple[EngineCore, EngineLimits]]
+    """loads the weights and makes the engine; raises `LoadError` or `ConfigError`"""
     pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
-    """settings that another engine needs to take over from this one: what was chosen by the state
-    of the machine when this one was built"""
-
-
-Deliver = Callable[[list[StepOutput], StepEvents | None], None]
-"""takes what a step gave, and what it did (None = nothing)"""
+    """settings that were derived from the machine's state when the engine was built, and that an
+    engine which replaces it must get as they are"""
 
 
 def freeze_heap() -> None:
-    """Before the work begins: what has been made until now stays, so the garbage collector need not
-    look at it ever again. Looking at all of it stops a process for 0.1 s."""
+    """Exclude all objects that exist now from garbage collection; called before work begins.
+
+    They stay until the process ends, and traversing them all would stop the process for 0.1 s.
+    """
     gc.collect()
     gc.freeze()
-    gc.collect()  # counts what is left, so that the next time comes soon, and is short
-
-
-class EngineClient(Protocol):
-    """An engine from outside: takes messages, sends messages."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests are taken (they may have to wait until it is ready)."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether it works now."""
-
-    @property
-    def silence_s(self) -> float:
-        """How long it has not reported: it does after each step and each `HEARTBEAT_S`. 0 while
-        another one is being started."""
-
-    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
-        """Begin to work. From a thread of the engine, `deliver` is called with each step's
-        outputs, and `died` if it ends for good though nobody has stopped it."""
-
-    def add(self, request: Request) -> None:
-        """Send a request; a refusal comes back as an output with an error."""
-
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """Send an abort; it is applied before the next step."""
-
-    def stop(self) -> None:
-        """Finish the step that runs, then end; whatever was in flight is dropped."""
-
-    def stats(self) -> dict[str, int | float]:
-        """Gauges and counters by name."""
+    # A full collection is due when the number of new objects exceeds a quarter of those that
+    # survived the last one. Now almost none survive, so the next one comes soon and is short.
+    gc.collect()
 
 
 class EngineLoop:
-    """Takes commands, steps, sends; `run` is called once, by whoever gives it a thread."""
+    """Applies commands, steps and sends outputs, until it is stopped."""
 
     def __init__(
         self,
@@ -115,14 +70,15 @@ class EngineLoop:
         send: Deliver,
         commands: queue.SimpleQueue[Command],
     ) -> None:
-        """`send` gets an empty list when there was nothing to do for `HEARTBEAT_S`."""
+        """`send` is called after each step, and with an empty list every `HEARTBEAT_S` while
+        idle."""
         self._commands = commands
         self._core = core
         self._send = send
         self._refused: list[StepOutput] = []
 
     def run(self) -> None:
-        """Until it is told to stop."""
+        """Work until a stop command; called once."""
         while self._take_commands():
             outputs, self._refused = self._refused, []
             step_events = None
@@ -132,28 +88,38 @@ class EngineLoop:
             self._send(outputs, step_events)
 
     def _take_commands(self) -> bool:
-        """Apply what has been sent; waits while there is nothing to do. False = stop."""
+        """Apply the commands in the queue; while there is no work, wait for one first. Returns
+        False for `Stop`."""
         wait_s = self._core.wait_s()
         wait_s = HEARTBEAT_S if wait_s is None else min(wait_s, HEARTBEAT_S)
         try:
             command = self._commands.get(block=wait_s != 0.0, timeout=wait_s or None)
-            while True:
-                if command is None:
-                    return False
-                self._apply(command)
+            while self._apply(command):
                 command = self._commands.get_nowait()
+            return False
         except queue.Empty:
             return True
 
-    def _apply(self, command: Request | Abort) -> None:
-        if isinstance(command, Abort):
-            self._core.abort(*command)
-            return
+    def _apply(self, command: Command) -> bool:
+        """Apply a command; returns whether the loop continues."""
+        match command:
+            case Add(request):
+                self._add(request)
+                return True
+            case Abort(request_id, reason):
+                self._core.abort(request_id, reason)
+                return True
+            case Stop():
+                return False
+            case _:
+                assert_never(command)
+
+    def _add(self, request: Request) -> None:
         try:
-            self._core.add(command)
+            self._core.add(request)
         except RequestError as error:
             reason = ErrorRecord.of(error)
-            refusal = StepOutput(command.request_id, None, FinishReason.ERROR, error=reason)
+            refusal = StepOutput(request.request_id, None, FinishReason.ERROR, error=reason)
             self._refused.append(refusal)
 
 
@@ -161,7 +127,8 @@ class EngineThread:
     """An `EngineClient` whose engine is a thread of this process."""
 
     def __init__(self, core: EngineCore) -> None:
-        self._core = core
+        self.core = core
+        """the core; other threads may read it only between two steps"""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: BackgroundThread | None = None
         self._heard_s = 0.0
@@ -171,17 +138,17 @@ class EngineThread:
         assert self._thread is None, "an engine is started once"
         self._heard_s = time.monotonic()
         run = partial(self._run, deliver, died)
-        self._thread = BackgroundThread(run, lambda: self._commands.put(None), "infer-engine")
+        self._thread = BackgroundThread(run, lambda: self._commands.put(Stop()), "infer-engine")
         self._thread.start()
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a thread that takes commands."""
+        """Whether the engine's thread runs."""
         return self._thread is not None and self._thread.is_alive
 
     @property
     def is_ready(self) -> bool:
-        """A thread is never between two lives."""
+        """Like `is_alive`: a thread is never restarted."""
         return self.is_alive
 
     @property
@@ -189,9 +156,14 @@ class EngineThread:
         """See `EngineClient`."""
         return time.monotonic() - self._heard_s
 
+    @property
+    def has_commands(self) -> bool:
+        """Whether the thread has commands left to take."""
+        return not self._commands.empty()
+
     def add(self, request: Request) -> None:
         """See `EngineClient`."""
-        self._commands.put(request)
+        self._commands.put(Add(request))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
@@ -199,13 +171,13 @@ class EngineThread:
 
     def stop(self) -> None:
         """See `EngineClient`."""
-        self._commands.put(None)
+        self._commands.put(Stop())
         if self._thread is not None:
             self._thread.stop()
 
-    def stats(self) -> dict[str, int | float]:
-        """Each number is exact, their set may straddle a step; a thread is never restarted."""
-        return {**self._core.stats(), "num_restarts": 0}
+    def stats(self) -> EngineStats:
+        """See `EngineClient`. Each number is exact, but two of them may be from different steps."""
+        return self.core.stats()
 
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
         def send(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
@@ -214,7 +186,7 @@ class EngineThread:
                 deliver(outputs, step_events)
 
         try:
-            EngineLoop(self._core, send, self._commands).run()
+            EngineLoop(self.core, send, self._commands).run()
         except BaseException:
             log.exception("the engine has died")
             died()

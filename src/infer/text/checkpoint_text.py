@@ -1,8 +1,8 @@
-"""Reads the text side of a checkpoint folder: tokenizer, its configuration, chat templates.
+"""Reading a checkpoint folder's text files: tokenizer, its configuration, chat templates.
 
-`read_text_files` gives what the files say, in the order of precedence transformers 5 has, or a
-`LoadError` that lists everything missing or malformed at once. It opens files by fixed names in
-one folder, follows no name found in a file, and builds nothing; `Tokenizer.from_folder` does.
+`read_text_files` returns the content of the files, in transformers 5's order of precedence. Its
+`LoadError` lists everything that is missing or malformed. It opens files with fixed names in one
+folder and no file that another file names. `Tokenizer.from_folder` builds the tokenizer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from infer.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
                 "mask_token")  # fmt: skip
+"""Names of tokens in configuration files."""
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json",
                 "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model",
                 "qwen.tiktoken")  # fmt: skip
@@ -24,26 +25,28 @@ _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "v
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """What the files of a checkpoint say about text; nothing is resolved to ids yet."""
+    """The content of a checkpoint's text files; tokens are not resolved to ids yet."""
 
     tokenizer_json: str
+    """Text of tokenizer.json."""
     named_tokens: Mapping[str, str]
-    """`bos_token` and so on, those that are set"""
+    """Text of each named token that is set, by name (`bos_token`, …)."""
     eos_token_ids: tuple[int, ...]
-    """from generation_config.json, then config.json"""
+    """End-of-sequence ids from generation_config.json, then from config.json."""
     templates: Mapping[str, str]
-    """chat templates by name; the usual one is called `default`"""
+    """Chat templates by name; the usual one is called `default`."""
     extra_special_tokens: tuple[str, ...] = ()
+    """Texts of further special tokens."""
     added_tokens: tuple[Mapping[str, Any], ...] = ()
-    """`added_tokens_decoder` of tokenizer_config.json, by id"""
+    """Entries of `added_tokens_decoder` in tokenizer_config.json, in the order of their ids."""
     tokenizer_class: str | None = None
-    """transformers' name for the kind of tokenizer; told to clients, nothing here depends on it"""
+    """transformers' class of the tokenizer, which clients may ask for; it has no effect here."""
     tool_parser: str | None = None
-    """the name of the format of tool calls, where the operator has named one"""
+    """Name of the format of tool calls, if the operator has set one."""
 
 
 def read_text_files(path: Path) -> TextFiles:
-    """Everything about text in the folder. Raises `LoadError` with all that is wrong with it."""
+    """The text files in the folder `path`. `LoadError` lists everything that is wrong with them."""
     if not path.is_dir():
         raise LoadError(
             f"{path} is not a folder; a tokenizer is loaded from the folder of a checkpoint,"
@@ -59,25 +62,26 @@ def read_text_files(path: Path) -> TextFiles:
 
 
 def _content(token: Any) -> str | None:
-    """A token as configuration files write it: its text, or an object with the text inside."""
+    """The text of a token, which files write as a string or as an object with `content`."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 class _Folder:
-    """A folder, and what was found wrong in it so far."""
+    """A folder and the problems found in it so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems: list[str] = []
 
     def text_files(self) -> TextFiles:
+        """Read all files; what is wrong is added to `problems`."""
         tokenizer_json = self.text("tokenizer.json")
         if tokenizer_json is None and not self.problems:
             self.problems.append(self.missing_tokenizer())
         config = self.json_object("tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # only checkpoints older than that need the map
+        if "added_tokens_decoder" not in config:  # only older checkpoints need the map
             config = config | self.json_object("special_tokens_map.json")
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
         extra = list(extra.values()) if isinstance(extra, Mapping) else extra
@@ -93,6 +97,7 @@ class _Folder:
         )
 
     def text(self, name: str) -> str | None:
+        """The text of a file; None if it is missing or cannot be read, which is a problem."""
         most = (MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES)
         try:
             return read_text(self.path / name, most[name == "tokenizer.json"])
@@ -107,6 +112,7 @@ class _Folder:
             return None
 
     def json_object(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file; {} if the file is missing or is not an object."""
         text = self.text(name)
         try:
             value = {} if text is None else parse_json(text)
@@ -119,6 +125,7 @@ class _Folder:
         return value
 
     def missing_tokenizer(self) -> str:
+        """The problem of a folder without tokenizer.json."""
         older = [name for name in _OLDER_FILES if (self.path / name).exists()]
         if not older:
             return "tokenizer.json is missing; copy it from the checkpoint's repository"
@@ -129,6 +136,7 @@ class _Folder:
         )
 
     def named_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """The text of each named token that is set, by name."""
         values = {name: config[name] for name in NAMED_TOKENS if config.get(name) is not None}
         named = {name: _content(value) for name, value in values.items()}
         self.problems += [
@@ -140,6 +148,7 @@ class _Folder:
         return {name: content for name, content in named.items() if content}
 
     def added_tokens(self, added: Any) -> tuple[Mapping[str, Any], ...]:
+        """The entries of `added_tokens_decoder` in the order of their ids."""
         try:
             tokens = tuple(added[key] for key in sorted(added, key=int))
             if all(isinstance(token, Mapping) and _content(token) is not None for token in tokens):
@@ -152,12 +161,13 @@ class _Folder:
         return ()
 
     def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence ids of generation_config.json and config.json, each once."""
         ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
             config = self.json_object(name)
             value = config.get("eos_token_id")
             if value is None and isinstance(config.get("text_config"), dict):
-                value = config["text_config"].get("eos_token_id")  # models that also see pictures
+                value = config["text_config"].get("eos_token_id")  # multimodal models
             values = value if isinstance(value, list) else [] if value is None else [value]
             if all(type(one) is int and 0 <= one < 2**31 for one in values):
                 ids += values
@@ -169,7 +179,10 @@ class _Folder:
         return tuple(dict.fromkeys(ids))
 
     def templates(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Files of their own win over the entry in tokenizer_config.json, as in transformers."""
+        """Chat templates by name.
+
+        Template files take precedence over the entry in tokenizer_config.json, as in transformers.
+        """
         names = {"default": "chat_template.jinja"}
         for file in sorted(self.path.glob("additional_chat_templates/*.jinja")):
             names[file.stem] = f"additional_chat_templates/{file.name}"

@@ -1,70 +1,82 @@
-"""What crosses between an API process and its engine process, and how it is written.
+"""The messages between an API process and its engine process, and how they are written
 
-A frame is four bytes of length and msgpack; no pickle, so a frame can only ever become one of the
-records below. Inward goes `Begin`, once, and then lists of commands: everything that was asked
+A frame is four bytes of length (little-endian) and msgpack. There is no pickle: a frame can only
+become one of the records below. Inward goes one `Begin` and then `Commands`, each with all commands
 since the last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one
-`Report` a step, `PromptScores` before it, and `Log` lines at any time. Used by
-`engine.process.supervisor` and `engine.process.child`.
+`Report` a step, `PromptScores` before it, and `Log` lines at any time.
 """
 
 from __future__ import annotations
 
 import select
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from dataclasses import replace
+from typing import Any, assert_never, overload
 
 import msgspec
 
-from infer.engine.client.input import EngineLimits
-from infer.engine.loop import Abort, Command
+from infer.engine.commands import Add, Command
 from infer.text.checkpoint_text import TextFiles
-from infer.types import ErrorRecord, Request, SamplingParams, StepOutput, TokenLogprobs
+from infer.types import ErrorRecord, Sampling, StepOutput, TokenLogprobs
+from infer.types.engine_limits import EngineLimits
+from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
+DUMP_SIGNAL = signal.SIGUSR1
+"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck"""
 _PIECE = 1 << 18
+"""bytes that are read from a socket at once"""
 _PAIRS_A_FRAME = 4096
 """of ids and log-probabilities; read in about a millisecond"""
 
 
-class Begin(msgspec.Struct, array_like=True):
-    """How the engine process makes its engine."""
+class Begin(msgspec.Struct, array_like=True, tag="begin"):
+    """The engine process is to build its engine."""
 
     factory: str
     """`module:function`; the function gets `settings` and returns a `Blueprint`"""
     settings: dict[str, Any]
     log_level: int
+    """lowest level of log lines that are sent back; see `logging`"""
+
+
+class Commands(msgspec.Struct, array_like=True, tag="commands"):
+    """The commands since the last frame, in order."""
+
+    commands: Sequence[Command]
 
 
 class Text(msgspec.Struct, array_like=True, tag="text"):
-    """What the API side needs to turn text into tokens; sent before the weights are loaded."""
+    """The text side of the checkpoint; sent before the weights are loaded."""
 
     model_name: str
     files: TextFiles
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine takes commands from now on."""
+    """The engine takes commands."""
 
     limits: EngineLimits
-    stats: dict[str, int | float]
+    stats: EngineStats
     settings: dict[str, Any] = {}
-    """what another engine must be given to take over from this one, beside its own settings"""
+    """settings that the next engine needs to take over, beside those of `Begin`"""
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """The engine cannot be made."""
+    """The engine cannot be built."""
 
     error: ErrorRecord
-    """to be raised where the server was started"""
+    """error that is raised where the server was started"""
 
 
 class Report(msgspec.Struct, array_like=True, tag="report"):
-    """A step is done, or there is nothing to do: the engine lives."""
+    """A step has ended, or an idle engine says that it is alive."""
 
     outputs: list[StepOutput]
-    stats: dict[str, int | float]
+    stats: EngineStats
     step_events: StepEvents | None = None
 
 
@@ -78,7 +90,7 @@ class PromptScores(msgspec.Struct, array_like=True, tag="scores"):
 
 
 def reports(
-    outputs: list[StepOutput], stats: dict[str, int | float], step_events: StepEvents | None
+    outputs: list[StepOutput], stats: EngineStats, step_events: StepEvents | None
 ) -> Iterator[PromptScores | Report]:
     """A step's outputs, and before them the log-probabilities of prompts, in small frames: those of
     a long prompt are millions of numbers, and whoever reads them at once keeps the interpreter for
@@ -148,65 +160,77 @@ class ScoreCollector:
 
 
 class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
-    """Whom the engine computes by itself next, because an engine has died with it; "" = nobody."""
+    """The engine computes a request alone next, because an engine has died with it."""
 
-    request_id: str
+    request_id: str | None
+    """None: it computes several requests next"""
 
 
 class Log(msgspec.Struct, array_like=True, tag="log"):
-    """A line for the log."""
+    """A line of the engine process's log."""
 
     logger: str
     level: int
     line: str
 
 
-Event = Text | Ready | Refused | Report | PromptScores | ComputingAlone | Log
+Inward = Begin | Commands
+Event = Text | Ready | Refused | Report | PromptScores | ComputingAlone
+"""messages about the engine, from its start to its end"""
+Outward = Event | Log
 
-read_begin = msgspec.msgpack.Decoder(Begin).decode
-read_event = msgspec.msgpack.Decoder[Event](Event).decode
+decode_outward = msgspec.msgpack.Decoder[Outward](Outward).decode
+_decode_inward = msgspec.msgpack.Decoder[Inward](Inward).decode
 _encode = msgspec.msgpack.Encoder().encode
 _read_scores = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
 
 
-def read_commands(frame: bytes) -> list[Command]:
-    """The commands of a frame. Values are checked as they are when a caller makes them; those that
-    the choices of one request share are checked once."""
-    commands: list[Command] = []
-    given: dict[str, Any] = {}
-    sampling = SamplingParams()
-    for command in msgspec.msgpack.decode(frame):
-        if isinstance(command, dict):
-            if command["sampling"] != given:
-                given = command["sampling"]
-                sampling = SamplingParams(**given)
-            lists = {name: tuple(v) for name, v in command.items() if isinstance(v, list)}
-            commands.append(Request(**{**command, **lists, "sampling": sampling}))
-        else:
-            commands.append(None if command is None else msgspec.convert(command, Abort))
-    return commands
+def decode_inward(frame: bytes) -> Inward:
+    """The message in a frame. The choices of one request share a sampling, which may hold thousands
+    of token ids. So requests in a row that have equal samplings are made to share one here."""
+    message = _decode_inward(frame)
+    match message:
+        case Begin():
+            return message
+        case Commands():
+            return Commands(_with_shared_samplings(message.commands))
+        case _:
+            assert_never(message)
+
+
+def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
+    shared: list[Command] = []
+    sampling: Sampling | None = None
+    for command in commands:
+        if isinstance(command, Add):
+            if command.request.sampling == sampling:
+                command = Add(replace(command.request, sampling=sampling))
+            sampling = command.request.sampling
+        shared.append(command)
+    return shared
 
 
 class Channel:
-    """Frames over a socket. Any thread may send; one receives."""
+    """Frames over a socket. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
-        # Once: a new piece for each frame, cut to what came, leaves the allocator ever more holes.
+        # One buffer for all frames: one for each would fragment the heap more and more.
         self._piece = memoryview(bytearray(_PIECE))
         self._sending = threading.Lock()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
-    def send(self, message: msgspec.Struct | Sequence[Command]) -> None:
-        """Write a frame; `OSError` if nobody is at the other end."""
+    def send(self, message: Inward | Outward) -> None:
+        """Write a frame; raises `OSError` if the other end is closed."""
         body = _encode(message)
         with self._sending:
             self._sock.sendall(len(body).to_bytes(4, "little") + body)
 
     def frames(self, patience_s: float | None = None) -> Iterator[bytes | None]:
-        """What arrives, until the other end is closed; None whenever nothing came for so long."""
+        """The frames that arrive, until the other end is closed. Yields None whenever nothing has
+        come for `patience_s` seconds."""
         patience_ms = None if patience_s is None else patience_s * 1000
         while True:
             while (end := self._end_of_frame()) is not None:

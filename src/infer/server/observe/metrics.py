@@ -1,9 +1,9 @@
-"""`Metrics`: what `/metrics` and `/stats` say, with the names that vLLM's dashboards know.
+"""`Metrics`: the numbers of `/metrics` and `/stats`, with the names that vLLM's dashboards use
 
-Nothing is counted twice: counters and gauges are the engine's own, read when somebody asks; times
-and sizes are taken from each story when it ends; the pauses between tokens are counted by
-`RequestTraces` itself. The prometheus client only writes; it holds no state of ours. Labels are the
-model's name and, for keys, the name of the key: values that a client cannot choose.
+Each number is counted in one place. Counters and gauges are the engine's own and are read for each
+answer. Times and sizes are taken from each trace when it ends. `RequestTraces` counts the gaps
+between tokens. The prometheus client only formats. Labels are the name of the model and of the key,
+which a client cannot choose.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from infer.server.http.connections import Connections
 from infer.server.http.context import RequestContext
 from infer.server.http.private_files import locked, write_private
 from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, RequestTrace, RequestTraces
-from infer.types.step_events import StepEvents
+from infer.types.engine_stats import EngineCounters, EngineGauges
+from infer.types.step_events import ComputedChunk, StepEvents
 
 log = logging.getLogger("infer.server")
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SAVE_S = 10.0
 MAX_WAITS = 1000
-"""the latest requests whose waiting times `/stats` tells"""
+"""number of latest requests whose waiting times are in `/stats`"""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _COUNTS = tuple(2**i for i in range(18))
 
@@ -51,7 +52,7 @@ _TIMES = {
     "request_inference_time_seconds": ("admitted_s", "end"),
     "e2e_request_latency_seconds": ("visit", "end"),
 }
-"""from one point of a story to another"""
+"""name of a time → the two points of a trace between which it is measured"""
 _SIZES: dict[str, Callable[[RequestTrace], int]] = {
     "request_prompt_tokens": lambda trace: trace.num_prompt,
     "request_generation_tokens": lambda trace: trace.sum_of("num_tokens"),
@@ -59,16 +60,21 @@ _SIZES: dict[str, Callable[[RequestTrace], int]] = {
     "request_params_n": lambda trace: len(trace.choices),
     "request_num_preemptions": lambda trace: trace.num_preemptions,
 }
-_GAUGES = {f"num_requests_{how}": f"num_{how}" for how in ("running", "waiting", "preempted")}
-_COUNTERS = {
-    "prompt_tokens": "num_prompt_tokens",
-    "prompt_tokens_cached": "num_cached_tokens",
-    "prefix_cache_queries": "num_prompt_tokens",
-    "prefix_cache_hits": "num_cached_tokens",
-    "generation_tokens": "num_sampled_tokens",
-    "num_preemptions": "num_preemptions",
-    "engine_steps": "num_steps",
-    "engine_restarts": "num_restarts",
+_GAUGES: dict[str, Callable[[EngineGauges], float]] = {
+    "num_requests_running": lambda gauges: gauges.num_running,
+    "num_requests_waiting": lambda gauges: gauges.num_waiting,
+    "num_requests_preempted": lambda gauges: gauges.num_preempted,
+    "kv_cache_usage_perc": lambda gauges: gauges.kv_cache_usage,
+}
+_COUNTERS: dict[str, Callable[[EngineCounters], float]] = {
+    "prompt_tokens": lambda counters: counters.num_prompt_tokens,
+    "prompt_tokens_cached": lambda counters: counters.num_cached_tokens,
+    "prefix_cache_queries": lambda counters: counters.num_prompt_tokens,
+    "prefix_cache_hits": lambda counters: counters.num_cached_tokens,
+    "generation_tokens": lambda counters: counters.num_sampled_tokens,
+    "num_preemptions": lambda counters: counters.num_preemptions,
+    "engine_steps": lambda counters: counters.num_steps,
+    "engine_restarts": lambda counters: counters.num_restarts,
 }
 
 
@@ -76,7 +82,8 @@ DEFAULT_PREFIX = "infer"
 
 
 class _Together:
-    """A collector of several: what has one name is one family, since a scrape has each once."""
+    """A collector over several engines: samples of one name are put into one family, because a
+    scrape may have each family once."""
 
     def __init__(self, all_metrics: Sequence[Metrics]) -> None:
         self._all = all_metrics
@@ -93,7 +100,7 @@ class _Together:
 
 
 class _OfConnections:
-    """A collector of what belongs to the server, whatever its models are."""
+    """A collector of the numbers of the server's connections, which belong to no model."""
 
     def __init__(self, prefix: str, connections: Connections) -> None:
         self._prefix = prefix
@@ -113,7 +120,7 @@ class _OfConnections:
 
 
 def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
-    """The answer to a scrape; the samples of several engines differ in `model_name`."""
+    """The body of `/metrics`; the samples of several engines differ in `model_name`."""
     prefix = next((metrics.prefix for metrics in all_metrics), DEFAULT_PREFIX)
     registry = CollectorRegistry()
     registry.register(_Together(all_metrics))
@@ -122,13 +129,13 @@ def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
 
 
 class Metrics:
-    """See the module's docstring. A collector in prometheus' sense."""
+    """See the module's docstring. It is a collector for the prometheus client."""
 
     def __init__(
         self, engine: AsyncLLM, traces: RequestTraces, prefix: str, usage: Path | None = None
     ) -> None:
-        """`usage`: a file where the totals of the keys outlive the server, by model and key. Of a
-        server that dies the last `SAVE_S` are lost. Servers with one file add to each other's."""
+        """`usage`: file that keeps the totals of the keys, by model and key, over restarts of the
+        server. A server that dies loses the last `SAVE_S` seconds. Servers may share a file."""
         self._engine = engine
         self._traces = traces
         self.prefix = prefix
@@ -144,13 +151,13 @@ class Metrics:
         known = self._saved().get(engine.model_name, {})
         self._by_key = {key: Counter(counts) for key, counts in known.items()}
         self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
-        """what of it the file has"""
+        """the part of `_by_key` that is in the file"""
         self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
         traces.on_step.append(self._stepped)
         traces.on_end.append(self._ended)
 
     def _stepped(self, step_events: StepEvents) -> None:
-        chunks = [event.total for event in step_events.events if event.kind == "chunk"]
+        chunks = [e.num_tokens for e in step_events.events if isinstance(e, ComputedChunk)]
         self._per_step.add(sum(chunks) + step_events.num_sequences - len(chunks))
         self._num_rows += step_events.num_sequences
 
@@ -189,7 +196,7 @@ class Metrics:
             raise ConfigError("api_keys", f"{self._usage.name} holds no usage: {error}") from None
 
     def save(self) -> None:
-        """Write the totals of the keys; those of other models stay as they are."""
+        """Add the totals of the keys to the file; entries of other models are not changed."""
         if self._usage is None or not self._by_key:
             return
         self._saved_s = time.monotonic()
@@ -209,42 +216,41 @@ class Metrics:
             log.error("the usage of the keys is not saved: %s", error)
 
     def seen(self, context: RequestContext) -> None:
-        """An HTTP request has ended."""
+        """Count the status of an HTTP request that has ended."""
         if context.status in (401, 429, 503):
             self._refusals[str(context.status)] += 1
 
     def stats(self) -> dict[str, Any]:
-        """For people: what the scheduler is doing."""
-        stats = self._engine.stats()
+        """The body of `/stats`: what the scheduler does, for people."""
+        stats = self._engine.read_stats()
+        gauges, counters = stats.engine.gauges, stats.engine.counters
         num_steps = sum(self._per_step.counts)
         waits_ms = sorted(round(1000 * wait_s, 3) for wait_s in self._waits_s) or [0.0]
         last = len(waits_ms) - 1
         return {
-            "queue_depth": stats["num_waiting"],
-            "running": stats["num_running"],
-            "preempted": stats["num_preempted"],
+            "queue_depth": gauges.num_waiting,
+            "running": gauges.num_running,
+            "preempted": gauges.num_preempted,
             "mean_batch_size": round(self._num_rows / num_steps, 3) if num_steps else 0.0,
             "mean_tokens_per_step": round(self._per_step.sum / num_steps, 3) if num_steps else 0.0,
-            "batches_formed": stats["num_batches"] or stats["num_steps"],
+            "batches_formed": counters.num_batches or counters.num_steps,
             "waiting_ms": {
                 "mean": round(statistics.fmean(waits_ms), 3),
                 **{f"p{q}": waits_ms[q * last // 100] for q in (50, 95, 100)},
             },
             "keys": {name: dict(counts) for name, counts in self._by_key.items()},
-            "engine": stats,
+            "engine": stats.by_name(),
         }
 
     # ---- for the prometheus client
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
-        stats = self._engine.stats()
-        for name, source in _GAUGES.items():
-            yield self._one(GaugeMetricFamily, name, stats[source])
-        used = 1 - stats["num_free_pages"] / stats["num_pages"]
-        yield self._one(GaugeMetricFamily, "kv_cache_usage_perc", used)
-        for name, source in _COUNTERS.items():
-            yield self._one(CounterMetricFamily, name, stats[source])
+        """All families of metrics; called by the prometheus client."""
+        stats = self._engine.read_stats().engine
+        for name, gauge in _GAUGES.items():
+            yield self._one(GaugeMetricFamily, name, gauge(stats.gauges))
+        for name, counter in _COUNTERS.items():
+            yield self._one(CounterMetricFamily, name, counter(stats.counters))
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):

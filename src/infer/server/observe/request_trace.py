@@ -1,11 +1,11 @@
-"""`RequestTraces`: what happened to each request, told by the engine's steps, for whoever asks why.
+"""`RequestTraces`: what happened to each request and when, from the events of the engine's steps.
 
-An `Observer` of the engine. A story is kept from the moment when a request is accepted until
-`MAX_RECENT` others of its owner have ended after it (or so many of all that those with the most
-give theirs up); it has at most `MAX_EVENTS` events and the `NUM_GAPS`
-slowest gaps between two tokens, each with what the slowest step in it was doing. What is paid for
-each token of each request is one look-up, one subtraction and two comparisons. Ids are those that
-the server makes; the names of other owners' requests are not shown.
+An `Observer` of the engine. A trace is kept from the moment when a request is accepted until
+`MAX_RECENT` others of its owner have ended after it, or `MAX_RECENT_IN_ALL` of all owners, of whom
+the one with the most loses his oldest. It has at most `MAX_EVENTS` events and the `NUM_GAPS`
+longest gaps between two tokens, each with what the slowest step in it was doing. A token costs one
+look-up, one subtraction and two comparisons. Ids are those that the server makes; the names of
+other owners' requests are not shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal, assert_never
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import CancelledError, RequestError
@@ -24,36 +24,53 @@ from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.types import FinishReason, Request, StepOutput
 from infer.types.ends import outcome_of
-from infer.types.step_events import StepEvent, StepEvents
+from infer.types.step_events import (
+    Admitted,
+    ComputedChunk,
+    Preempted,
+    Queued,
+    Resumed,
+    StepEvent,
+    StepEvents,
+)
 
 MAX_RECENT = 256
-"""of one owner"""
+"""number of ended traces that are kept for one owner"""
 MAX_RECENT_IN_ALL = 1024
 MAX_EVENTS = 128
 NUM_GAPS = 5
 MAX_STEPS = 256
-"""steps back to which a slow gap can be explained"""
+"""number of latest steps that can explain a slow gap"""
 GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+
+ChoiceState = Literal["queued", "running", "preempted"]
 
 
 @dataclass(slots=True)
 class ChoiceTrace:
-    """One choice of a request: what the engine calls a request."""
+    """The trace of one choice, which is a request of its own to the engine."""
 
     trace: RequestTrace
     index: int
-    state: str = "queued"
+    state: ChoiceState = "queued"
+    """the latest that the engine has reported"""
     num_tokens: int = 0
+    """output tokens until now"""
     num_cached: int = 0
+    """prompt tokens that were found in the prefix cache"""
     admitted_s: float | None = None
+    """when it first got a seat; all times are those of `time.monotonic`"""
     first_s: float | None = None
+    """when it sampled its first token"""
     last_s: float = 0.0
+    """when it sampled its latest token"""
     reason: FinishReason | None = None
+    """why it ended; None while it runs, and if its client left before the end"""
 
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request of a client."""
+    """The trace of one request of a client."""
 
     id: str
     owner: str
@@ -61,18 +78,18 @@ class RequestTrace:
     num_prompt: int
     max_tokens: int
     choices: dict[str, ChoiceTrace] = field(default_factory=dict)
-    """by the engine's ids"""
+    """engine's request id → choice"""
     events: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
     gaps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
-    """the slowest first; seconds, and what is told of it"""
+    """(seconds, details) of the longest gaps between two tokens, the longest first"""
     ended_s: float | None = None
     outcome: str | None = None
     error: RequestError | None = None
-    """with which it was cancelled"""
+    """error with which the request was cancelled"""
 
-    def tell(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
-        """Add an event, while there is room; the last place is kept for the end."""
+    def record(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
+        """Add an event while there is room; the last place is kept for `finished`."""
         if len(self.events) < MAX_EVENTS - (kind != "finished"):
             own = {"choice": choice} if choice else {}
             self.events.append({"at_ms": self.ms(at_s), "event": kind, **own, **details})
@@ -81,7 +98,7 @@ class RequestTrace:
 
     @property
     def state(self) -> str:
-        """The furthest that one of its choices has got."""
+        """The most advanced state of its choices."""
         if self.outcome is not None:
             return "finished"
         states = [
@@ -93,26 +110,26 @@ class RequestTrace:
         return next((state for state in order if state in states), "running")
 
     def sum_of(self, name: str) -> int:
-        """Of a count of its choices."""
+        """Sum of a number over its choices; `name`: the attribute of `ChoiceTrace`."""
         return sum(getattr(choice_trace, name) for choice_trace in self.choices.values())
 
     @property
     def num_preemptions(self) -> int:
-        """Of those that were told."""
+        """Number of recorded preemptions of its choices."""
         return sum(event["event"] == "preempted" for event in self.events)
 
     def ms(self, time_s: float | None) -> float | None:
-        """Since it was received."""
+        """Milliseconds from the arrival of the request to a time on the monotonic clock."""
         return None if time_s is None else round(1000 * (time_s - self.context.received_s), 3)
 
     def earliest(self, name: str) -> float | None:
-        """When the first of its choices got to a point."""
+        """Earliest time among its choices; `name`: the attribute of `ChoiceTrace`."""
         times = [getattr(choice_trace, name) for choice_trace in self.choices.values()]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
 
 class Histogram:
-    """Counts by size."""
+    """Counts of values by size."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -138,7 +155,7 @@ class RequestTraces:
         self._open: dict[str, RequestTrace] = {}
         self._ended: dict[str, RequestTrace] = {}
         self._ended_of: dict[str, dict[str, None]] = {}
-        """the ids of those of each owner, the oldest first"""
+        """owner → ids of its ended traces, the oldest first"""
         self._choices: dict[str, ChoiceTrace] = {}
         self._steps: deque[StepEvents] = deque(maxlen=MAX_STEPS)
         self.on_step: list[Callable[[StepEvents], None]] = []
@@ -156,13 +173,13 @@ class RequestTraces:
         requests: Sequence[Request],
         num_prompt: int,
     ) -> RequestTrace:
-        """A request is accepted; its story ends when its visit does."""
+        """Begin the trace of an accepted request; it ends with the answer to the HTTP request."""
         trace = RequestTrace(answer_id, owner, context, num_prompt, requests[0].max_tokens)
         for index, request in enumerate(requests):
             choice_trace = ChoiceTrace(trace, index)
             trace.choices[request.request_id] = self._choices[request.request_id] = choice_trace
         self._open[context.id] = trace
-        trace.tell(context.received_s, 0, "received")
+        trace.record(context.received_s, 0, "received")
         context.cleanup.callback(self._end, trace)
         return trace
 
@@ -175,7 +192,7 @@ class RequestTraces:
             trace.outcome = trace.error.code
         else:
             trace.outcome = outcome_of(reasons, failed=trace.context.status >= 400)
-        trace.tell(trace.ended_s, 0, "finished", outcome=trace.outcome)
+        trace.record(trace.ended_s, 0, "finished", outcome=trace.outcome)
         del self._open[trace.context.id]
         self._ended[trace.context.id] = trace
         own = self._ended_of.setdefault(trace.owner, {})
@@ -184,21 +201,21 @@ class RequestTraces:
             self._forget(trace.owner)
         elif len(self._ended) > MAX_RECENT_IN_ALL:
             self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
-        trace.context.told = summary(trace)
+        trace.context.trace_summary = summary(trace)
         for listener in self.on_end:
             listener(trace)
 
     def _forget(self, owner: str) -> None:
-        """The oldest one of an owner."""
+        """Drop the oldest ended trace of an owner."""
         own = self._ended_of[owner]
         oldest = self._ended.pop(next(iter(own)))
-        oldest.choices.clear()  # they hold it: only the garbage collector would find it
+        oldest.choices.clear()  # breaks a cycle, so that no garbage collection is needed
         del own[oldest.context.id]
         if not own:
             del self._ended_of[owner]
 
     def cancel(self, trace: RequestTrace, error: RequestError | None = None) -> bool:
-        """End a request that runs; its client gets `error`. False if it has ended already."""
+        """End a running request with `error`, which its client gets. False if it has ended."""
         if trace.outcome is not None or trace.error is not None:
             return False
         message = "this request was cancelled"
@@ -208,8 +225,10 @@ class RequestTraces:
         return True
 
     def find(self, name: str, owner: str | None) -> RequestTrace:
-        """By the id of the answer, or of its `x-request-id` where the client sent none; somebody
-        else's is not found (`owner` None: everybody's are one's own)."""
+        """The trace with the id of an answer, or with an `x-request-id` that the server made.
+
+        Raises a 404 for an unknown id, and for a request of another owner (`owner` None: all
+        requests are found)."""
         key = name.rpartition("-")[2]
         trace = self._open.get(key) or self._ended.get(key)
         if trace is None or name not in (key, trace.id) or owner not in (None, trace.owner):
@@ -217,7 +236,7 @@ class RequestTraces:
         return trace
 
     def all(self, owner: str | None) -> Iterator[RequestTrace]:
-        """Those that run, then those that have ended, the newest first."""
+        """The running traces, then the ended ones, each the newest first; `owner` None: of all."""
         for traces in (self._open, self._ended):
             for trace in reversed(traces.values()):
                 if owner in (None, trace.owner):
@@ -225,19 +244,19 @@ class RequestTraces:
 
     @property
     def num_choices(self) -> int:
-        """Of everybody's requests, that have not ended."""
+        """Number of choices that have not ended, of all owners."""
         return sum(choice_trace.reason is None for choice_trace in self._choices.values())
 
     def num_queued(self, owner: str) -> int:
-        """Choices of an owner's requests that wait for a seat. Not counted where nobody has a key:
-        it looks at everything that is open."""
+        """Number of choices of an owner's requests that wait for a seat; 0 without keys. Its time
+        is linear in the number of open choices."""
         choices = self._choices.values() if owner else ()
         return sum(t.trace.owner == owner and t.state == "queued" for t in choices)
 
     # ---- from the engine
 
     def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
-        """See `Observer`. This is the hot path: B sequences pass here in each step."""
+        """See `Observer`. This is a hot path: it runs for each sequence of each step."""
         if step_events is None:
             return
         self._steps.append(step_events)
@@ -253,10 +272,10 @@ class RequestTraces:
             choice_trace.num_tokens += 1
             if choice_trace.first_s is None:
                 choice_trace.first_s, choice_trace.num_cached = now_s, output.num_cached
-                choice_trace.trace.tell(now_s, choice_trace.index, "first_token")
+                choice_trace.trace.record(now_s, choice_trace.index, "first_token")
             else:
                 gap_s = now_s - choice_trace.last_s
-                if gap_s != known_s:  # most of a step's have waited for the same time
+                if gap_s != known_s:  # most gaps of a step are equal
                     known_s, bucket = gap_s, bisect_left(GAP_BUCKETS_S, gap_s)
                 self.gaps.add_to(bucket, gap_s)
                 gaps = choice_trace.trace.gaps
@@ -274,28 +293,39 @@ class RequestTraces:
     def _record_event(
         self, choice_trace: ChoiceTrace, event: StepEvent, step_events: StepEvents
     ) -> None:
-        at_s = step_events.ended_s if event.kind == "chunk" else step_events.started_s
-        if event.kind == "admitted":
-            choice_trace.state = "running"
-            if choice_trace.admitted_s is None:
-                choice_trace.admitted_s = at_s
-        elif event.kind != "chunk":
-            choice_trace.state = "preempted" if event.kind == "preempted" else "queued"
-        others = [self._shown(name, choice_trace.trace) for name in event.others]
-        match event.kind:
-            case "queued" | "resumed":
-                details = {"waiting_before": event.num, "running": event.total, "behind": others}
-            case "admitted":
-                details = {"cached_tokens": event.num, "of_tokens": event.total}
-            case "chunk":
-                details = {"from_token": event.num, "tokens": event.total}
+        trace, at_s = choice_trace.trace, step_events.started_s
+        details: dict[str, Any]
+        match event:
+            case Queued() | Resumed():
+                choice_trace.state = "queued"
+                kind = "queued" if isinstance(event, Queued) else "resumed"
+                behind = [self._shown(name, trace) for name in event.behind]
+                details = {
+                    "waiting_before": event.num_before,
+                    "running": event.num_running,
+                    "behind": behind,
+                }
+            case Admitted():
+                choice_trace.state = "running"
+                if choice_trace.admitted_s is None:
+                    choice_trace.admitted_s = at_s
+                kind = "admitted"
+                details = {"cached_tokens": event.num_cached, "of_tokens": event.num_tokens}
+            case ComputedChunk():
+                kind, at_s = "chunk", step_events.ended_s
+                details = {"from_token": event.start, "tokens": event.num_tokens}
+            case Preempted():
+                choice_trace.state = kind = "preempted"
+                needed_by = () if event.needed_by is None else (event.needed_by,)
+                shown = [self._shown(name, trace) for name in needed_by]
+                details = {"lost_tokens": event.num_lost, "needed_by": shown}
             case _:
-                details = {"lost_tokens": event.num, "needed_by": others}
+                assert_never(event)
         details["step"] = step_events.number
-        choice_trace.trace.tell(at_s, choice_trace.index, event.kind, **details)
+        trace.record(at_s, choice_trace.index, kind, **details)
 
     def _shown(self, name: str, trace: RequestTrace) -> str:
-        """How a request is called in the story of another one."""
+        """The name of a request in the trace of another one."""
         choice_trace = self._choices.get(name)
         if choice_trace is None or choice_trace.trace.owner != trace.owner:
             return "somebody else's"
@@ -305,8 +335,8 @@ class RequestTraces:
         trace = choice_trace.trace
         within = [step for step in self._steps if step.started_s >= choice_trace.last_s]
         slowest = max(within, key=lambda step: step.ended_s - step.started_s, default=step_events)
-        chunks = [event for event in slowest.events if event.kind == "chunk"]
-        told = {
+        chunks = [event for event in slowest.events if isinstance(event, ComputedChunk)]
+        details = {
             "gap_ms": round(1000 * gap_s, 3),
             "at_ms": trace.ms(step_events.ended_s),
             "token": choice_trace.num_tokens,
@@ -316,24 +346,24 @@ class RequestTraces:
                 "step": slowest.number,
                 "step_ms": round(1000 * (slowest.ended_s - slowest.started_s), 3),
                 "sequences": slowest.num_sequences,
-                "prompt_tokens": sum(event.total for event in chunks),
+                "prompt_tokens": sum(event.num_tokens for event in chunks),
                 "prompts_of": [self._shown(event.request_id, trace) for event in chunks[:4]],
             },
         }
-        trace.gaps.append((gap_s, told))
+        trace.gaps.append((gap_s, details))
         trace.gaps.sort(key=lambda gap: -gap[0])
         del trace.gaps[NUM_GAPS:]
 
 
 def not_found() -> HttpError:
-    """There is none of this name, or it is somebody else's."""
+    """The error for an unknown id, or one of another owner."""
     message = "there is no such request; the server remembers those that run and"
     return HttpError(404, f"{message} {MAX_RECENT} more", code="request_not_found")
 
 
 def summary(trace: RequestTrace) -> dict[str, Any]:
-    """What a list shows."""
-    return trace.context.told or {
+    """A trace as it is shown in a list."""
+    return trace.context.trace_summary or {
         "id": trace.id,
         "object": "request",
         "client_request_id": trace.context.client_id,
@@ -354,10 +384,10 @@ def summary(trace: RequestTrace) -> dict[str, Any]:
 
 
 def view(trace: RequestTrace) -> dict[str, Any]:
-    """The whole story. Times are milliseconds since the request was received."""
+    """A whole trace as JSON; times are milliseconds since the request was received."""
     return {
         **summary(trace),
         "events": sorted(trace.events, key=itemgetter("at_ms")),
         "events_left_out": trace.num_left_out,
-        "slowest_gaps": [told for _, told in trace.gaps],
+        "slowest_gaps": [details for _, details in trace.gaps],
     }

@@ -1,9 +1,10 @@
-"""The request bodies as they come over the wire, as strict pydantic models.
+"""The request bodies of OpenAI's API, as strict pydantic models
 
-Shape and type are decided here: a wrong type is 400, an unknown name or a value outside a list is
-422, a known name whose effect we do not have is 400 by name, `null` is the same as absent, and a
-bool is never a number. Ranges of sampling values belong to `infer.types.SamplingParams` (built in
-`intake`), lengths in tokens to the engine. The extension names are those that vLLM uses.
+The models check shapes and types: a wrong type is 400, an unknown name or a value outside a list is
+422, and a known name without an implementation is 400 unless its value has no effect. `null` is the
+same as absent, and a bool is never a number. `infer.types.SamplingParams`, built in `to_engine`,
+checks the ranges of sampling values; the engine checks lengths in tokens. Names of extensions are
+those of vLLM.
 """
 
 from __future__ import annotations
@@ -22,27 +23,32 @@ from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
 MAX_CHOICES_PER_PROMPT = 8
+"""largest `n`"""
 MAX_CHOICES = 256
-"""prompts x n of one request"""
+"""maximum number of choices of one request: prompts x n"""
 MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
-"""of `bad_words` that are spelled on the event loop"""
+"""maximum size of `bad_words` that are tokenised on the event loop"""
 MAX_LIGHT_ENTRIES = 2048
-"""choices x fields that are looked at there"""
+"""maximum of choices x (1 + entries of lists) that are checked on the event loop"""
 MAX_MESSAGES = 1024
 MAX_CHAT_STOP_STRINGS = 4
+"""OpenAI's limit for a chat"""
 MAX_METADATA_ENTRIES = 16
 MAX_TOOLS = 128
-"""OpenAI's limit too"""
+"""OpenAI's limit"""
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400
+"""one day"""
 
 Prompt = str | tuple[int, ...]
+"""text or token ids"""
 Object = dict[str, Any]
+"""any JSON object"""
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """All four spellings of `prompt` as one tuple of prompts."""
+    """The prompts of any of the four forms that `prompt` may have."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
@@ -72,7 +78,7 @@ def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def _few(strings: tuple[str, ...]) -> tuple[str, ...]:
+def _few_stops(strings: tuple[str, ...]) -> tuple[str, ...]:
     if len(strings) > MAX_CHAT_STOP_STRINGS:
         raise UnprocessableError(
             f"stop has {len(strings)} strings; at most {MAX_CHAT_STOP_STRINGS} are supported"
@@ -81,10 +87,10 @@ def _few(strings: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """JSON's keys are strings; here they are token ids."""
+    """The biases by token id; in JSON the keys are strings."""
     if not isinstance(value, dict):
         raise RequestError("logit_bias must be an object: token id → number")
-    if len(value) > MAX_LOGIT_BIAS_ENTRIES:  # `SamplingParams` would say so too, but late
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:  # `SamplingParams` checks it too, but only later
         raise UnprocessableError(f"logit_bias has more than {MAX_LOGIT_BIAS_ENTRIES} entries")
     biases: dict[int, float] = {}
     for key, bias in value.items():
@@ -107,7 +113,7 @@ def _metadata(value: Any) -> dict[str, str]:
 
 
 def _content(value: Any) -> str:
-    """A string, or the texts of a list of text parts one after the other."""
+    """The text of a string or of a list of text parts, which are concatenated."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
@@ -135,7 +141,7 @@ def _variables(value: Any) -> dict[str, Any]:
 
 
 def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
-    """Definitions or calls of functions."""
+    """A list of definitions or calls of functions, checked for its shape."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RequestError(f"{info.field_name} must be a list of objects")
     if len(value) > MAX_TOOLS:
@@ -153,7 +159,7 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
 
 
 def _tool_choice(value: Any) -> str | dict[str, str]:
-    """ "none", "auto", "required", or a function as `{"name": …}`."""
+    """The choice: "none", "auto", "required", or a function as `{"name": …}`."""
     if isinstance(value, dict):
         function = value.get("function")
         if value == {"type": "function", "function": function} and isinstance(function, dict):
@@ -167,7 +173,7 @@ def _tool_choice(value: Any) -> str | dict[str, str]:
 
 
 def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the form templates expect: the arguments are an object, not the text of one."""
+    """The calls in the form that templates expect, with their arguments as an object."""
     parsed = []
     for call in calls:
         arguments = call["function"].get("arguments") or {}
@@ -182,14 +188,14 @@ def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return parsed
 
 
-# Templates know no developer: it is the newer name of system.
+# "developer" is OpenAI's newer name of "system", which chat templates do not know.
 Role = Annotated[
     Literal["system", "developer", "user", "assistant", "tool"],
     AfterValidator(lambda role: "system" if role == "developer" else role),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
-TokenIds = Annotated[list[int], FailFast()]  # not a finding for each of a million wrong ones
+TokenIds = Annotated[list[int], FailFast()]  # one error only, not one for each wrong id
 ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str, Any])]
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
@@ -233,7 +239,8 @@ _RANGES: dict[str, dict[str, Any]] = {
     },
     "guided_choice": {"minItems": 1},
 }
-"""of `SamplingParams`, which decides; what depends on the model is not here"""
+"""ranges of the fields of `SamplingParams`, which checks them, as JSON Schema for the OpenAPI
+document; ranges that depend on the model are not included"""
 _FUNCTION = {
     "type": "object",
     "properties": {"name": {"type": "string"}},
@@ -270,20 +277,22 @@ _CONVERSATION: dict[str, dict[str, Any]] = {
 
 
 class StreamOptions(Wire):
+    """Options of a streamed answer."""
+
     inert_fields = ignored_fields.STREAM_FIELDS
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """with every piece, if `include_usage` asks for usage at all"""
+    """whether every piece has the usage so far, if `include_usage` is true"""
 
 
 class Body(Wire):
-    """Every body may name the model."""
+    """A body that may name the model."""
 
     model: str | None = None
 
 
 class Generation(Body):
-    """What both generating endpoints take."""
+    """The fields that both generating endpoints accept."""
 
     inert_fields = ignored_fields.REQUEST_FIELDS
     documented = _RANGES
@@ -314,7 +323,7 @@ class Generation(Body):
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
-    """seconds; the server has a limit of its own"""
+    """maximum time of the request in seconds; the server has a limit of its own"""
     allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
     bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -328,8 +337,8 @@ class Generation(Body):
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it takes a noticeable time to read, however small the body: a grammar has to be
-        compiled, many words have to be spelled, or many choices made."""
+        """Whether checking takes noticeable time even if the body is small: a grammar has to be
+        compiled, many words tokenised, or many choices made."""
         num_entries = len(self.logit_bias) + len(self.allowed_token_ids or ())
         return bool(
             self.num_grammar_chars
@@ -340,27 +349,27 @@ class Generation(Body):
 
     @property
     def num_grammar_chars(self) -> int:
-        """Of the grammar that has to be compiled; 0 = there is none."""
+        """Number of characters of the grammar to be compiled; 0 without one."""
         return sum(len(grammar.text) for grammar in self.grammars.values())
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether the client leaves it to the server how much may be generated."""
+        """Whether the client has set no limit to the number of output tokens."""
         return self.max_tokens is None
 
     @property
     def grammars(self) -> dict[str, Grammar]:
-        """What the answer's text must look like, by the name of the field that says so."""
+        """Grammars of the answer's text, by the name of the field that has them."""
         given = {name: getattr(self, name) for name in grammar_fields.FIELDS}
         return {name: grammar for name, grammar in given.items() if grammar is not None}
 
     @property
     def num_choices(self) -> int:
-        """Of the whole answer; so many places it needs."""
+        """Number of choices of the answer, each of which needs a place."""
         return self.n
 
     @model_validator(mode="after")
-    def _streaming(self) -> Generation:
+    def _check_combinations(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream_format == "events" and not self.stream:
@@ -369,7 +378,8 @@ class Generation(Body):
             raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
         if len(self.grammars) > 1:
             one, other, *_ = self.grammars
-            raise RequestError(f"{one} and {other} are two grammars; send one", param=other)
+            message = f"{one} and {other} both constrain the answer's text; send one of them"
+            raise RequestError(message, param=other)
         return self
 
 
@@ -391,7 +401,7 @@ class CompletionBody(Generation):
         return len(self.prompt) * self.n
 
     @model_validator(mode="after")
-    def _not_too_many(self) -> CompletionBody:
+    def _check_choices(self) -> CompletionBody:
         if self.num_choices > MAX_CHOICES:
             raise UnprocessableError(
                 f"{len(self.prompt)} prompts x n={self.n} is more than {MAX_CHOICES} choices",
@@ -401,7 +411,7 @@ class CompletionBody(Generation):
 
 
 class Message(Wire):
-    """It may call tools, and then needs no content."""
+    """A message of a conversation; one that calls tools needs no content."""
 
     inert_fields = ignored_fields.MESSAGE_FIELDS
     role: Role
@@ -410,11 +420,11 @@ class Message(Wire):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """the same by its other name"""
+    """another name of `reasoning_content`"""
     tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _check_content(self) -> Message:
         if self.content is None and not self.tool_calls:
             code = "missing_required_parameter"
             raise RequestError("content is required", param="content", code=code)
@@ -422,7 +432,7 @@ class Message(Wire):
 
 
 class Conversation(Body):
-    """What a chat template is given."""
+    """The fields from which a chat template makes a prompt."""
 
     documented = _CONVERSATION
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
@@ -432,11 +442,12 @@ class Conversation(Body):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], plain(_variables, dict[str, Any])] = Field({})
     reasoning_effort: Effort | None = None
-    """for templates that read it; `none` also says `enable_thinking=False`"""
+    """variable for templates that read it; `none` also sets `enable_thinking=False`"""
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Beside the messages. Whoever continues a message need not say that none begins."""
+        """The template's arguments beside the messages. `add_generation_prompt` is false by default
+        if the final message is continued."""
         begin = self.add_generation_prompt
         if begin is None:
             begin = not self.continue_final_message
@@ -454,12 +465,12 @@ class Conversation(Body):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Those that the model may call."""
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
 
 class ChatBody(Conversation, Generation):
-    """`POST /v1/chat/completions`, and `/render`, which shows the prompt it becomes."""
+    """`POST /v1/chat/completions`, and `/render`, which returns its prompt."""
 
     documented = (
         _RANGES
@@ -475,8 +486,8 @@ class ChatBody(Conversation, Generation):
     )
     max_completion_tokens: int | None = None
     session_id: str | None = None
-    """its messages go before these; see `server.sessions.routes`"""
-    stop: Annotated[Stop, AfterValidator(_few)] = ()
+    """id of a session whose messages go before these; see `server.sessions.routes`"""
+    stop: Annotated[Stop, AfterValidator(_few_stops)] = ()
     logprobs: bool = False
     top_logprobs: int | None = None
     parallel_tool_calls: bool = True
@@ -484,7 +495,7 @@ class ChatBody(Conversation, Generation):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """Those of which the answer must be a call."""
+        """The tools one of which the answer must call."""
         if isinstance(self.tool_choice, str):
             return self.tools if self.tool_choice == "required" else []
         return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
@@ -498,7 +509,7 @@ class ChatBody(Conversation, Generation):
         return self.max_tokens is None and self.max_completion_tokens is None
 
     @model_validator(mode="after")
-    def _choosing(self) -> ChatBody:
+    def _check_tool_choice(self) -> ChatBody:
         if self.tool_choice not in ("none", "auto") and not self.forced_tools:
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
         if self.forced_tools and self.grammars:
