@@ -17,7 +17,9 @@ from load import Findings, Served, follow, model_server, percentile, served
 from serving import App, chat_body, completion_body, serving
 
 from doubles import make_hash_llm
-from infer.server.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from infer.server.openai.chat import ChatBody
+from infer.server.openai.completions import CompletionBody
+from infer.server.openai.schema import DetokenizeBody, TokenizeBody
 
 # ---- 16: generated bodies
 

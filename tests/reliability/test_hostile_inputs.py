@@ -27,7 +27,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.server import offload as body_reader
 from infer.server.http.error_responses import MAX_HEADER_BYTES
 from infer.server.http.json_body import MAX_BODY_BYTES
-from infer.server.openai.schema import ChatBody
+from infer.server.openai.chat import ChatBody
 
 CONTEXT = 512
 """tokens that a request may have, on both servers here"""

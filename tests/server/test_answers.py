@@ -24,7 +24,8 @@ from serving import (
 
 from doubles import make_hash_llm, small_tokenizer
 from infer.server.openai import grammar_fields
-from infer.server.openai.schema import ChatBody, CompletionBody
+from infer.server.openai.chat import ChatBody
+from infer.server.openai.completions import CompletionBody
 from infer.types.grammar import Grammar
 
 USAGE_OF_8 = {

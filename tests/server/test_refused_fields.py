@@ -16,8 +16,8 @@ from serving import (
 )
 
 from doubles import make_hash_llm
+from infer.server.openai.completions import CompletionBody
 from infer.server.openai.ignored_fields import REQUEST_FIELDS
-from infer.server.openai.schema import CompletionBody
 
 
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from infer.version import VERSION
 E = TypeVar("E", bound=Callable[..., Any])
 
 JSON = "application/json"
+EVENTS = "text/event-stream"
 REF = "#/components/schemas/{model}"
 ANY_REQUEST = {400, 403, 431, 500, 503}
 ANY_BODY = {404, 408, 413, 415, 422}  # 404: it names a model that is not there
@@ -38,7 +39,7 @@ def takes(
     media types of a 200."""
 
     def mark(endpoint: E) -> E:
-        endpoint.told = (bodies, refuses, answers)  # type: ignore[attr-defined]
+        endpoint.api_facts = (bodies, refuses, answers)  # type: ignore[attr-defined]
         return endpoint
 
     return mark
@@ -57,7 +58,7 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     models: dict[type[Wire], None] = {}
     for method, route, summary in each(routes):
-        bodies, refuses, answers = getattr(route.endpoint, "told", ((), (), (JSON,)))
+        bodies, refuses, answers = getattr(route.endpoint, "api_facts", ((), (), (JSON,)))
         is_open = not has_keys or route.path in OPEN_PATHS
         statuses = ANY_REQUEST | {*refuses} | (ANY_BODY if bodies else set())
         statuses |= {429} if not is_open and costs(method, route.path) else set()

@@ -1,9 +1,10 @@
-"""The request bodies as they come over the wire, as strict pydantic models.
+"""The wire models that endpoints share: fields of sampling and of conversations, strictly typed.
 
-Shape and type are decided here: a wrong type is 400, an unknown name or a value outside a list is
-422, a known name whose effect we do not have is 400 by name, `null` is the same as absent, and a
-bool is never a number. Ranges of sampling values belong to `infer.types.SamplingParams` (built in
-`intake`), lengths in tokens to the engine. The extension names are those that vLLM uses.
+The body of an endpoint that generates stands in the endpoint's own file and is made of these.
+Shape and type are decided in wire models: a wrong type is 400, an unknown name or a value outside a
+list is 422, a known name whose effect we do not have is 400 by name, `null` is the same as absent,
+and a bool is never a number. Ranges of sampling values belong to `infer.types.SamplingParams`,
+lengths in tokens to the engine. The extension names are those that vLLM uses.
 """
 
 from __future__ import annotations
@@ -22,47 +23,19 @@ from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
 MAX_CHOICES_PER_PROMPT = 8
-MAX_CHOICES = 256
-"""prompts x n of one request"""
 MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
 """of `bad_words` that are spelled on the event loop"""
 MAX_LIGHT_ENTRIES = 2048
 """choices x fields that are looked at there"""
 MAX_MESSAGES = 1024
-MAX_CHAT_STOP_STRINGS = 4
 MAX_METADATA_ENTRIES = 16
 MAX_TOOLS = 128
 """OpenAI's limit too"""
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400
 
-Prompt = str | tuple[int, ...]
 Object = dict[str, Any]
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
-
-
-def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """All four spellings of `prompt` as one tuple of prompts."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
-        raise RequestError("prompt must be a string, a list of strings or token ids")
-    if _is_ids(value):
-        return (tuple(value),)
-    if len(value) > MAX_CHOICES:
-        raise UnprocessableError(f"prompt is a list of more than {MAX_CHOICES} prompts")
-    if all(isinstance(item, str) for item in value):
-        return tuple(value)
-    if all(isinstance(item, list) and _is_ids(item) for item in value):
-        return tuple(map(tuple, value))
-    raise RequestError(
-        "prompt must be a string, a list of strings, a list of token ids (integers)"
-        " or a list of lists of token ids"
-    )
-
-
-def _is_ids(items: list[Any]) -> bool:
-    return set(map(type, items)) <= {int}
 
 
 def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
@@ -70,14 +43,6 @@ def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
         raise RequestError(f"{info.field_name} must be a string or a list of strings")
     return tuple(strings)
-
-
-def _few(strings: tuple[str, ...]) -> tuple[str, ...]:
-    if len(strings) > MAX_CHAT_STOP_STRINGS:
-        raise UnprocessableError(
-            f"stop has {len(strings)} strings; at most {MAX_CHAT_STOP_STRINGS} are supported"
-        )
-    return strings
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -194,42 +159,42 @@ ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str,
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
 
-def _between(low: float, high: float) -> dict[str, Any]:
+def between(low: float, high: float) -> dict[str, Any]:
     return {"minimum": low, "maximum": high}
 
 
-_COUNT = _between(0, sampling.MAX_TOKENS_CEILING)
+COUNT = between(0, sampling.MAX_TOKENS_CEILING)
 _STRING = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_STRING_CHARS}
 
 
-def _strings(most: int) -> dict[str, Any]:
+def string_list(most: int) -> dict[str, Any]:
     return {"anyOf": [_STRING, {"type": "array", "items": _STRING, "maxItems": most}]}
 
 
 def _token_ids(most: int, least: int = 0) -> dict[str, Any]:
-    ids = {"type": "integer", **_between(0, 2**31 - 1)}
+    ids = {"type": "integer", **between(0, 2**31 - 1)}
     return {"anyOf": [{"type": "array", "items": ids, "minItems": least, "maxItems": most}]}
 
 
-_RANGES: dict[str, dict[str, Any]] = {
-    "temperature": {"anyOf": [{"const": 0}, {"type": "number", **_between(0.01, 2)}]},
+RANGES: dict[str, dict[str, Any]] = {
+    "temperature": {"anyOf": [{"const": 0}, {"type": "number", **between(0.01, 2)}]},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": _between(0, 1),
-    "presence_penalty": _between(-2, 2),
-    "frequency_penalty": _between(-2, 2),
+    "min_p": between(0, 1),
+    "presence_penalty": between(-2, 2),
+    "frequency_penalty": between(-2, 2),
     "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
-    "top_k": _between(-1, 2**31 - 1),
-    "seed": {"anyOf": [{"type": "integer", **_between(-(2**63), 2**63 - 1)}]},
-    "min_tokens": _COUNT,
-    "prompt_logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
-    "stop": _strings(sampling.MAX_STOP_STRINGS),
-    "bad_words": _strings(sampling.MAX_BAD_WORDS),
+    "top_k": between(-1, 2**31 - 1),
+    "seed": {"anyOf": [{"type": "integer", **between(-(2**63), 2**63 - 1)}]},
+    "min_tokens": COUNT,
+    "prompt_logprobs": {"anyOf": [{"type": "integer", **between(0, sampling.MAX_LOGPROBS)}]},
+    "stop": string_list(sampling.MAX_STOP_STRINGS),
+    "bad_words": string_list(sampling.MAX_BAD_WORDS),
     "stop_token_ids": _token_ids(sampling.MAX_STOP_TOKEN_IDS),
     "allowed_token_ids": _token_ids(sampling.MAX_ALLOWED_TOKEN_IDS, 1),
     "logit_bias": {
         "maxProperties": MAX_LOGIT_BIAS_ENTRIES,
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": {"type": "number", **_between(-100, 100)},
+        "additionalProperties": {"type": "number", **between(-100, 100)},
     },
     "guided_choice": {"minItems": 1},
 }
@@ -262,7 +227,7 @@ _CHOSEN = {
     "required": ["type", "function"],
     "additionalProperties": False,
 }
-_CONVERSATION: dict[str, dict[str, Any]] = {
+CONVERSATION: dict[str, dict[str, Any]] = {
     "messages": {"minItems": 1},
     "tools": {"items": _TOOL, "maxItems": MAX_TOOLS},
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN]},
@@ -282,14 +247,41 @@ class Body(Wire):
     model: str | None = None
 
 
-class Generation(Body):
-    """What both generating endpoints take."""
+class GeneratingBody(Body):
+    """What the pipeline of `server.generation` reads of the body of any endpoint that generates."""
+
+    stream: bool = False
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+    """seconds until the answer must be whole; the server has a limit of its own"""
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of the whole answer: as many places are needed."""
+        return 1
+
+    @property
+    def num_grammar_chars(self) -> int:
+        """Characters of the grammars that have to be compiled; 0: there is none."""
+        return 0
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether making the requests takes a noticeable time, however small the body is."""
+        return bool(self.num_grammar_chars)
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether the client leaves it to the server how many tokens are generated."""
+        return False
+
+
+class Generation(GeneratingBody):
+    """What OpenAI's two endpoints that generate have in common."""
 
     inert_fields = ignored_fields.REQUEST_FIELDS
-    documented = _RANGES
+    documented = RANGES
 
     n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
-    stream: bool = False
     stream_options: StreamOptions | None = None
     stream_format: Literal["openai", "events"] = "openai"
     max_tokens: int | None = None
@@ -313,8 +305,6 @@ class Generation(Body):
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
-    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
-    """seconds; the server has a limit of its own"""
     allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
     bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -328,8 +318,7 @@ class Generation(Body):
 
     @property
     def is_heavy(self) -> bool:
-        """Whether it takes a noticeable time to read, however small the body: a grammar has to be
-        compiled, many words have to be spelled, or many choices made."""
+        """Whether a grammar has to be compiled, many words spelled, or many choices made."""
         num_entries = len(self.logit_bias) + len(self.allowed_token_ids or ())
         return bool(
             self.num_grammar_chars
@@ -340,12 +329,10 @@ class Generation(Body):
 
     @property
     def num_grammar_chars(self) -> int:
-        """Of the grammar that has to be compiled; 0 = there is none."""
         return sum(len(grammar.text) for grammar in self.grammars.values())
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether the client leaves it to the server how much may be generated."""
         return self.max_tokens is None
 
     @property
@@ -356,7 +343,6 @@ class Generation(Body):
 
     @property
     def num_choices(self) -> int:
-        """Of the whole answer; so many places it needs."""
         return self.n
 
     @model_validator(mode="after")
@@ -370,33 +356,6 @@ class Generation(Body):
         if len(self.grammars) > 1:
             one, other, *_ = self.grammars
             raise RequestError(f"{one} and {other} are two grammars; send one", param=other)
-        return self
-
-
-class CompletionBody(Generation):
-    """`POST /v1/completions`."""
-
-    documented = _RANGES | {
-        "max_tokens": _COUNT,
-        "logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
-    }
-
-    prompt: Annotated[tuple[Prompt, ...], plain(_prompts, str | list[str | int | list[int]])]
-    max_tokens: int = 16
-    logprobs: int | None = None
-    echo: bool = False
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompt) * self.n
-
-    @model_validator(mode="after")
-    def _not_too_many(self) -> CompletionBody:
-        if self.num_choices > MAX_CHOICES:
-            raise UnprocessableError(
-                f"{len(self.prompt)} prompts x n={self.n} is more than {MAX_CHOICES} choices",
-                param="n",
-            )
         return self
 
 
@@ -424,7 +383,7 @@ class Message(Wire):
 class Conversation(Body):
     """What a chat template is given."""
 
-    documented = _CONVERSATION
+    documented = CONVERSATION
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
     tools: Functions = Field([])
     tool_choice: ToolChoice = "auto"
@@ -456,55 +415,6 @@ class Conversation(Body):
     def shown_tools(self) -> list[dict[str, Any]]:
         """Those that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
-
-
-class ChatBody(Conversation, Generation):
-    """`POST /v1/chat/completions`, and `/render`, which shows the prompt it becomes."""
-
-    documented = (
-        _RANGES
-        | _CONVERSATION
-        | {
-            "max_tokens": {"anyOf": [{"type": "integer", **_between(1, _COUNT["maximum"])}]},
-            "max_completion_tokens": {
-                "anyOf": [{"type": "integer", **_between(1, _COUNT["maximum"])}]
-            },
-            "top_logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
-            "stop": _strings(MAX_CHAT_STOP_STRINGS),
-        }
-    )
-    max_completion_tokens: int | None = None
-    session_id: str | None = None
-    """its messages go before these; see `server.sessions.routes`"""
-    stop: Annotated[Stop, AfterValidator(_few)] = ()
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
-
-    @property
-    def forced_tools(self) -> list[dict[str, Any]]:
-        """Those of which the answer must be a call."""
-        if isinstance(self.tool_choice, str):
-            return self.tools if self.tool_choice == "required" else []
-        return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
-
-    @property
-    def num_grammar_chars(self) -> int:
-        return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
-
-    @property
-    def is_open_ended(self) -> bool:
-        return self.max_tokens is None and self.max_completion_tokens is None
-
-    @model_validator(mode="after")
-    def _choosing(self) -> ChatBody:
-        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
-            raise RequestError("tool_choice names none of the tools", param="tool_choice")
-        if self.forced_tools and self.grammars:
-            other = next(iter(self.grammars))
-            raise RequestError(f"{other} and this tool_choice exclude each other", param=other)
-        return self
 
 
 class TokenizeChatBody(Conversation):
