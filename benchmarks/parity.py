@@ -1,8 +1,8 @@
 """How far our logits are from transformers': `python benchmarks/parity.py`.
 
 Prints the table of docs/models.md: for each family the largest deviation, relative to the scale of
-the logits, over the odd little shapes of tests/models/shapes.py, in float32. It runs what the tests
-run and needs the development environment.
+the logits, over the odd little shapes of tests/support/model_shapes.py, in float32. It runs what
+the tests run and needs the development environment.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from pathlib import Path
 
 import torch
 
-TESTS = Path(__file__).resolve().parent.parent / "tests"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
     """Measure and print, a family at a time."""
-    sys.path[:0] = [str(TESTS), str(TESTS / "models")]
-    from parity import WAYS, Bench
-    from shapes import SHAPES
-
-    from checkpoints import write_checkpoint
+    sys.path.insert(0, str(ROOT))
+    from tests.support.checkpoints import write_checkpoint
+    from tests.support.model_shapes import SHAPES
+    from tests.support.parity import WAYS, Bench
 
     torch.set_num_threads(1)
     print("| family | shapes | " + " | ".join(WAYS) + " |")

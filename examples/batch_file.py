@@ -1,6 +1,6 @@
-"""Completes the prompts of a file in one batch: `python batch_file.py prompts.jsonl answers.jsonl`.
+"""Complete the prompts of a file in one batch: `python batch_file.py prompts.jsonl answers.jsonl`.
 
-Each line of the input is an object with a `prompt` and, if wanted, `max_tokens`. Each line of the
+Each line of the input is an object with a `prompt` and optionally `max_tokens`. Each line of the
 output is the same object with `text` and `finish_reason` added, in the order of the input.
 """
 
@@ -12,7 +12,7 @@ from infer import LLM, SamplingParams
 
 
 def main(source: str, target: str) -> None:
-    """Read, generate, write."""
+    """Read the prompts from `source`, generate, and write the answers to `target`."""
     rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
     sampling_params = [
         SamplingParams(temperature=0, max_tokens=row.get("max_tokens", 32)) for row in rows

@@ -1,4 +1,4 @@
-"""A conversation: every answer is streamed, and goes into the history for the next question."""
+"""A conversation: each answer is streamed and added to the messages of the next question."""
 
 from infer import LLM, SamplingParams
 
@@ -6,7 +6,7 @@ QUESTIONS = ["Tell me a story about a fox.", "And what did the bird say?"]
 
 
 def main() -> None:
-    """Ask the questions one after the other and print the answers as they come."""
+    """Ask the questions one after the other and print each answer while it is generated."""
     history = []
     sampling_params = SamplingParams(temperature=0.7, seed=1, max_tokens=60)
     with LLM() as llm:

@@ -1,4 +1,4 @@
-"""The bare engine core: requests are added, steps are made, outputs are read. See docs/core.md."""
+"""The engine core without a server: add requests, run steps, read outputs. See docs/core.md."""
 
 from infer import LLM, SamplingParams
 
@@ -6,7 +6,7 @@ PROMPTS = ["Once upon a time", "One day, a little bird", "The fox said"]
 
 
 def main() -> None:
-    """Serve three prompts with two seats: the third joins when one of the others has ended."""
+    """Serve three prompts with two seats; the third starts when one of the others has ended."""
     with LLM(max_batch_size=2) as llm:
         core = llm.core
         for number, prompt in enumerate(PROMPTS):

@@ -1,8 +1,8 @@
-"""A scheduling policy of your own: whoever has the fewest prompt tokens left to compute goes first.
+"""A custom scheduling policy: sequences with the fewest prompt tokens left to compute come first.
 
 A policy gets the sequences that have a seat, in order of arrival, and returns the order in which
-they are offered the tokens of the step. The scheduler lets no sequence wait for more than four
-steps, so a policy cannot starve anybody. It is named as `module:function`, here and in
+they get tokens of the step. The scheduler lets no sequence wait for more than four steps, so a
+policy cannot starve a request. It is named as `module:function`, here and in
 `infer serve --scheduler-policy own_policy:shortest_prompt_first`.
 """
 
@@ -14,12 +14,12 @@ LONG, SHORT = "Once upon a time " + "there was a fox and " * 60, "Once upon a ti
 
 
 def shortest_prompt_first(seated: Sequence) -> list:
-    """`num_remaining` is 1 for a stream, and what is left of its prompt for a newcomer."""
+    """The policy. `num_remaining` is 1 in decode; before, it counts prompt tokens to compute."""
     return sorted(seated, key=lambda sequence: sequence.num_remaining)
 
 
 def order_of_first_tokens(policy: str) -> list[str]:
-    """The order in which a long and a short prompt that come together get their first tokens."""
+    """The order in which a long and a short prompt, added together, get their first tokens."""
     with LLM(scheduler_policy=policy, max_num_batched_tokens=64) as llm:
         for name, prompt in (("long", LONG), ("short", SHORT)):
             sampling_params = SamplingParams(temperature=0, max_tokens=4)

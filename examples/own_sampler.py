@@ -1,8 +1,8 @@
-"""A sampler of your own: greedy, but never the same token twice in a row.
+"""A custom sampler: greedy, but never the same token twice in a row.
 
-A sampler gets the logits of the step, a row for each sequence that samples, and returns a `Sampled`
-for each row. The rows are independent, so a request's tokens do not depend on its company as long
-as a row's token follows from that row alone. It is named as `module:function`.
+A sampler gets the logits of the step, one row for each sequence that samples, and returns a
+`Sampled` for each row. If a row's token depends on that row alone, a request's tokens do not depend
+on the other requests. A sampler is named as `module:function`.
 """
 
 import itertools
@@ -17,7 +17,7 @@ PROMPT = "the the the the"
 
 
 def never_twice(logits: torch.Tensor, sequences: Sequence, forbidden: Mapping) -> list[Sampled]:
-    """`logits`: [rows, vocabulary], float32. `forbidden`: what grammars rule out, by request id."""
+    """The sampler. `logits`: [R, V] float32. `forbidden`: masks [V] of grammars by request id."""
     for row, sequence in enumerate(sequences):
         logits[row, sequence.tokens[-1]] = -torch.inf
         mask = forbidden.get(sequence.request_id)
@@ -27,7 +27,7 @@ def never_twice(logits: torch.Tensor, sequences: Sequence, forbidden: Mapping) -
 
 
 def main() -> None:
-    """Complete a prompt that invites repetition with both samplers."""
+    """Complete a prompt that leads to repetition with the default sampler and with this one."""
     for sampler in ("default", "own_sampler:never_twice"):
         with LLM(sampler=sampler) as llm:
             [output] = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24))

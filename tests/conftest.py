@@ -1,8 +1,10 @@
-"""Settings for all tests; the doubles are in `tests/doubles.py`."""
+"""Settings for all tests; what they share is in `tests/support`."""
 
 import os
 
 import pytest
+
+pytest.register_assert_rewrite("tests.support")
 
 # The models here are so small that a second thread only waits for the first one.
 os.environ["OMP_NUM_THREADS"] = "1"

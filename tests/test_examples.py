@@ -91,7 +91,7 @@ def test_the_loop_of_the_page() -> None:
     [
         ("no_such_module:f", "cannot be imported"),
         ("infer.config:no_such", "cannot be imported"),
-        ("infer.config:DTYPES", "is not a function"),
+        ("infer.config:BATCHING_MODES", "is not a function"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(name: str, message: str) -> None:

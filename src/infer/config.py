@@ -1,77 +1,150 @@
 """Settings: what a user may choose, checked once, and what the scheduler is told.
 
-`EngineConfig` is the one place where a setting is named, typed, given a default and described;
-the command line and `LLM(**kwargs)` are made from it. Every problem is a `ConfigError` that names
-the field and says what would be right. `SchedulerConfig` is the resolved part that the integer
-side needs; `engine.build.assemble` makes it. Stdlib only.
+`EngineConfig` is the one place where a setting is named, typed, given a default and described. The
+command line and `LLM(**kwargs)` are made from it. The limits of a value are part of its type, and
+msgspec holds values to them. Every problem is a `ConfigError` that names the field and says what
+would be right. `SchedulerConfig` is the resolved part that the scheduler needs;
+`engine.build.assemble` makes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, inspect
 
 from infer.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "int4")
-QUANTIZATIONS = ("int8", "int4")
-DEVICES = ("auto", "cpu", "cuda")
-BATCHING_MODES = ("continuous", "static", "sequential")
-SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
-KV_CACHE_BACKENDS = ("paged", "slotted", "contiguous")
-LOAD_FORMATS = ("auto", "dummy")
-KV_CACHE_DTYPES = ("auto", "model", "int8")
-ATTENTION_BACKENDS = ("auto", "native", "triton", "sdpa")
-TOOL_PARSERS = (
+BatchingMode = Literal["continuous", "static", "sequential"]
+Quantization = Literal["int8", "int4"]
+ToolParser = Literal[
     "hermes", "mistral", "deepseek", "nemotron", "apriel", "functionary-v3.1", "functionary-v3.2",
     "functools", "functiongemma", "gemma4", "json", "pythonic",
-)  # fmt: skip
+]  # fmt: skip
 """The names of `text.tools.formats`."""
+BATCHING_MODES: tuple[str, ...] = get_args(BatchingMode)
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
+TOOL_PARSERS: tuple[str, ...] = get_args(ToolParser)
+SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 
 DEFAULT_PAGE_SIZE = 16
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
 
 
-def option(default: Any, help: str, **limits: Any) -> Any:
-    """A field of a class of settings."""
-    return field(default=default, metadata={"help": help, **limits})
+def option(default: Any, help: str) -> Any:
+    """A field of a class of settings, with the help text of its command-line option."""
+    return field(default=default, metadata={"help": help})
+
+
+def at_least(low: float) -> Meta:
+    """The limits of a finite number."""
+    return Meta(ge=low, le=sys.float_info.max)
+
+
+def name_or_function(*names: str) -> Meta:
+    """The limits of a string that is one of `names`, or a `module:function`."""
+    return Meta(pattern=f"^({'|'.join(names)})$|:", examples=list(names))
+
+
+class Setting(NamedTuple):
+    """A field of a class of settings, as `check_fields` and the command line need it."""
+
+    name: str
+    default: Any
+    help: str
+    annotation: Any
+    """The field's type with its limits, which msgspec holds values to."""
+    kind: type[bool | int | float | str]
+    """The field's type without its limits and without None."""
+    names: tuple[str, ...]
+    """The strings that are allowed; empty where others are too."""
+    or_function: bool
+    """Whether a `module:function` is allowed beside `names`."""
+    low: float | None
+    """The least number that is allowed; None: not a number, or any."""
+
+    def problem(self, value: Any) -> str:
+        """What is wrong with a value that is not allowed, and what would be right."""
+        if value is None:
+            return "must be given"
+        if self.kind is bool:
+            return f"must be True or False, not {value!r}"
+        if self.kind is str:
+            if not isinstance(value, str):
+                return f"must be a string, not {type(value).__name__}"
+            own = ", or module:function of your own" if self.or_function else ""
+            return f"must be one of {', '.join(self.names)}{own}; not {value!r}"
+        kinds = (int,) if self.kind is int else (int, float)
+        if type(value) not in kinds:
+            return f"must be {'an integer' if self.kind is int else 'a number'}, not {value!r}"
+        return f"must be at least {self.low}, not {value!r}"
+
+
+_KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
+    inspect.BoolType: bool,
+    inspect.IntType: int,
+    inspect.FloatType: float,
+    inspect.StrType: str,
+    inspect.LiteralType: str,
+}
+
+
+@functools.cache
+def settings_of(config: type[Any]) -> tuple[Setting, ...]:
+    """The fields of a class of settings."""
+    annotations = get_type_hints(config, include_extras=True)
+    found = []
+    for spec in dataclasses.fields(config):
+        kind: Any = inspect.type_info(annotations[spec.name])
+        if isinstance(kind, inspect.UnionType):
+            (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
+        schema: dict[str, Any] = {}
+        if isinstance(kind, inspect.Metadata):
+            kind, schema = kind.type, kind.extra_json_schema or {}
+        names = _literals(annotations[spec.name]) or schema.get("examples", ())
+        found.append(
+            Setting(
+                name=spec.name,
+                default=spec.default,
+                help=spec.metadata["help"],
+                annotation=annotations[spec.name],
+                kind=_KINDS[type(kind)],
+                names=tuple(names),
+                or_function=bool(schema),
+                low=getattr(kind, "ge", None),
+            )
+        )
+    return tuple(found)
+
+
+def _literals(annotation: Any) -> tuple[str, ...]:
+    """The strings of a `Literal`, with or without None, in their order (msgspec sorts them)."""
+    for each in (annotation, *get_args(annotation)):
+        if get_origin(each) is Literal:
+            return get_args(each)
+    return ()
 
 
 def check_fields(config: Any) -> None:
     """Raises `ConfigError` if a field made by `option` has a value that it cannot have."""
-    for spec in dataclasses.fields(config):
-        _check_field(config, spec)
-
-
-def _check_field(config: Any, spec: dataclasses.Field[Any]) -> None:
-    name, value, limits = spec.name, getattr(config, spec.name), spec.metadata
-    kinds = str(spec.type)
-    if value is None:
-        if "None" not in kinds:
-            raise ConfigError(name, "must be given")
-        return
-    if kinds.startswith("str"):
-        if not isinstance(value, str):
-            raise ConfigError(name, f"must be a string, not {type(value).__name__}")
-        is_function = limits.get("or_function") and ":" in value
-        if "one_of" in limits and value not in limits["one_of"] and not is_function:
-            own = ", or module:function of your own" if limits.get("or_function") else ""
-            known = ", ".join(limits["one_of"])
-            raise ConfigError(name, f"must be one of {known}{own}; not {value!r}")
-    elif kinds.startswith("bool"):
-        if not isinstance(value, bool):
-            raise ConfigError(name, f"must be True or False, not {value!r}")
-    else:
-        wanted = int if kinds.startswith("int") else (int, float)
-        if isinstance(value, bool) or not isinstance(value, wanted):
-            kind = "an integer" if wanted is int else "a number"
-            raise ConfigError(name, f"must be {kind}, not {value!r}")
-        if not math.isfinite(value) or value < limits["low"]:
-            raise ConfigError(name, f"must be at least {limits['low']}, not {value!r}")
+    kind: Any = type(config)
+    for setting in settings_of(kind):
+        value = getattr(config, setting.name)
+        try:
+            msgspec.convert(value, setting.annotation)
+        except msgspec.ValidationError:
+            raise ConfigError(setting.name, setting.problem(value)) from None
 
 
 def own_function(field_name: str, value: str) -> Callable[..., Any]:
@@ -100,102 +173,88 @@ class EngineConfig:
     chat_template: str | None = option(
         None, "File of a chat template, in the place of the model's own."
     )
-    tool_parser: str | None = option(
-        None,
-        "Format in which the model writes tool calls; default: as its chat template says.",
-        one_of=TOOL_PARSERS,
+    tool_parser: ToolParser | None = option(
+        None, "Format in which the model writes tool calls; default: as its chat template says."
     )
-    dtype: str = option(
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"] = option(
         "auto",
         "Weights and computation; auto = the checkpoint's (float32 on CPUs that have no arithmetic"
         " for bfloat16); int8, int4 = as --quantization.",
-        one_of=DTYPES,
     )
-    quantization: str | None = option(
+    quantization: Quantization | None = option(
         None,
         "Linear layers hold int8, or int4 (the head int8), and compute in int8 (CPU); the rest is"
         " bfloat16.",
-        one_of=QUANTIZATIONS,
     )
-    device: str = option("auto", "auto = cuda where there is one, else cpu.", one_of=DEVICES)
-    max_seq_len: int | None = option(
-        None, "Longest prompt + output in tokens; default: the model's own limit.", low=1
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "auto", "auto = cuda where there is one, else cpu."
     )
-    max_batch_size: int | None = option(
-        None, "Sequences that run at the same time, at most; default: 32, on a GPU 256.", low=1
+    max_seq_len: PositiveInt | None = option(
+        None, "Longest prompt + output in tokens; default: the model's own limit."
     )
-    max_waiting_requests: int = option(
-        256, "Requests that may wait for a seat; further ones are refused (503).", low=0
+    max_batch_size: PositiveInt | None = option(
+        None, "Sequences that run at the same time, at most; default: 32, on a GPU 256."
     )
-    seed: int | None = option(
+    max_waiting_requests: NonNegativeInt = option(
+        256, "Requests that may wait for a seat; further ones are refused (503)."
+    )
+    seed: NonNegativeInt | None = option(
         None,
         "Seeds of requests that bring none are derived from it; default: 0, and for a server one"
         " that the system draws at its start.",
-        low=0,
     )
-    batching_mode: str = option(
-        "continuous", "When waiting requests may join the batch.", one_of=BATCHING_MODES
-    )
-    scheduler_policy: str = option(
+    batching_mode: BatchingMode = option("continuous", "When waiting requests may join the batch.")
+    scheduler_policy: Annotated[str, name_or_function(*SCHEDULER_POLICIES)] = option(
         "fcfs",
         "Who goes first inside a continuous batch; module:function for a policy of your own.",
-        one_of=SCHEDULER_POLICIES,
-        or_function=True,
     )
-    sampler: str = option(
+    sampler: Annotated[str, name_or_function("default")] = option(
         "default",
         "module:function for a sampler of your own, in the place of runner.sampler:sample (CPU).",
-        one_of=("default",),
-        or_function=True,
     )
-    batch_wait_timeout_s: float = option(
-        0.05, "Static mode: how long a batch that is not full waits for more.", low=0.0
+    batch_wait_timeout_s: Annotated[float, at_least(0.0)] = option(
+        0.05, "Static mode: how long a batch that is not full waits for more."
     )
-    kv_cache_backend: str = option(
+    kv_cache_backend: Literal["paged", "slotted", "contiguous"] = option(
         "paged",
         "paged; slotted = one slot of max_seq_len a seat; contiguous = slots freed batch by batch.",
-        one_of=KV_CACHE_BACKENDS,
     )
-    kv_cache_dtype: str = option(
+    kv_cache_dtype: Literal["auto", "model", "int8"] = option(
         "auto",
         "Keys and values: model = as computed; int8 = a scale for each head's (CPUs with AMX"
         " or AVX-512-BF16); auto = int8 where layers are quantised and it pays, else model.",
-        one_of=KV_CACHE_DTYPES,
     )
-    page_size: int | None = option(
-        None, f"Tokens a page of the paged cache; default: {DEFAULT_PAGE_SIZE}.", low=1
+    page_size: PositiveInt | None = option(
+        None, f"Tokens a page of the paged cache; default: {DEFAULT_PAGE_SIZE}."
     )
-    max_num_batched_tokens: int | None = option(
+    max_num_batched_tokens: PositiveInt | None = option(
         None,
         "Tokens computed in one step, at most; longer prompts are cut in chunks. Default on a CPU:"
         " 512, and 1,024 while nobody streams if products are fast.",
-        low=1,
     )
-    max_step_ms: float | None = option(
+    max_step_ms: Annotated[float, at_least(1.0)] | None = option(
         None,
         "While streams run, prompts are cut so that a step takes about so long, as measured.",
-        low=1.0,
     )
-    kv_cache_memory_bytes: int | None = option(
-        None, "Size of the KV cache; default: chosen from free memory.", low=1
+    kv_cache_memory_bytes: PositiveInt | None = option(
+        None, "Size of the KV cache; default: chosen from free memory."
     )
-    kv_cache_pages: int | None = option(
-        None, "Pages of the KV cache, instead of a size in bytes.", low=1
+    kv_cache_pages: PositiveInt | None = option(
+        None, "Pages of the KV cache, instead of a size in bytes."
     )
-    load_format: str = option(
-        "auto", "dummy = random weights of the config's shape.", one_of=LOAD_FORMATS
+    load_format: Literal["auto", "dummy"] = option(
+        "auto", "dummy = random weights of the config's shape."
     )
     enable_prefix_caching: bool | None = option(
         None, "Share pages between equal prompt beginnings; default: yes if paged."
     )
-    num_threads: int | None = option(
-        None, "CPU threads; default: the physical cores (less one to serve a small model).", low=1
+    num_threads: PositiveInt | None = option(
+        None, "CPU threads; default: the physical cores (less one to serve a small model)."
     )
-    attention_backend: str = option(
+    attention_backend: Literal["auto", "native", "triton", "sdpa"] = option(
         "auto",
         "native = the compiled CPU kernel; triton = the kernels for CUDA; sdpa = torch's own;"
         " auto = the first that can be used.",
-        one_of=ATTENTION_BACKENDS,
     )
     batch_invariant: bool = option(
         False,

@@ -1,4 +1,4 @@
-"""Which attention an engine runs: what was asked for, or the fallback, said once."""
+"""Tests of the choice of an attention backend: the requested one, or the fallback and a warning."""
 
 from __future__ import annotations
 

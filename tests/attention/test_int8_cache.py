@@ -1,12 +1,16 @@
-"""Keys and values in int8: near the exact result, the same bits always, and nothing read that is
-not there."""
+"""Tests of int8 KV caches: small errors, the same bits in any batch, and no read of unset cells."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from test_native import (
+from torch import Tensor
+
+from infer.attention.cpu import NativeBackend, obstacle
+from infer.attention.layout import BatchLayout
+from infer.kernels import loader
+from tests.attention.test_native import (
     BF16,
     World,
     assert_invariant,
@@ -17,11 +21,6 @@ from test_native import (
     run,
     whole,
 )
-from torch import Tensor
-
-from infer.attention.cpu import NativeBackend, obstacle
-from infer.attention.layout import BatchLayout
-from infer.kernels import loader
 
 INT8 = torch.int8
 
@@ -43,15 +42,15 @@ SHAPES = [
 
 
 def unpacked(cache: Tensor, slots: Tensor, *, of_keys: bool) -> Tensor:
-    """The numbers [n, G, D] that the cells hold, by the layout that attention_bytes.h describes."""
+    """The numbers [n, G, D] in the cells, decoded by the layout that attention_bytes.h defines."""
     groups, width = cache.shape[2:]
     size = width - 4
     strips = cache.reshape(-1, groups, 16 * width)
     numbers, scales = strips[..., : 16 * size], strips[..., 16 * size :]
     parts = numbers.reshape(len(strips), groups, size // 4, 16, 4)
-    if of_keys:  # 4 dims of 16 keys
+    if of_keys:  # a line holds 4 dims of 16 keys
         cells = parts.permute(0, 3, 1, 2, 4).reshape(-1, groups, size)
-    else:  # for 16 dims 4 lines, 4 keys of 16 dims
+    else:  # 4 lines for 16 dims; a line holds 16 dims of 4 keys
         parts = numbers.reshape(len(strips), groups, size // 16, 4, 16, 4)
         cells = parts.permute(0, 3, 5, 1, 2, 4).reshape(-1, groups, size)
     scales = torch.from_numpy(scales.contiguous().numpy().view(np.float32))
@@ -74,14 +73,14 @@ def test_it_computes_attention(shape: tuple) -> None:
     theirs = error(run(world, whole(world)), wanted)
     for steps in (whole(world), ragged(world, 1)):
         ours = error(run(world, steps, held=INT8), wanted)
-        # A step of int8 is a 127th of the largest of a head: about 0.7 % of what is typical.
+        # A step of int8 is 1/127 of a head's largest number, about 0.7 % of a typical number.
         assert ours[1] < 10 * theirs[1], (ours, theirs)
         assert ours[0] < 0.2, ours
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_cells_hold_keys_and_values(size: int) -> None:
-    """To half a step of their scales; keys are spread by a Hadamard matrix."""
+    """Cells hold numbers to half a step of int8; keys are multiplied by a Hadamard matrix."""
     world = make_world([70], 2, 2, size, BF16)
     world.v[0][3] = 0
     caches: list[Tensor] = []
@@ -92,7 +91,7 @@ def test_cells_hold_keys_and_values(size: int) -> None:
     for cache, wanted, of_keys in ((caches[0], wanted_keys, True), (caches[1], world.v[0], False)):
         found = unpacked(cache, torch.arange(len(cache) * 16), of_keys=of_keys)
         step = wanted.double().abs().amax(-1, keepdim=True) / 127
-        for token in range(70):  # pages are shuffled: look for the nearest cell
+        for token in range(70):  # pages are shuffled, so the nearest cell is searched for
             gaps = (found - wanted[token]).abs().amax((1, 2)).nan_to_num(torch.inf)
             assert gaps.min() <= step[token].max() * 0.51 + 1e-6, (token, of_keys)
 
@@ -117,7 +116,7 @@ def test_a_row_has_the_same_bits_in_any_company(shape: tuple, lengths: list[int]
 
 
 def test_large_numbers_in_every_key_cost_little() -> None:
-    """As many models have them: without spreading, the others would lose most of their bits."""
+    """Many models have such keys. Without the Hadamard matrix the others would lose most bits."""
     world = make_world([300], 4, 2, 128, BF16)
     world.k[0][..., 5] += 60
     world.k[0][..., 77] -= 30

@@ -1,8 +1,9 @@
-"""The compiled kernel: right (against SDPA and a float64 reference), and the same bits always.
+"""Tests of the compiled attention kernel: correct, and with the same bits in any batch.
 
-A `World` holds queries, keys and values of a few sequences; `run` feeds them to a backend in any
-steps, pages and threads and returns the rows of every token. Caches start as NaN, so a cell that
-must not be read shows. Every code path that this machine can run is tested.
+It is compared with SDPA and with a float64 reference. A `World` holds queries, keys and values of a
+few sequences. `run` passes them to a backend with given steps, pages and threads and returns the
+rows of all tokens. Caches start as NaN, so reading a cell that must not be read is seen in the
+result. Every instruction set that this machine can run is tested.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @dataclass
 class World:
-    """q [n, H, D], k, v [n, G, D] of each sequence."""
+    """Inputs of attention: q [n, H, D] and k, v [n, G, D] of each sequence."""
 
     q: list[Tensor]
     k: list[Tensor]
@@ -66,12 +67,12 @@ def make_world(
 
 
 def whole(world: World) -> Steps:
-    """Everything in one step."""
+    """All tokens in one step."""
     return [list(enumerate(world.lengths))]
 
 
 def one_by_one(world: World) -> Steps:
-    """Each token in a step of its own row, the sequences side by side."""
+    """One token of each sequence in each step."""
     return [
         [(i, 1) for i, n in enumerate(world.lengths) if step < n]
         for step in range(max(world.lengths))
@@ -79,8 +80,10 @@ def one_by_one(world: World) -> Steps:
 
 
 def one_by_one_near_edges(world: World) -> Steps:
-    """Tokens around the ends of blocks, the first and the last in steps of their own rows; what is
-    between them in chunks, which takes a third of the time."""
+    """Single tokens near block boundaries, at the start and at the end; the others in chunks.
+
+    This takes a third of the time of `one_by_one`.
+    """
 
     def chunks(n: int) -> list[int]:
         alone = {i for i in range(n) if i < 18 or i >= n - 3 or min(i % 64, -i % 64) <= 2}
@@ -95,7 +98,7 @@ def one_by_one_near_edges(world: World) -> Steps:
 
 
 def ragged(world: World, seed: int) -> Steps:
-    """Random chunks in random company."""
+    """Random chunks in random batches."""
     rng, left, steps = random.Random(seed), dict(enumerate(world.lengths)), []
     while left:
         step = []
@@ -121,16 +124,16 @@ def run(
     caches: list[Tensor] | None = None,
     held: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The rows of every token of every sequence, [n, H, D] each; `held`: the caches' dtype."""
+    """The rows of all tokens of each sequence, [n, H, D] each; `held`: dtype of the caches."""
     groups, size = world.k[0].shape[1:]
     dtype, heads = world.q[0].dtype, world.q[0].shape[1]
     needed = [-(-n // page_size) for n in world.lengths]
-    pages = list(range(1, sum(needed) + 2))  # one of them stays free
+    pages = list(range(1, sum(needed) + 2))  # one page stays free
     random.Random(seed).shuffle(pages)
     tables = [[pages.pop() for _ in range(n)] for n in needed]
     shape = (sum(needed) + 2, page_size, groups, size)
     keys, values = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-    if held == torch.int8:  # as scales, these bytes are NaN
+    if held == torch.int8:  # scales of these bytes are NaN
         keys, values = (torch.full((*shape[:3], size + 4), -1, dtype=held) for _ in range(2))
     keys[0] = values[0] = 0
     if caches is not None:
@@ -155,7 +158,7 @@ def run(
             table = torch.tensor([(tables[i] + [0] * width)[:width] for i, _ in step])
             backend.plan(BatchLayout(starts, lengths, torch.tensor(slots), table))
             q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
-            if fused:  # as slices of one projection, which is how the decoder passes them
+            if fused:  # slices of one projection, as the decoder passes them
                 q, k, v = torch.cat([q, k, v], dim=1).split([heads, groups, groups], dim=1)
             out = backend(0, q, k, v)
             if threads > 1:  # a plan serves all layers
@@ -168,12 +171,12 @@ def run(
 
 
 def in_order(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches as [pages, page_size, G, D], from what the chosen code path makes of them."""
+    """Caches as [pages, page_size, G, D], from the layout of the chosen instruction set."""
     pages, page_size, groups, size = keys.shape
     strips = keys.dtype == BF16 and page_size % 16 == 0 and size % 16 == 0
     if not strips or loader.chosen_instruction_set() != "avx512_bf16":
         return keys, values
-    # Of a strip's head: a line for 2 dims of 16 keys; for 2 values a line for 16 dims.
+    # In a head of a strip, a line holds 2 dims of 16 keys, or 16 dims of 2 values.
     keys = keys.view(pages, page_size // 16, groups, size // 2, 16, 2).permute(0, 1, 4, 2, 3, 5)
     values = values.view(pages, page_size // 16, groups, 8, size, 2).permute(0, 1, 3, 5, 2, 4)
     shape = (pages, page_size, groups, size)
@@ -181,7 +184,7 @@ def in_order(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exact(world: World) -> list[Tensor]:
-    """Dense attention in float64."""
+    """The result of dense attention in float64."""
     out = []
     for q, k, v in zip(world.q, world.k, world.v, strict=True):
         rep = q.shape[1] // k.shape[1]
@@ -197,7 +200,7 @@ def exact(world: World) -> list[Tensor]:
 
 
 def error(ours: list[Tensor], wanted: list[Tensor]) -> tuple[float, float]:
-    """Largest and root-mean-square difference; NaN counts as infinite."""
+    """(largest difference, root mean square of the differences); NaN counts as infinite."""
     difference = torch.cat([(a.double() - b).flatten() for a, b in zip(ours, wanted, strict=True)])
     difference = difference.nan_to_num(torch.inf)
     return difference.abs().max().item(), difference.square().mean().sqrt().item()
@@ -219,12 +222,12 @@ SHAPES = [
 
 @dataclass
 class Reference:
-    """What every code path is compared with, made once."""
+    """The results with which each instruction set is compared; they are computed once."""
 
     world: World
     wanted: list[Tensor]
     theirs: list[tuple[float, float]]
-    """SDPA's errors: whole, and in ragged steps"""
+    """SDPA's errors: in one step, and in ragged steps."""
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +259,7 @@ def test_it_computes_attention(
         if dtype == F32:
             assert ours[0] < 1e-5, (ours, theirs)
         else:
-            # The largest of many roundings is a matter of luck, their mean is not.
+            # The largest of many rounding errors is random; their mean is not.
             assert ours[1] <= theirs[1] * 1.02, (ours, theirs)
             assert ours[0] <= theirs[0] * 1.5, (ours, theirs)
 
@@ -276,7 +279,7 @@ def test_random_mixtures_agree_with_sdpa(isa: str, seed: int) -> None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Unlike `torch.equal`, with two zeros."""
+    """Whether two tensors have the same bits; unlike `torch.equal` it distinguishes 0 and -0."""
     kind = torch.int16 if a.dtype == BF16 else torch.int32
     return torch.equal(a.view(kind), b.view(kind))
 
@@ -289,7 +292,7 @@ def assert_invariant(
     held: torch.dtype | None = None,
     thorough: bool = False,
 ) -> None:
-    """Every row of every token has the same bits, however the work is laid out."""
+    """Assert that each row has the same bits for all steps, page sizes and numbers of threads."""
     few, one, all_of_them = page_sizes or (3, 1, max(world.lengths))
     wanted = run(world, whole(world), make, held=held)
     decoding = one_by_one(world) if thorough else one_by_one_near_edges(world)
@@ -336,7 +339,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 def test_tiny_numbers_do_not_break_invariance(isa: str) -> None:
-    """Denormal sums and zeros of either sign, where the paths' units round differently."""
+    """Denormal sums and zeros of either sign, which the units of a CPU round differently."""
     for dtype in (F32, BF16):
         world = make_world([130, 40], 4, 1, 32, dtype)
         for v in world.v:
@@ -344,12 +347,12 @@ def test_tiny_numbers_do_not_break_invariance(isa: str) -> None:
             v[1::3] = 0
             v[5::7] *= -1
         for k in world.k:
-            k[::5] *= 40  # sharp attention: sums are scaled by tiny factors
+            k[::5] *= 40  # attention becomes sharp, so sums are scaled by tiny factors
         assert_invariant(world)
 
 
 class OwnDecodePath:
-    """A backend with the classical mistake: a decode takes another code path than a prefill."""
+    """A backend with a common mistake: decodes take another code path than prefills."""
 
     def __init__(self, *args: object, **options: object) -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -399,7 +402,7 @@ def test_a_nan_in_one_sequence_stays_there(isa: str) -> None:
 
 
 def test_layers_have_their_own_caches_and_windows(isa: str) -> None:
-    """A plan is made once, also for threads; each layer has its own window and cache."""
+    """A plan is made once for all layers and threads; each layer has its own window and cache."""
     windows = [None, 9, None, 530]
     worlds = [make_world([600, 20], 4, 2, 32, F32, seed, w) for seed, w in enumerate(windows)]
     keys, values = ([torch.full((41, 16, 2, 32), torch.nan) for _ in windows] for _ in range(2))
@@ -410,7 +413,7 @@ def test_layers_have_their_own_caches_and_windows(isa: str) -> None:
     torch.set_num_threads(6)
     try:
         for steps in ([(0, 598), (0, 19)], [(598, 599), (19, 20)], [(599, 600)]):
-            # a prefill, two decodes side by side, one decode alone: cut in items in three ways
+            # a prefill, two decodes together, one decode alone: these are divided differently
             positions = [torch.arange(*span) for span in steps]
             slots = [tables[i, p // 16] * 16 + p % 16 for i, p in enumerate(positions)]
             starts = [0, *torch.tensor([len(p) for p in positions]).cumsum(0).tolist()]
@@ -446,9 +449,10 @@ def test_what_the_kernel_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_shared_prefix_is_read_once_and_changes_no_bit(
     isa: str, dtype: torch.dtype, page_size: int, shape: tuple[int, int, int]
 ) -> None:
-    """Decodes side by side whose tables begin alike, among others, against tables of their own."""
+    """Decodes whose page tables have a common prefix, compared with separate tables."""
     heads, groups, size = shape
-    # Five begin alike for long, two more for 512 keys, one not, and two share all they have.
+    # Five sequences share a long prefix, two more share 512 keys, one shares none, and two share
+    # all of their keys.
     lengths = [1130, 1101, 1664, 1536, 1200, 700, 513, 40, 1024, 1024]
     origins = [0] * 5 + [0] * 2 + [7] + [8] * 2
     common = [1100] * 5 + [512 + page_size] * 2 + [0] + [1024] * 2
@@ -488,4 +492,4 @@ def test_a_shared_prefix_is_read_once_and_changes_no_bit(
                 results.append(backend(0, q, k, v))
     torch.set_num_threads(before)
     assert all(same_bits(result, results[0]) for result in results)
-    assert items[1] != items[0]  # with one thread: an item a sequence, and one each for a prefix
+    assert items[1] != items[0]  # one thread: an item per sequence and one per prefix

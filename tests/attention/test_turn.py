@@ -1,4 +1,4 @@
-"""Head norms and rotation inside the kernel: as torch's, and the same bits in any company."""
+"""Tests of head norms and rotation in the kernel: equal to torch's, with the same bits always."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from test_native import in_order
 from torch import Tensor
 
 from infer.attention.cpu import NativeBackend
@@ -16,6 +15,7 @@ from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
 from infer.kernels.linear import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
+from tests.attention.test_native import in_order
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 NUM_TOKENS, PAGE = 300, 16
@@ -50,7 +50,7 @@ def attend(
     ends: tuple[int, ...] = (NUM_TOKENS,),
     make: type[NativeBackend | SDPABackend] = NativeBackend,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, and keys and values of one sequence in its cells, [T, heads, D] each."""
+    """(output, keys, values) of one sequence, the last two from its cells; [T, heads, D] each."""
     num_pages = -(-NUM_TOKENS // PAGE)
     shape = (num_pages + 1, PAGE, *k.shape[1:])
     keys, values = torch.zeros(shape, dtype=k.dtype), torch.zeros(shape, dtype=k.dtype)
@@ -81,7 +81,7 @@ def test_heads_turn(dim: int, normed: bool, threads: int) -> None:
     torch.set_num_threads(threads)
     q_norm, k_norm = Norm(random(dim), 1e-6), Norm(1 + random(dim, seed=3).float(), 1e-6)
     turn = make_turn(dim, HeadNorms(q_norm, k_norm) if normed else None)
-    # As parts of one projection, whose other parts must stay as they are.
+    # They are parts of one projection, whose other parts must not change.
     around = random(NUM_TOKENS, 24, dim, seed=1)
     before = around.clone()
     q, k, v = around.split((20, 2, 2), dim=1)
@@ -100,7 +100,7 @@ def test_heads_turn(dim: int, normed: bool, threads: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 3, 40])
 def test_queries_turn_as_keys_do(heads: int) -> None:
-    """In the same bits, where the two are the same numbers."""
+    """Equal queries and keys have the same bits after rotation."""
     dim = 64
     norm = Norm(random(dim), 1e-6)
     turn = make_turn(dim, HeadNorms(norm, norm))
@@ -110,7 +110,7 @@ def test_queries_turn_as_keys_do(heads: int) -> None:
 
 
 def test_a_turned_nan_is_one() -> None:
-    """Whatever its bits are: the row is failed for it later on."""
+    """A NaN with any bits must stay NaN, because the row is failed for it later."""
     dim = 24
     norm = Norm(random(dim), 1e-6)
     for norms in (None, HeadNorms(norm, norm)):

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import live
 from typer.testing import CliRunner, Result
 
-from doubles import make_hash_llm
 from infer.bench.drive import Record
 from infer.bench.engine import EngineTarget
 from infer.bench.measure import BenchOptions, measure
 from infer.cli.bench import app
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, InferError
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import live
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,10 +171,10 @@ def test_a_server_whose_engine_dies_in_the_middle(tmp_path: Path) -> None:
 
 def test_a_server_process_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "from doubles import *; from infer.server.serve import bind, run\n"
+        "from tests.support.doubles import *; from infer.server.serve import bind, run\n"
         "run(make_hash_llm(step_s=0.01), bind(port=0))"
     )
-    paths = [ROOT / "src", ROOT / "tests"]
+    paths = [ROOT / "src", ROOT]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as server:
         assert server.stdout is not None
@@ -225,10 +225,24 @@ def test_measuring_a_server_needs_no_torch(url: str) -> None:
     code = (
         "import sys; from infer.cli.bench import app\n"
         f"app(['serve', '--base-url', {url!r}, '--output-len', '3'], standalone_mode=False)\n"
-        "assert 'torch' not in sys.modules and 'starlette' not in sys.modules"
+        "assert not {'torch', 'starlette', 'infer.server'} & sys.modules.keys()"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
+
+
+def test_the_command_imports_the_server_for_no_other_command() -> None:
+    """Asked for the options of `infer bench`; and with `infer serve`, that this can be seen."""
+    code = (
+        "import sys; from infer.cli.main import app\n"
+        "app(sys.argv[1:], standalone_mode=False)\n"
+        "print('infer.server' in sys.modules, 'infer.bench' in sys.modules)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    for command, seen in (("bench", "False True"), ("serve", "True False")):
+        arguments = [sys.executable, "-c", code, command, "--help"]
+        done = subprocess.run(arguments, env=env, check=True, timeout=60, capture_output=True)
+        assert done.stdout.decode().splitlines()[-1] == seen
 
 
 def test_the_model_that_ships(tmp_path: Path) -> None:

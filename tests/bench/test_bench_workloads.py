@@ -114,12 +114,13 @@ def test_a_trace(tmp_path: Path) -> None:
     rows = [
         {"arrival_s": 2, "prompt_len": 3, "output_len": 4},
         {"arrival_s": 0.5, "prompt": "hello", "output_len": 6},
+        {"arrival_s": "3", "prompt": "null", "output_len": 4.0},
     ]
     file = tmp_path / "trace.jsonl"
     file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
     planned = plan("trace", trace_file=str(file))
-    assert shape(planned) == [(0.5, 5, 6), (2.0, 3, 4)]
-    assert planned[0].prompt == "hello"
+    assert shape(planned) == [(0.5, 5, 6), (2.0, 3, 4), (3.0, 4, 4)]
+    assert [each.prompt for each in planned[::2]] == ["hello", "null"]
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import io
 
 import pytest
 from rich.console import Console
-from serving import live
 from typer.testing import CliRunner
 
-from doubles import make_hash_llm
 from infer.cli.explain import write
 from infer.cli.main import app
 from infer.errors import InferError
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import live
 
 STORY = {
     **{"id": "cmpl-1", "path": "/v1/completions", "state": "finished", "outcome": "length"},

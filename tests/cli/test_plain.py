@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_explain import STORY
 from typer.testing import CliRunner
 
 from infer.cli.explain import write
@@ -22,6 +21,7 @@ from infer.cli.plain import note, visible
 from infer.cli.terminal import write_stream
 from infer.errors import InferError
 from infer.types import TextDelta
+from tests.cli.test_explain import STORY
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"
 HOSTILE = {

@@ -18,11 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from load import Served, served
-from loops import loops
-
 import infer
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.clients.loops import loops
+from tests.support.server_process import Served, served
 
 MODEL = "infer-demo"
 TOOL_MODEL = "infer-demo-tools"

@@ -15,10 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from published import LOADED, SPECIAL, templates
-
-from checkpoints import END_ID, write_tokenizer
-from doubles import make_hash_core
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import EngineLimits, InputProcessor
 from infer.engine.loop import EngineThread
@@ -30,6 +26,9 @@ from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat
+from tests.support.checkpoints import END_ID, write_tokenizer
+from tests.support.doubles import make_hash_core
+from tests.support.published_templates import LOADED, SPECIAL, templates
 
 CITIES = ("Ulm", "Bonn", "Jena")
 ANSWER = "All three are sunny."

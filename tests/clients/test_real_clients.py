@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import CLIENTS, DEMO, Address, Client, drive, serving
+
+from tests.clients.harness import CLIENTS, DEMO, Address, Client, drive, serving
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 TASKS = Path(__file__).with_name("tasks")

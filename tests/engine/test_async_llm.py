@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from checkpoints import VOCAB_SIZE
-from doubles import make_hash_llm, small_tokenizer, solo
 from infer import FinishReason, SamplingParams
 from infer.engine.client import async_llm
 from infer.engine.client.async_llm import MAX_MAILBOX_BYTES, AsyncLLM
 from infer.errors import EngineDeadError, EngineError, OverloadedError
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.doubles import make_hash_llm, small_tokenizer, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

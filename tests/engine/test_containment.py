@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import infer
-from checkpoints import VOCAB_SIZE
-from doubles import HashRunner, launch_hash_llm, make_hash_core, solo
-from faults import Faults, FaultyCore, fill_with_nan
 from infer import LLM, SamplingParams
 from infer.engine.core import MAX_LOST_STEPS
 from infer.errors import ConfigError, EngineError, LoadError
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.doubles import HashRunner, launch_hash_llm, make_hash_core, solo
+from tests.support.faults import Faults, FaultyCore, fill_with_nan
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -274,7 +274,7 @@ def _is_poisonous(request: Request, token: int) -> bool:
 
 
 def sometimes(settings: dict[str, Any]) -> Any:
-    from doubles import hash_blueprint
+    from tests.support.doubles import hash_blueprint
 
     return hash_blueprint({**settings, "runner": Sometimes})
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from doubles import make_hash_core
 from infer.config import EngineConfig
 from infer.engine.build import assemble, hardware
 from infer.engine.build.memory_plan import CUDA_TOKENS_BESIDE_STREAMS
@@ -19,6 +18,7 @@ from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
 from infer.kernels.linear import PlainLinear
 from infer.models.model_config import ModelConfig
+from tests.support.doubles import make_hash_core
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

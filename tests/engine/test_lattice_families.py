@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity import tokens_of
-from shapes import SHAPES
 
-from checkpoints import write_checkpoint
 from infer import LLM, SamplingParams
+from tests.support.checkpoints import write_checkpoint
+from tests.support.model_shapes import SHAPES
+from tests.support.parity import tokens_of
 
 BEGINNING = tokens_of(70, seed=9)
 PROMPTS = [

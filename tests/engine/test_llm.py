@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import END_ID, EOS_ID, write_llama
 from infer import LLM, EngineConfig, FinishReason, RequestError, SamplingParams
 from infer.errors import (
     ConfigError,
@@ -16,6 +15,7 @@ from infer.errors import (
     LoadError,
     UnprocessableError,
 )
+from tests.support.checkpoints import END_ID, EOS_ID, write_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -98,7 +98,7 @@ def test_a_parameter_for_each_prompt(llm: LLM) -> None:
     each = [GREEDY.replace(max_tokens=n) for n in (1, 5, 3)]
     outputs = llm.generate(["a", "b", "c"], each)
     assert [len(output.token_ids) for output in outputs] == [1, 5, 3]
-    with pytest.raises(RequestError, match="3 prompts, but 2 sampling parameters"):
+    with pytest.raises(RequestError, match="3 prompts but 2 sampling parameters"):
         llm.generate(["a", "b", "c"], each[:2])
 
 
@@ -257,8 +257,11 @@ def test_a_failing_step_fails_loudly_and_frees_everything(
         ({"max_batch_size": 1.5}, "max_batch_size: must be an integer"),
         ({"max_batch_size": True}, "max_batch_size: must be an integer"),
         ({"batch_wait_timeout_s": float("nan")}, "batch_wait_timeout_s: must be at least 0"),
+        ({"batch_wait_timeout_s": float("inf")}, "batch_wait_timeout_s: must be at least 0"),
         ({"batch_wait_timeout_s": "1"}, "batch_wait_timeout_s: must be a number"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching: must be True or False"),
+        ({"scheduler_policy": "lifo"}, "decode_round_robin, or module:function of your own; not"),
+        ({"model": 5}, "model: must be a string, not int"),
         ({"batching_mode": "dynamic"}, "must be one of continuous, static, sequential"),
         ({"kv_cache_backend": "slotted", "page_size": 4}, "page_size: kv_cache_backend='slotted'"),
         ({"kv_cache_backend": "slotted", "enable_prefix_caching": True}, "cannot share pages"),

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import SHAPES
 from typer.testing import CliRunner
 
-from checkpoints import make_model, write_checkpoint
 from infer import LLM, EngineConfig
 from infer.cli.main import app, main
 from infer.engine.build import hardware
@@ -23,6 +21,8 @@ from infer.errors import ConfigError
 from infer.kernels import linear, loader
 from infer.kernels.loader import instruction_sets, int8_cache_obstacle
 from infer.models.registry import parse_model_config, read_model_config
+from tests.support.checkpoints import make_model, write_checkpoint
+from tests.support.model_shapes import SHAPES
 
 LLAMA_3B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,8 +17,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from checkpoints import VOCAB_SIZE
-from doubles import launch_hash_llm, solo
 from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import Abort
@@ -28,6 +26,8 @@ from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
 from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
 from infer.types.step_events import StepEvent, StepEvents
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.doubles import launch_hash_llm, solo
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -140,17 +140,17 @@ def test_the_engines_refusal_and_its_log_come_across(caplog: pytest.LogCaptureFi
             await llm.generate(request)
 
     with caplog.at_level(logging.INFO, "infer"):
-        run(body, factory="faulty:talkative", num_pages=10)
+        run(body, factory="tests.support.faulty:talkative", num_pages=10)
     assert ("infer.test", logging.INFO, "made over there") in caplog.record_tuples
 
 
 @pytest.mark.parametrize(
     ("factory", "error", "message"),
     [
-        ("faulty:misconfigured", ConfigError, "page_size: must be odd"),
-        ("faulty:without_weights", LoadError, "the weights are not there"),
-        ("faulty:exploding", LoadError, "ended while it started"),
-        ("faulty:speechless", LoadError, "tokenizer.json"),
+        ("tests.support.faulty:misconfigured", ConfigError, "page_size: must be odd"),
+        ("tests.support.faulty:without_weights", LoadError, "the weights are not there"),
+        ("tests.support.faulty:exploding", LoadError, "ended while it started"),
+        ("tests.support.faulty:speechless", LoadError, "tokenizer.json"),
     ],
 )
 def test_what_keeps_an_engine_from_starting(
@@ -201,7 +201,7 @@ def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
 ORPHAN = textwrap.dedent(
     """
     import asyncio, sys, time
-    from doubles import launch_hash_llm
+    from tests.support.doubles import launch_hash_llm
     assert "torch" not in sys.modules
     llm = launch_hash_llm(step_s=float(sys.argv[1]))
     async def main():
@@ -216,7 +216,7 @@ ORPHAN = textwrap.dedent(
 
 @pytest.mark.parametrize("step_s", ["0", "30"])
 def test_the_process_dies_with_its_parent_and_the_parent_has_no_torch(step_s: str) -> None:
-    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     arguments = [sys.executable, "-c", ORPHAN, step_s]
     with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from checkpoints import VOCAB_SIZE
-from doubles import launch_hash_llm, make_hash_core, solo
 from infer import LLM, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process import supervisor
@@ -23,6 +21,8 @@ from infer.engine.process.journal import MAX_FROM_OUTSIDE, RequestJournal
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import EngineDeadError, EngineError
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.doubles import launch_hash_llm, make_hash_core, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 PROMPTS = ["Once upon a time", "One day, a little bird", "7 + 5 ="]
@@ -217,7 +217,7 @@ def test_a_poison_pill_is_found_and_the_others_are_exact(
         check(requests, await asyncio.gather(*tasks))
         assert llm.stats()["num_restarts"] == num_restarts
 
-    run(body, factory="faulty:pill", step_s=0.002, **settings)
+    run(body, factory="tests.support.faulty:pill", step_s=0.002, **settings)
     assert "is to blame and is given up" in caplog.text
     assert ("has not reported" in caplog.text) == (token_id == 14)
 
@@ -233,7 +233,7 @@ def test_three_pills_at_once() -> None:
         check(requests, outputs[3:])  # type: ignore[arg-type]
         assert llm.stats()["num_restarts"] == 4
 
-    run(body, factory="faulty:pill", step_s=0.002)
+    run(body, factory="tests.support.faulty:pill", step_s=0.002)
 
 
 def test_an_engine_that_does_not_start_again_and_later_does(
@@ -261,7 +261,7 @@ def test_an_engine_that_does_not_start_again_and_later_does(
         check([again], [await llm.generate(again)])
 
     with caplog.at_level(logging.ERROR):
-        run(body, factory="faulty:starts", while_there=str(path), step_s=0.01)
+        run(body, factory="tests.support.faulty:starts", while_there=str(path), step_s=0.01)
     assert "the checkpoint has gone" in caplog.text
     assert "requests are refused" in caplog.text
 
@@ -276,4 +276,4 @@ def test_closing_while_the_next_one_starts(tmp_path: Path) -> None:
         async with asyncio.timeout(3):
             await llm.close()
 
-    run(body, factory="faulty:starts", while_there=str(path))
+    run(body, factory="tests.support.faulty:starts", while_there=str(path))

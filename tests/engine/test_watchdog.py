@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from checkpoints import VOCAB_SIZE
-from doubles import launch_hash_llm, solo
 from infer import SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process import supervisor
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.doubles import launch_hash_llm, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 HANG_S = 1.8
@@ -65,7 +65,7 @@ def test_the_stacks_of_a_hanging_step_are_shown(
         with pytest.raises(Exception, match="died more than once"):
             await llm.generate(llm.make_request([14], GREEDY))
 
-    run(body, factory="faulty:pill")
+    run(body, factory="tests.support.faulty:pill")
     assert "faulty.py" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""`Call`: one HTTP request as a strategy of the fuzzer makes it, and as its runner sends it."""
+"""What the fuzzer's strategies make and its runner sends: `Call`, `CallSequence`, `RawRequest`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+MODEL = "hash-model"
+"""name of the model that calls ask for; the runner's servers have one of this name"""
 
 
 @dataclass(frozen=True)
@@ -33,3 +36,23 @@ class Call:
         if isinstance(self.body, bytes) or "content-type" in named:
             return dict(self.headers)
         return {"Content-Type": "application/json", **self.headers}
+
+
+@dataclass(frozen=True)
+class CallSequence:
+    """Calls that a client sends one after the other. `id_of(0)` in a path or a body stands for the
+    first id of a session that an answer brought, `id_of(1)` for the second."""
+
+    calls: tuple[Call, ...]
+
+
+def id_of(number: int) -> str:
+    """Placeholder of a session's id in the calls of a sequence."""
+    return f"~id-{number}~"
+
+
+@dataclass(frozen=True)
+class RawRequest:
+    """Bytes for a connection of their own, in pieces; the client then closes its side."""
+
+    pieces: tuple[bytes, ...]

@@ -26,17 +26,15 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 if __name__ == "__main__":
-    TESTS = Path(__file__).parents[1]
-    sys.path[:0] = [str(TESTS), *(str(TESTS / name) for name in ("text", "server"))]
-
-from answers import CASES, NAMES, told_apart
-from serving import CHAT, App, scripted, serving, spelled
-from test_text_tool_messages import OWN
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from infer.errors import RequestError
 from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS, FUNCTIONARY_32, THOUGHTS, ToolFormat
+from tests.support.serving import CHAT, App, scripted, serving, spelled
+from tests.support.tool_answers import CASES, NAMES, told_apart
+from tests.text.test_text_tool_messages import OWN
 
 CHARS = st.sampled_from([*"ab1 {}[]()\"'\\,:;=\n<>|`/_-.", "é", "\u2028", "\U0001f98a", "\x00"])
 WORDS = st.text(CHARS, max_size=8)

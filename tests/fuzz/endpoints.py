@@ -13,13 +13,13 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote
 
-from call import Call
 from hypothesis import strategies as st
 
-from doubles import make_hash_llm
 from infer.server.app import create_app
 from infer.server.openai.openapi import document
 from infer.server.settings import ServerSettings
+from tests.fuzz.call import MODEL, Call
+from tests.support.doubles import make_hash_llm
 
 Schema = dict[str, Any]
 
@@ -35,7 +35,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 SMALL: dict[str, st.SearchStrategy[Any]] = {
-    "model": st.sampled_from([None, "hash-model"]),
+    "model": st.sampled_from([None, MODEL]),
     "max_tokens": st.integers(0, MAX_TOKENS),
     "max_completion_tokens": st.none(),
     "n": st.integers(1, 3),
@@ -77,7 +77,7 @@ HEADERS: dict[str, list[str]] = {
 }
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "X")
 IDS = TEXTS | st.sampled_from(
-    ["cmpl-", "sess-" + "0" * 32, "hash-model", "..", "a/b", "%00", "x" * 900, "' or 1=1 --"]
+    ["cmpl-", "sess-" + "0" * 32, MODEL, "..", "a/b", "%00", "x" * 900, "' or 1=1 --"]
 )
 
 
@@ -174,7 +174,7 @@ def calls(draw: st.DrawFn) -> Call:
     for name in ("id", "name"):
         path = path.replace(f"{{{name}}}", quote(draw(IDS), safe=""))
     if draw(st.integers(0, 19)) == 0:
-        path += draw(st.sampled_from(["/", "/x", "?model=x", "?model=hash-model", "?%00", "//"]))
+        path += draw(st.sampled_from(["/", "/x", "?model=x", f"?model={MODEL}", "?%00", "//"]))
     headers = {}
     if draw(st.integers(0, 3)) == 0:
         for name in draw(st.lists(st.sampled_from(sorted(HEADERS)), max_size=3, unique=True)):

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from call import Call
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+
+from tests.fuzz.call import MODEL, Call
 
 LETTERS = "abcxyz019 "
 NAMES = ["a", "b", "item", "name", "x-y", "é", "$ref", ""]
@@ -213,7 +214,7 @@ def forced_tools() -> SearchStrategy[dict[str, Any]]:
 def calls() -> SearchStrategy[Call]:
     """Completions and chats with a grammar."""
     common = st.fixed_dictionaries(
-        {"model": st.just("infer-demo"), "max_tokens": st.integers(1, 12)},
+        {"model": st.just(MODEL), "max_tokens": st.integers(1, 12)},
         optional={
             "stream": st.booleans(),
             "n": st.integers(1, 3),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from chats import checks, try_examples
-from serving import scripted, serving, spelled
+
+from tests.fuzz.chats import checks, try_examples
+from tests.support.serving import scripted, serving, spelled
 
 NUM_EXAMPLES = {"answers": 150, "written calls": 150, "conversations": 100, "bodies": 40}
 

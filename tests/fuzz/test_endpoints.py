@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from call import Call
-from endpoints import allowed, calls, the_document
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving
 
-from doubles import make_hash_llm
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.fuzz.call import Call
+from tests.fuzz.endpoints import allowed, calls, the_document
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving
 
 QUICK = settings(
     max_examples=120,

@@ -1,25 +1,42 @@
-"""A few calls of the fuzzer on a real server; hours of them: `python tests/fuzz/run.py`."""
+"""A few examples of the fuzzer's kinds; hours of them: `python tests/fuzz/run.py`."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from call import Call
-from run import run, strategy_of, try_calls
+
+from infer.models.hub import SHIPPED_FOLDER
+from tests.fuzz.call import Call
+from tests.fuzz.checkpoint_files import ByteEdit, Damage, JsonEdit
+from tests.fuzz.run import KINDS, run, strategy_of, try_examples
+from tests.support.hostile_files import Loader
+
+OTHERS = ["several models", "files"]
 
 
-def test_nothing_breaks_a_server() -> None:
-    found = run(["grammars", "chats"], 2, 18, max_calls=8)
-    assert found["calls"] == {"grammars": 8, "chats": 8}
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [kind for kind in KINDS if kind not in OTHERS],
+        pytest.param(OTHERS, marks=pytest.mark.slow),
+    ],
+    ids=["one server", "more"],
+)
+@pytest.mark.timeout(300)
+def test_nothing_breaks(kinds: list[str]) -> None:
+    found = run(kinds, 2, 18, max_calls=8)
+    assert found["findings"] == []
+    assert found["examples"] == dict.fromkeys(kinds, 8)
+    assert (found["exits"], found["restarts"], found["5xx"]) == (0, 0, 0)
 
 
 def test_a_call_that_breaks_something_is_made_small() -> None:
     def check(call: Call) -> None:
         assert b"guided" not in call.content
 
-    strategy = strategy_of("grammars")
-    assert strategy is not None
     with pytest.raises(AssertionError) as caught:
-        try_calls(check, strategy, 100, 1)
+        try_examples(check, strategy_of("grammars"), 100, 1)
     told = "\n".join(getattr(caught.value, "__notes__", ()))
     assert "guided_" in told
     assert len(told) < 1500
@@ -30,3 +47,28 @@ def test_calls_are_sent_as_they_say() -> None:
     assert Call("POST", "/x", {"a": 1}).sent_headers == {"Content-Type": "application/json"}
     assert Call("GET", "/x").content == b""
     assert Call("POST", "/x", b"{", {"A": "b"}).sent_headers == {"A": "b"}
+
+
+def test_damages_do_what_they_say(tmp_path: Path) -> None:
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / "a").symlink_to(SHIPPED_FOLDER)
+    loader = Loader()
+
+    def kind(file: str, *edits: ByteEdit | JsonEdit) -> str:
+        folder = Damage("a", file, edits).write(tmp_path / "bases", tmp_path / "it")
+        return loader.load(folder).kind
+
+    try:
+        assert kind("config.json", JsonEdit((10**6, 0), 1)) in ("loaded", "LoadError")
+        assert kind("config.json", JsonEdit((), [])) == "LoadError"
+        assert kind("model.safetensors", ByteEdit(0, 8, b"\xff" * 8)) == "LoadError"
+        assert kind("model.safetensors", JsonEdit((1,), None, is_removed=True)) == "LoadError"
+        assert kind("chat_template.jinja", ByteEdit(0, 0, b"a")) == "loaded"
+    finally:
+        loader.close()
+    # A rewritten header keeps the data behind it where it was.
+    content = (SHIPPED_FOLDER / "model.safetensors").read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    changed = JsonEdit((0,), {"format": "pt"}).apply(content)
+    new_size = int.from_bytes(changed[:8], "little")
+    assert changed[8 + new_size :] == content[8 + size :]

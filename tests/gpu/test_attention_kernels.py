@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import INTERPRETED, KINDS, LOADED, assert_near
 from torch import Tensor
 
 from infer.attention.layout import BatchLayout
@@ -15,6 +14,7 @@ from infer.attention.triton import TritonBackend
 from infer.kernels.cuda.rotary import turn_and_write
 from infer.kernels.linear import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
+from tests.support.kernel_dtypes import INTERPRETED, KINDS, LOADED, assert_near
 
 NAN = float("nan")
 

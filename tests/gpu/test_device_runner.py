@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kinds import INTERPRETED
 from torch import Tensor
 
 from infer.attention.sdpa import SDPABackend
@@ -28,6 +27,7 @@ from infer.runner.model_runner import ModelRunner
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.types import Request, SamplingParams, StepOutput
+from tests.support.kernel_dtypes import INTERPRETED
 
 SHAPE = ModelConfig(
     architecture="Qwen3ForCausalLM",

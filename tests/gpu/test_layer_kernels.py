@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from kinds import KINDS, LOADED, assert_near
 from torch import Tensor
 
 from infer.kernels.cuda import linear as few
 from infer.kernels.cuda.norm import gate, rms_norm
 from infer.kernels.cuda.rotary import apply_rope
 from infer.kernels.linear import CudaLinear, Fusion, Norm
+from tests.support.kernel_dtypes import KINDS, LOADED, assert_near
 
 NAN = float("nan")
 

@@ -11,13 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kinds import INTERPRETED
-from test_device_runner import SEATS, STEP_TOKENS, core_of, device_runner, make_model, request, run
 
 from infer import LLM, SamplingParams
 from infer.engine.build.hardware import resident_bytes
 from infer.runner.device_runner import DeviceRunner
 from infer.types import Request, RequestOutput
+from tests.gpu.test_device_runner import (
+    SEATS,
+    STEP_TOKENS,
+    core_of,
+    device_runner,
+    make_model,
+    request,
+    run,
+)
+from tests.support.kernel_dtypes import INTERPRETED
 
 if INTERPRETED:
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -132,8 +140,8 @@ except RuntimeError as error:
 
 
 def test_streams_go_on_after_kill_9(tmp_path: Path) -> None:
-    from load import bodies, served
-    from test_kill import kill_under_load
+    from tests.reliability.test_kill import kill_under_load
+    from tests.support.server_process import bodies, served
 
     arguments = [
         *("-m", "infer.server", "--port", "0", "--max-seq-len", "512"),

@@ -1,4 +1,4 @@
-"""Which instruction set the layers of a test use."""
+"""Fixtures that select the instruction set of a test's layers."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,10 @@ from infer.kernels import linear
 
 @pytest.fixture
 def ask_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Layers that are made from now on use this one; without it the test is skipped."""
+    """Function that selects the instruction set of layers made later.
+
+    The test is skipped if the CPU does not have it.
+    """
 
     def ask(name: str) -> None:
         monkeypatch.setenv(linear.VARIABLE, name)
@@ -23,7 +26,7 @@ def ask_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.fixture(params=["amx", "avx512"])
 def isa(request: pytest.FixtureRequest, ask_for: Callable[[str], None]) -> str:
-    """NativeLinear's, one after the other."""
+    """Each instruction set of NativeLinear."""
     name: str = request.param
     ask_for(name)
     return name

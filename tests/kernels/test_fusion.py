@@ -1,4 +1,4 @@
-"""Whole-number weights, and what is computed around a product: right, the same in any company."""
+"""Tests of int8 and int4 weights and of fused operations: correct, and equal in any batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The definition: one scale a row, the largest magnitude becomes 127."""
+    """The definition of int8: one scale per row, and the largest magnitude becomes 127."""
     most = rows.float().abs().amax(dim=1, keepdim=True)
     return (rows.float() * (torch.tensor(127.0) / most)).round().double(), most.double() / 127
 
@@ -66,7 +66,7 @@ def test_int8_is_an_exact_sum_between_two_scales(make: Make, k: int, n: int, num
     weight, x, bias = random(n, k), random(num_rows, k, seed=1), random(n, seed=2)
     (w, w_scales), (a, a_scales) = quantized(weight), quantized(x)
     exact = (a @ w.T) * a_scales * w_scales.T + bias.double()
-    # A number on the edge between two steps may be rounded either way: one step of each row.
+    # A number halfway between two steps may be rounded either way, by one step of its row.
     edges = (w.abs().sum(1, keepdim=True).T + a.abs().sum(1, keepdim=True)) * a_scales * w_scales.T
     error = (make(weight, bias)(x).double() - exact).abs()
     assert (error <= 2**-8 * exact.abs() + edges / k + 1e-6).all()
@@ -74,8 +74,11 @@ def test_int8_is_an_exact_sum_between_two_scales(make: Make, k: int, n: int, num
 
 
 def least_errors(weight: Tensor) -> Tensor:
-    """By the definition of int4: the squared error of each 64 inputs of each row [N, K / 64], with
-    the best of the multiples from the one that takes in the largest of them down to three less."""
+    """The squared error of int4 by its definition, for each 64 inputs of each row; [N, K / 64].
+
+    It is that of the best of four multiples: the one that covers the largest of the inputs, and the
+    three below it.
+    """
     padded = torch.nn.functional.pad(weight.double(), (0, -weight.shape[1] % 64))
     units = padded.unflatten(1, (-1, 64)) / (padded.abs().amax(1) / 120)[:, None, None]
     first = (units.abs().amax(2) / 7.5 - 1e-5).ceil()
@@ -89,7 +92,7 @@ def least_errors(weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("k", "n"), [(16, 2), (100, 258), (513, 96), (2048, 160)])
-@pytest.mark.parametrize("seed", [0, 59])  # 59: a group whose multiple is almost whole
+@pytest.mark.parametrize("seed", [0, 59])  # 59: a group whose multiple is almost an integer
 def test_int4_is_int8_with_fewer_numbers(make: Make, k: int, n: int, seed: int) -> None:
     sizes = torch.rand((n, 1 + k // 64), generator=torch.Generator().manual_seed(seed))
     weight = (random(n, k) * (0.1 + sizes.repeat_interleave(64, 1)[:, :k])).bfloat16()
@@ -112,7 +115,7 @@ def test_int4_is_int8_with_fewer_numbers(make: Make, k: int, n: int, seed: int) 
     x = random(40, k, seed=1)
     a, a_scales = quantized(x)
     exact = (a @ w.T) * a_scales * scales
-    edges = w.abs().sum(1) * a_scales * scales / k  # a number on the edge of two steps
+    edges = w.abs().sum(1) * a_scales * scales / k  # a number halfway between steps
     difference = (layer(x).double() - exact).abs()
     assert (difference <= 2**-8 * exact.abs() + edges + 1e-6).all()
     assert (difference <= 2**-8 * exact.abs() + 1e-5).float().mean() > 0.9
@@ -139,10 +142,10 @@ def test_whole_numbers_rows_keep_to_themselves(make: Make, bits: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["SSE41", "AVX2", "AVX512_CORE"])
 def test_whole_numbers_are_exact_on_older_cpus(isa: str) -> None:
-    """As oneDNN computes on CPUs without VNNI, where its sums of two products saturate."""
+    """The method for CPUs without VNNI, on which oneDNN's sums of two products saturate."""
     here = str(Path(__file__).parent)
     command = [sys.executable, "-m", "pytest", here, "-p", "no:cacheprovider", "-k", "onednn"]
-    command += ["-o", "addopts="]
+    command += ["-m", ""]
     done = subprocess.run(
         command,
         env={**os.environ, "ONEDNN_MAX_CPU_ISA": isa},
@@ -156,7 +159,7 @@ def test_whole_numbers_are_exact_on_older_cpus(isa: str) -> None:
 
 
 def test_the_largest_products_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of two products that saturate in 16 bits are seen, and layers then go another way."""
+    """Sums of two products that saturate in 16 bits are detected; layers then avoid them."""
     weight, x = random(40, 64), random(3, 64, seed=1)
     expected = Int8Linear(weight)(x)
     whole, linear_onednn = linear._onednn_int8, linear.onednn_is_exact
@@ -175,7 +178,7 @@ def test_the_largest_products_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def composed(weight: Tensor, bias: Tensor | None, fusion: Fusion) -> linear.Linear:
-    """The definition, in float64 within."""
+    """The definition of a fused layer, with its product in float64."""
 
     class Exact(PlainLinear):
         def product(self, x: Tensor) -> Tensor:
@@ -216,7 +219,7 @@ def test_the_fused_layer_is_the_composed_one(kind: str, k: int, n: int, with_bia
 
 @pytest.mark.usefixtures("isa")
 def test_a_gate_far_from_zero() -> None:
-    """exp must neither overflow nor cut off: silu(-100) is nothing, silu(100) is 100."""
+    """exp must not overflow or be clipped: silu(-100) is 0, silu(100) is 100."""
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).bfloat16()
     x = torch.tensor([[-1e30, 1], [-100, 1], [-20, 1], [0, 1], [20, 1], [1e30, 1]]).bfloat16()
     for gate, act in (("silu", torch.nn.functional.silu), ("gelu_tanh", torch.nn.functional.gelu)):

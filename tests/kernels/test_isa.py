@@ -1,4 +1,4 @@
-"""`INFER_ISA`: every kernel keeps to it, and the copies of a kernel give the same bits."""
+"""Tests of `INFER_ISA`: all kernels obey it, and all instruction sets give the same bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def use(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drawn() -> list[int]:
-    """Tokens of 64 rows, each drawn with parameters of its own."""
+    """Tokens drawn from 64 rows, each with its own parameters."""
     logits = 3 * torch.randn((64, 5000), generator=torch.Generator().manual_seed(1))
     sequences = []
     for row in range(64):
@@ -46,14 +46,14 @@ def drawn() -> list[int]:
 
 
 def turned_keys() -> torch.Tensor:
-    """Keys with their norm and rotation, as the kernel writes them into the cache."""
+    """Normalised and rotated keys, as the kernel writes them into the cache."""
     made = torch.Generator().manual_seed(2)
     q, k, v = torch.randn((3, NUM_TOKENS, HEADS, DIM), generator=made).bfloat16()
     angles = 100 * torch.rand((NUM_TOKENS, DIM // 2), generator=made)
     norm = Norm(1 + torch.rand(DIM, generator=made), 1e-6)
     turn = QKRotation(angles.cos(), angles.sin(), HeadNorms(norm, norm))
     num_pages = -(-NUM_TOKENS // PAGE)
-    # Pages of 16 lie in strips on some CPUs; pages of 8 lie token by token on all of them.
+    # On some CPUs pages of 16 are interleaved in strips. Pages of 8 are in order on all CPUs.
     shape = (2 * num_pages + 1, PAGE // 2, HEADS, DIM)
     keys, values = torch.zeros(shape).bfloat16(), torch.zeros(shape).bfloat16()
     backend = NativeBackend([keys], [values], num_heads=HEADS, scale=1.0)

@@ -1,4 +1,4 @@
-"""All layers in one call of the library: the same bits as the decoder's own loop."""
+"""Tests of `LayerStack`: one call for all layers gives the same bits as the decoder's own loop."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ SHAPE = {
 }
 FAMILIES: list[dict[str, Any]] = [
     {"architectures": ["LlamaForCausalLM"]},
-    {"architectures": ["Qwen2ForCausalLM"]},  # with a bias
-    {"architectures": ["Qwen3ForCausalLM"]},  # with norms of heads
+    {"architectures": ["Qwen2ForCausalLM"]},  # with biases
+    {"architectures": ["Qwen3ForCausalLM"]},  # with head norms
     {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
 ]
 
@@ -47,7 +47,7 @@ def make(family: dict[str, Any], quantization: str | None) -> Decoder:
 
 
 def run(model: Decoder, held: torch.dtype, *, as_stack: bool) -> list[Tensor]:
-    """A prompt of 70, a step of 17 beside it, and a decode of both."""
+    """Results of a prompt of 70 tokens, of a second one of 17, and of a decode of both."""
     config = model.config
     storage = KVStorage(config, 16, 16, dtype=held, device=CPU)
     backend = NativeBackend(

@@ -1,4 +1,4 @@
-"""Linear layers: right, the same bit for bit in any company, and chosen as the machine allows."""
+"""Tests of linear layers: correct, the same bits in any batch, and chosen for the machine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_it_multiplies(k: int, n: int, bias: bool, num_rows: int) -> None:
     exact = x.double() @ weight.double().T + (0 if b is None else b.double())
     terms = x.double().abs() @ weight.double().abs().T
     error = (NativeLinear([weight], b)(x).double() - exact).abs()
-    # Half a unit of bfloat16's last place, and what float32 sums lose.
+    # Half a unit in the last place of bfloat16, and the rounding of float32 sums.
     assert (error <= 2**-8 * exact.abs() + 2**-20 * (terms + 1)).all()
 
 
@@ -103,7 +103,7 @@ def test_it_reads_slices_in_place() -> None:
     wide, x = rows(48, 200), rows(30, 80)
     wide[:, 60:140] = weight
     around = torch.full((30, 300), torch.nan, dtype=torch.bfloat16)
-    around[:, 77:157] = x  # NaN follows directly on each row
+    around[:, 77:157] = x  # NaN follows each row directly
     expected = NativeLinear([weight], None)(x)
     assert torch.equal(NativeLinear([wide[:, 60:140]], None)(around[:, 77:157]), expected)
     turned = NativeLinear([weight.T.contiguous().T], None)
@@ -130,7 +130,7 @@ needs_bfloat16 = pytest.mark.skipif(
 @needs_bfloat16
 @pytest.mark.usefixtures("isa")
 def test_other_products_on_the_thread_go_on() -> None:
-    """oneDNN uses the tile registers too; the shapes they are set to must be left alone."""
+    """oneDNN uses the tile registers too, so a kernel must not change their configuration."""
     weight, _ = layer(256, 256, False)
     native_one, other, x = NativeLinear([weight], None), PackedLinear(weight, None), rows(40, 256)
     expected = other(x)
@@ -186,7 +186,7 @@ def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bfloat16_is_not_packed_where_onednn_refuses_it(
     cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a CPU with AVX2 only: torch computes, and the default is float32."""
+    """On such a CPU, for example with AVX2 only, torch computes and the default is float32."""
 
     def refuse(*_: object) -> Tensor:
         raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw")
@@ -208,12 +208,12 @@ def test_bfloat16_is_not_packed_where_onednn_refuses_it(
 
 
 class Breaking(PlainLinear):
-    """Differs in one element of one row in the middle, from a certain number of rows on."""
+    """A layer that changes one element of one middle row from a certain number of rows on."""
 
     def __init__(self, weight: Tensor, num_rows: int) -> None:
         super().__init__(weight, None)
         self.num_rows = num_rows
-        self.in_float32 = PackedLinear(weight.float(), None)  # the same in any company everywhere
+        self.in_float32 = PackedLinear(weight.float(), None)  # invariant on all machines
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = self.in_float32(x.float(), residual).to(x.dtype, copy=True)
@@ -236,7 +236,7 @@ def test_the_check_finds_a_row_that_depends_on_others(num_rows: int) -> None:
 
 @needs_bfloat16
 def test_the_check_finds_what_onednn_does() -> None:
-    """Where oneDNN's bfloat16 depends on the rows beside it (AMX), the check must say so."""
+    """The check must find it where oneDNN's bfloat16 depends on the other rows (AMX)."""
     weight, _ = layer(2048, 8192, False)
     product = PackedLinear(weight, None)
     x = rows(64, 2048)

@@ -1,7 +1,7 @@
-"""The kernels' code for AMX, on a CPU that has none: tiles.h does in software what tiles would do.
+"""Tests of the kernels' code for AMX on a CPU without AMX, with the tiles of tiles.h in software.
 
-The library is built once more, with that header, and the tests of attention and linear layers run
-with it in a process of their own.
+The library is built again with that header, and the tests of attention and linear layers run with
+it in another process.
 """
 
 from __future__ import annotations

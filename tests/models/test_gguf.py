@@ -1,7 +1,7 @@
-"""GGUF files written with the `gguf` package from transformers' own models, and loaded here.
+"""Tests of loading GGUF files, which the `gguf` package writes from transformers' models.
 
-The reference is transformers' model with exactly the weights that are in the file (dequantised by
-the package). What is compared is logits, in float32.
+The reference is transformers' model with exactly the weights of the file, dequantised by the
+package. The logits are compared in float32.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Q
-from gguf_files import write, write_gpt2
-from parity import deviation, reference, tokens_of
-from shapes import LINEAR, LLAMA3, YARN
 
-from checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
 from infer.kernels.rotary import QKRotation
 from infer.models.gguf_file import GGUFFile, _readable_types
 from infer.models.model import build_model
+from tests.support.checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
+from tests.support.gguf_files import write, write_gpt2
+from tests.support.model_shapes import LINEAR, LLAMA3, YARN
+from tests.support.parity import deviation, reference, tokens_of
 
 TOLERANCE = 2e-4
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @torch.inference_mode()
 def logits(file: GGUFFile, tokens: list[int]) -> torch.Tensor:
-    """Dense causal attention, with the windows of the layers."""
+    """Logits of the file's model with dense causal attention and the layers' windows."""
     config = file.config
     model = build_model(config, file.source(torch.float32, CPU), len(tokens))
     distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
@@ -62,7 +62,7 @@ GEMMA_LINEAR = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
-GEMMA = {"query_pre_attn_scalar": 24}  # what llama.cpp takes it to be: head_dim
+GEMMA = {"query_pre_attn_scalar": 24}  # head_dim, which llama.cpp assumes
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -146,7 +146,7 @@ KINDS = [
 def test_stored_types(
     kind: Q, head: Q | None, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("infer.models.gguf_file._ROWS_BYTES", 1 << 15)  # so: many pieces
+    monkeypatch.setattr("infer.models.gguf_file._ROWS_BYTES", 1 << 15)  # many parts
     theirs = write(tmp_path / "m.gguf", "llama", make_model("llama", **WIDE), kind, head)
     assert GGUFFile(tmp_path / "m.gguf").config.dtype == dtype
     assert_same(tmp_path / "m.gguf", theirs)
@@ -158,7 +158,7 @@ def test_gemma_quantised(tmp_path: Path) -> None:
 
 
 def test_gemma_patterns(tmp_path: Path) -> None:
-    """The layers that have a window, from the family's rule, a number, a list, or none at all."""
+    """Windows of layers from the family's rule, from a number, from a list, or without any key."""
 
     def windows(**keys: Any) -> list[int | None]:
         path = tmp_path / "m.gguf"
@@ -175,14 +175,14 @@ def test_gemma_patterns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layers", "scale"), [(62, 16**-0.5), (61, 24**-0.5)])
 def test_gemma_query_scale(layers: int, scale: float, tmp_path: Path) -> None:
-    """The 27B model, known by its layers, divides by hidden / heads; the others by head_dim."""
+    """The 27B model, identified by its layers, divides by hidden / heads; others by head_dim."""
     model = make_model("gemma3", num_hidden_layers=layers, hidden_size=64, intermediate_size=32)
     write(tmp_path / "m.gguf", "gemma3", model)
     assert GGUFFile(tmp_path / "m.gguf").config.attention_scale == pytest.approx(scale)
 
 
 def test_the_whole_engine(tmp_path: Path) -> None:
-    """A chat gets the same prompt and the same tokens from a file and from a folder."""
+    """A chat has the same prompt and the same tokens with a file as with a folder."""
     theirs = write(tmp_path / "my-model.gguf", "llama", make_model("llama"))
     theirs.save_pretrained(write_tokenizer(tmp_path / "folder"))
     chat = [{"role": "user", "content": "Grüße <|end|> 12345 👋"}]
@@ -217,7 +217,7 @@ def test_a_file_cut_short(good: Path, share: float, tmp_path: Path) -> None:
     assert "cut.gguf is cut short or damaged" in refusal(tmp_path / "cut.gguf")
 
 
-WRONG_NUMBERS = {  # the name before it, how many bytes lie between, the number, the message
+WRONG_NUMBERS = {  # (name before the number, bytes between the two, number, message)
     "length of a list": (b"tokenizer.ggml.token_type", 8, 1 << 60, "is cut short or damaged"),
     "integers": (b"token_embd.weight", 20, 26, "m.gguf: token_embd.weight is stored as I32, which"
                  " cannot be read (these can: F32, F16, Q4_0"),
@@ -234,7 +234,7 @@ def test_wrong_numbers(what: str, good: Path, tmp_path: Path) -> None:
     at = data.index(name) + len(name) + distance
     size = 4 if number < 1 << 32 else 8
     data[at : at + size] = number.to_bytes(size, "little")
-    data += bytes(-(len(data) - at) % 8)  # so that a list ends with the file, not within a number
+    data += bytes(-(len(data) - at) % 8)  # the file must not end within a number of a list
     (tmp_path / "m.gguf").write_bytes(data)
     assert message in refusal(tmp_path / "m.gguf")
 
@@ -253,7 +253,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 def replaced(good: Path, path: Path, old: bytes, new: bytes) -> Path:
-    """The file with some of its bytes, a key for example, replaced by as many others."""
+    """The file with some bytes, such as a key, replaced by the same number of others."""
     data = good.read_bytes()
     assert len(old) == len(new)
     assert old in data

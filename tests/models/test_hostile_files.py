@@ -1,7 +1,7 @@
-"""Checkpoints made to hurt: each is refused as a `LoadError`, in little time and memory.
+"""Tests of hostile checkpoints: each is refused with a `LoadError`, in little time and memory.
 
-Every case is loaded whole, as `LLM` does it, in a process of its own, which measures itself. Cases
-of one kind share a test, because the process that all of them are forked from takes seconds.
+Each case is loaded completely, as by `LLM`, in a process of its own, which measures its time and
+memory. All cases share a test, because the process from which they are forked takes seconds.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import gguf
 import pytest
 
-from hostile_files import LIMIT_BYTES, LIMIT_S, load_all
 from infer.models.hub import SHIPPED_FOLDER
+from tests.support.hostile_files import LIMIT_BYTES, LIMIT_S, load_all
 
 Change = Callable[[Path], None]
 
@@ -170,7 +170,7 @@ WEIGHTS: dict[str, Change] = {
     "none": lambda folder: (folder / "model.safetensors").unlink(),
     "pipe": in_place_of("model.safetensors", os.mkfifo),
     "device": in_place_of("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
-    # The announced model would take gigabytes; the file has ten megabytes.
+    # The announced model would take gigabytes, but the file has ten megabytes.
     "claims gigabytes": config(vocab_size=2**20, hidden_size=1024),
 }
 
@@ -393,7 +393,7 @@ KINDS = {
 
 
 def write(folder: Path, change: Change) -> Path:
-    """The shipped checkpoint with a change; a file `m.gguf` in it is what is loaded."""
+    """The demo checkpoint with a change. Returns the path to load, `m.gguf` in it if it exists."""
     folder.mkdir(parents=True)
     for source in SHIPPED_FOLDER.iterdir():
         (folder / source.name).symlink_to(source)
@@ -416,13 +416,13 @@ def too_much(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def every(step: int) -> dict[str, dict[str, Change]]:
-    """Every so many-th of the cases of each kind."""
+    """Every `step`-th case of each kind."""
     kinds = {**KINDS, "legal": {**LEGAL, "as shipped": lambda folder: None}}
     return {kind: dict(list(cases.items())[::step]) for kind, cases in kinds.items()}
 
 
 def check(kinds: dict[str, dict[str, Change]], folder: Path) -> dict[str, dict[str, Any]]:
-    """Load all, in processes forked from one; what came of them, by kind and name."""
+    """Load all cases in processes forked from one; returns the results by kind and name."""
     names = [(kind, name) for kind, cases in kinds.items() for name in cases]
     changes = {str(name): kinds[name[0]][name[1]] for name in names}
     came = zip(names, loaded(changes, folder).values(), strict=True)
@@ -439,5 +439,5 @@ def check(kinds: dict[str, dict[str, Change]], folder: Path) -> dict[str, dict[s
 
 @pytest.mark.timeout(300)
 def test_bad_files_are_refused(tmp_path: Path) -> None:
-    """Some of each kind; all of them are in the scorecard's row A10."""
+    """Some cases of each kind; the scorecard's row A10 has all of them."""
     check(every(12), tmp_path)

@@ -1,4 +1,4 @@
-"""Finding a checkpoint: the shipped one, folders, the hub's cache, and being offline."""
+"""Tests of locating a checkpoint: the demo model, folders, the hub's cache, and no network."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_checkpoint
 from infer.errors import LoadError
 from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, locate
+from tests.support.checkpoints import write_checkpoint
 
 
 def test_the_shipped_model_by_default_and_by_name() -> None:
@@ -31,7 +31,7 @@ def test_what_is_neither_a_folder_nor_a_hub_id(name: str) -> None:
 
 
 def in_a_process(hub: Path, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The hub's library reads its environment when it is imported."""
+    """Run code in a new process, because the hub's library reads its environment when imported."""
     env = {**os.environ, "HF_HUB_CACHE": str(hub), **environment}
     command = [sys.executable, "-c", "from infer.models.hub import locate\n" + code]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)

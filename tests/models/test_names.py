@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors go by other names than transformers writes today."""
+"""Tests of checkpoints whose tensor names differ from those that transformers writes today."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Bench, deviation, reference, tokens_of
 from safetensors.torch import load_file, save_file
 
-from checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
+from tests.support.parity import Bench, deviation, reference, tokens_of
 
 TOKENS = tokens_of(60)
 
@@ -53,7 +53,7 @@ def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path, prefix: str, visio
 
 
 def test_gpt2_as_it_is_on_the_hub(tmp_path: Path) -> None:
-    """Without a prefix, and with the causal masks that old writers stored."""
+    """The names have no prefix, and the causal masks are stored too."""
     theirs = write_checkpoint(tmp_path, "gpt2")
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 8, 8) for i in range(3)}
     rename(tmp_path, lambda name: name.removeprefix("transformer."), **masks)

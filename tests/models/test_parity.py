@@ -1,7 +1,8 @@
-"""Every family against transformers' own model of the same small random checkpoints, in float32.
+"""Tests of each family against transformers' model of the same small random checkpoint.
 
-Logits of a prefill, of decoding one by one, of chunks, of a mixed batch and after a prefix hit,
-and greedy tokens of the whole engine. The shapes are odd on purpose.
+Logits are compared in float32: of a prefill, of single decodes, of chunks, of a mixed batch and
+after a prefix hit. Greedy tokens of the whole engine are compared too. The shapes are unusual on
+purpose.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from parity import WAYS, Bench, reference, tokens_of
-from shapes import SHAPES
 
-from checkpoints import BOS_ID, write_checkpoint
 from infer import LLM, SamplingParams
+from tests.support.checkpoints import BOS_ID, write_checkpoint
+from tests.support.model_shapes import SHAPES
+from tests.support.parity import WAYS, Bench, reference, tokens_of
 
 TOLERANCE = 2e-4
-"""relative to the scale of the logits"""
+"""Maximum difference of logits in float32, relative to their scale."""
 BF16_TOLERANCE = 0.04
-"""the same in bfloat16 (8 bits of mantissa, some hundred roundings one after the other)"""
+"""The same in bfloat16, which has 8 bits of mantissa; there are some hundred roundings."""
 CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
 
 
@@ -58,7 +59,7 @@ def test_greedy_tokens(pair: Any) -> None:
 
 
 def test_shards_are_shards(tmp_path: Path) -> None:
-    """The sharded shapes above are worth something only if there are three files."""
+    """The sharded shapes above must have three files, or they would test nothing."""
     for family, shapes in SHAPES.items():
         for name, shape in shapes.items():
             if "shard_bytes" in shape:
@@ -78,7 +79,7 @@ def test_bfloat16_is_close(family: str, tmp_path: Path) -> None:
 
 
 def test_the_storage_keeps_page_zero(tmp_path: Path) -> None:
-    """Whatever ran, nothing but padding may have touched the scrap page."""
+    """Only padding may have written to page 0."""
     write_checkpoint(tmp_path, num_hidden_layers=1)
     bench = Bench(tmp_path)
     bench.step((bench.sequence(tokens_of(20)), 20))

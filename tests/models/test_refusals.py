@@ -1,4 +1,4 @@
-"""What a checkpoint can be refused for: each by its name, with what would be right."""
+"""Tests of refused checkpoints: the message names what is wrong and what would be right."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints import write_llama
 from infer import LLM
 from infer.errors import LoadError
-
-# What must be refused, by name.
+from tests.support.checkpoints import write_llama
 
 
 @pytest.fixture(scope="module")

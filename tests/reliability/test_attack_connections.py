@@ -22,11 +22,7 @@ from typing import Any
 
 import h11
 import pytest
-from load import Findings, Served, hash_server, model_server, percentile, served
-from observed import memory
-from serving import COMPLETIONS, App, Reply, completion_body, is_idle, live, until, with_app
 
-from doubles import make_hash_llm
 from infer.errors import ConfigError, OverloadedError
 from infer.server import serve
 from infer.server.http import bounded_protocol, connections
@@ -35,6 +31,26 @@ from infer.server.http.connections import ConnectionLimits, Connections, Use
 from infer.server.http.hosts import HostGuard
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.doubles import make_hash_llm
+from tests.support.observed_server import memory
+from tests.support.server_process import (
+    Findings,
+    Served,
+    hash_server,
+    model_server,
+    percentile,
+    served,
+)
+from tests.support.serving import (
+    COMPLETIONS,
+    App,
+    Reply,
+    completion_body,
+    is_idle,
+    live,
+    until,
+    with_app,
+)
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 HEAD = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

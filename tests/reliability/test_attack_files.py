@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from load import Findings
-from test_hostile_files import check, every
+
+from tests.models.test_hostile_files import check, every
+from tests.support.server_process import Findings
 
 
 @pytest.mark.slow

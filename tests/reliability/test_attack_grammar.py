@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import Findings, Served, follow, model_server, percentile, served
+
+from tests.support.server_process import Findings, Served, follow, model_server, percentile, served
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -280,11 +281,10 @@ def test_a_thousand_unique_grammars(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 def test_ten_thousand_generated_grammars_leave_every_process() -> None:
-    import sys
-
-    sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
-    from run import run
+    from tests.fuzz.run import run
 
     with counting("A1", "10,000 generated grammars") as counted:
         found = run(["grammars"], 240, 1, max_calls=10_000)
         counted.update(found)
+        assert found["findings"] == []
+        assert (found["exits"], found["restarts"]) == (0, 0)

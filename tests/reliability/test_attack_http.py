@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import OBSERVED, Findings, Served, served
-from serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
 
-from doubles import make_hash_llm
 from infer.server import offload as body_reader
 from infer.server.openai.large_json import json_response, render
 from infer.server.sessions.store import Quota, SessionStore
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.text.tokenizer import Tokenizer
+from tests.support.doubles import make_hash_llm
+from tests.support.server_process import OBSERVED, Findings, Served, served
+from tests.support.serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
 
 WORDS = ["ab c" * 62 + str(i) for i in range(64)]
 MANY: dict[str, Any] = {"prompt": ["a"] * 32, "n": 8, "max_tokens": 1}

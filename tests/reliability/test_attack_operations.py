@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import ENV
 
 import infer
+from tests.support.server_process import ENV
 
 SERVE = [sys.executable, "-m", "infer.server", "--port", "0", "--device", "cpu"]
 
@@ -117,7 +117,7 @@ def test_a_server_starts_without_stdout(stdout: str) -> None:
                 os.close(target)
 
 
-HANGS = {**ENV, "INFER_WRAP_CORE": "faulty:never"}
+HANGS = {**ENV, "INFER_WRAP_CORE": "tests.support.faulty:never"}
 DEMO = str(Path(infer.__file__).parent / "demo_model")
 SEVERAL = ["--model", f"a={DEMO}", "--model", f"b={DEMO}"]
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import Findings, Served, bodies, follow, hash_server, model_server, send, served
-from serving import COMPLETIONS, App, Reply, completion_body, is_idle, serving
 
-from doubles import make_hash_llm
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server.app import create_app
 from infer.server.settings import ServerSettings
+from tests.support.doubles import make_hash_llm
+from tests.support.server_process import (
+    Findings,
+    Served,
+    bodies,
+    follow,
+    hash_server,
+    model_server,
+    send,
+    served,
+)
+from tests.support.serving import COMPLETIONS, App, Reply, completion_body, is_idle, serving
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import Findings, Heard, Served, bodies, follow, hash_server, served
+
+from tests.support.server_process import (
+    Findings,
+    Heard,
+    Served,
+    bodies,
+    follow,
+    hash_server,
+    served,
+)
 
 HASH_SERVER = hash_server(step_s=0.003, num_pages=3000)
 MODEL_SERVER = ["-m", "infer.server", "--port", "0", "--max-seq-len", "512"]

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import (
+
+from tests.support.server_process import (
     Findings,
     Served,
     bodies,

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import (
+
+from tests.support.server_process import (
     Findings,
     Heard,
+    Recorder,
     Served,
     ask,
     bodies,
@@ -27,6 +29,7 @@ from load import (
     hash_server,
     model_server,
     percentile,
+    record,
     send,
     served,
 )
@@ -145,16 +148,15 @@ async def overload(server: Served, control_port: int, seconds: float) -> dict[st
     async def client(i: int) -> None:
         nonlocal finished
         while time.monotonic() < until_s:
-            await follow(server.port, wanted[i % 32])
+            await record(server.port, wanted[i % 32])
             finished += time.monotonic() < until_s
 
     await asyncio.gather(*[client(i) for i in range(32)])
     capacity = finished / 15
     await asyncio.sleep(1)
     baseline = await server.stats()
-    refused: list[Heard] = []
-    admitted: list[tuple[int, Heard]] = []
-    ended_s: list[float] = []
+    received: list[tuple[int, float, Recorder]] = []
+    """the number of a request, when it ended, what came"""
     tasks: set[asyncio.Task[None]] = set()
     lag_s, highest, memory = 0.0, 0, []
     inside: list[float] = []
@@ -162,13 +164,9 @@ async def overload(server: Served, control_port: int, seconds: float) -> dict[st
 
     async def one(i: int) -> None:
         if i % 10 == 0:
-            by_control.append((await follow(control_port, wanted[0])).status_s)
-        heard = await follow(server.port, wanted[i % 32])
-        if heard.status == 200:
-            admitted.append((i % 32, heard))
-            ended_s.append(time.monotonic())
-        else:
-            refused.append(heard)
+            by_control.append((await record(control_port, wanted[0])).pieces[0][0])
+        recorder = await record(server.port, wanted[i % 32])
+        received.append((i % 32, time.monotonic(), recorder))
 
     started_s, number, looked_s = time.monotonic(), 0, 0.0
     while (now_s := time.monotonic() - started_s) < seconds:
@@ -190,11 +188,14 @@ async def overload(server: Served, control_port: int, seconds: float) -> dict[st
         await asyncio.sleep(0.1)
     await server.is_back(baseline, 3.0)
     lag_s = (await server.stats())["lag_s"]
-    assert all(heard.answer == calm[i].answer for i, heard in admitted), "an admitted one differs"
+    heard_all = [(i, ended_s, recorder.heard()) for i, ended_s, recorder in received]
+    admitted = [(i, ended_s, heard) for i, ended_s, heard in heard_all if heard.status == 200]
+    refused = [heard for _, _, heard in heard_all if heard.status != 200]
+    assert all(heard.answer == calm[i].answer for i, _, heard in admitted), "one differs"
     assert {heard.status for heard in refused} <= {429, 503}
     assert all("retry-after: " in heard.headers for heard in refused)
     late = [heard.status_s for heard in refused]
-    goodput = sum(started_s + 5 < end < started_s + sent_s for end in ended_s) / (sent_s - 5)
+    goodput = sum(started_s + 5 < end < started_s + sent_s for _, end, _ in admitted) / (sent_s - 5)
     quarter = len(memory) // 4
     growth = (max(memory[-quarter:]) - max(memory[:quarter])) / 1e6
     assert highest <= 32 + 256

@@ -8,9 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import ENV, Findings, Served, ask, bodies, follow, model_server, served
 
 from infer.schedule.sequence import NOT_FINITE
+from tests.support.server_process import (
+    ENV,
+    Findings,
+    Served,
+    ask,
+    bodies,
+    follow,
+    model_server,
+    served,
+)
 
 EVERY = 100
 """of so many requests one is poisonous"""
@@ -67,7 +76,7 @@ async def poison(server: Served, count: int, message: str) -> dict[str, Any]:
 def test_exactly_the_poisonous_ones_fail(
     kind: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ENV, "INFER_WRAP_CORE", "faults:wrapped")
+    monkeypatch.setitem(ENV, "INFER_WRAP_CORE", "tests.support.faults:wrapped")
     monkeypatch.setitem(ENV, "INFER_FAULT_SEEDS", f"{EVERY}:{kind}")
     with served(model_server(), tmp_path / "log") as server:
         counted = asyncio.run(poison(server, 2500, message))

@@ -20,7 +20,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from load import Findings, Served, bodies, cut, follow, model_server, percentile, served
+
+from tests.support.server_process import (
+    Findings,
+    Served,
+    bodies,
+    cut,
+    follow,
+    model_server,
+    percentile,
+    served,
+)
 
 CLIENTS = 24
 WINDOWS = 40

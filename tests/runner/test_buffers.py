@@ -1,4 +1,4 @@
-"""The memory of a step, page tables on a device and captured work, here on the CPU."""
+"""Tests of a step's buffers, of page tables on a device and of captured work, on the CPU."""
 
 from __future__ import annotations
 

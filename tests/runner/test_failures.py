@@ -1,4 +1,4 @@
-"""What torch raises, in the terms of the engine core. The errors are made here, not by a device."""
+"""Tests of translating torch's errors to those of the engine core; the tests make the errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_error_of_torch_is_translated(error: RuntimeError, kind: type) -> Non
 
 
 def test_any_other_error_stays_as_it_is() -> None:
-    """Not by its words: this one speaks of memory, and the device still works."""
+    """The text of an error does not matter: this one mentions memory, but the device works."""
     error = RuntimeError("view size is not compatible with input tensor's memory format")
     assert translated(error) is error
 

@@ -1,4 +1,4 @@
-"""The packer: what it keeps from step to step changes nothing but the time."""
+"""Tests of the packer: what it keeps between steps must not change the result."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_a_step_is_laid_out_as_it_says() -> None:
 
 
 def test_what_was_packed_before_changes_nothing() -> None:
-    """Tables that grow, shrink, change in the middle, and sequences that come, go and swap."""
+    """Page tables grow, shrink and change in the middle; sequences come, go and swap places."""
     rng = random.Random(1)
     for page_size in (1, 16):
         packer, seated = Packer(page_size, CPU), [make_sequence(rng, 3, page_size)]
         for _ in range(300):
             for sequence in seated:
                 table = sequence.table.pages
-                if rng.random() < 0.3:  # a page was found to be the same as an older one
+                if rng.random() < 0.3:  # a page was replaced by an older one with equal content
                     table[rng.randrange(len(table))] = rng.randrange(1, 500)
                 if rng.random() < 0.2:
                     sequence.tokens += [1] * page_size

@@ -1,4 +1,4 @@
-"""The sampler: each parameter against its definition, the draw's distribution, independence."""
+"""Tests of the sampler: definitions of parameters, distribution of draws, independence of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = (3, 1, 4)
 
 @pytest.fixture(autouse=True, params=["kernel", "torch"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws from whole rows have a kernel, and a way without it."""
+    """Test draws from whole rows with the kernel and without it."""
     if request.param == "torch":
         monkeypatch.setattr(loader, "library", lambda: "not here")
     elif isinstance(loader.library(), str):
@@ -60,7 +60,7 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     chi2 = sum(
         (counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in enumerate(probs.tolist()) if i < 3
     )
-    assert chi2 < 14  # 2 degrees of freedom: one in a thousand; the seeds are fixed
+    assert chi2 < 14  # 2 degrees of freedom, p = 0.001; the seeds are fixed
 
 
 def test_temperature_sharpens() -> None:
@@ -84,7 +84,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
 
 def test_top_p_counts_among_what_top_k_left() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log().tolist()
-    # Among the first two, the first has 4/7 = 0.571.
+    # The first of the two tokens has 4/7 = 0.571.
     assert set(draws(logits, top_k=2, top_p=0.56)) == {0}
     assert set(draws(logits, top_k=2, top_p=0.58)) == {0, 1}
 
@@ -96,12 +96,12 @@ def test_min_p_is_relative_to_the_most_probable() -> None:
 
 
 def test_a_flat_top_p_row_keeps_the_lowest_ids() -> None:
-    """All are equal, so they rank by id: 0 to 57 are the first whose probabilities reach 0.9."""
+    """All logits are equal, so they rank by id; the probabilities of ids 0 to 57 reach 0.9."""
     assert set(draws([0.0] * 64, top_p=0.9)) == set(range(58))
 
 
 def kept_by_definition(logits: torch.Tensor, **params: Any) -> list[int]:
-    """What top-k, top-p and min-p leave of a row, by a stable sort in float64."""
+    """The ids that top-k, top-p and min-p keep of a row, by a stable sort in float64."""
     sampling = SamplingParams(**params)
     ranks = logits.double().div(sampling.temperature).argsort(descending=True, stable=True)
     if sampling.top_k > 0:
@@ -126,7 +126,7 @@ def kept_by_definition(logits: torch.Tensor, **params: Any) -> list[int]:
 )
 @pytest.mark.parametrize("vocab", [640, 999])
 def test_what_is_drawn_is_what_the_definition_keeps(params: dict[str, Any], vocab: int) -> None:
-    """Steps of a quarter: many are equal, within a block of the row and across blocks."""
+    """Logits are multiples of 1/4, so many are equal, within a block and across blocks."""
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(vocab, generator=generator).mul(4).round().div(4)
     kept = kept_by_definition(logits, **params)
@@ -136,7 +136,7 @@ def test_what_is_drawn_is_what_the_definition_keeps(params: dict[str, Any], voca
     weights = logits[kept].div(params.get("temperature", 1.0)).softmax(0).mul(4000).tolist()
     chi2 = sum((counts[i] - n) ** 2 / n for i, n in zip(kept, weights, strict=True))
     free = len(kept) - 1
-    assert chi2 < free + 3.1 * math.sqrt(2 * free) + 3  # about one in a thousand
+    assert chi2 < free + 3.1 * math.sqrt(2 * free) + 3  # p is about 0.001
 
 
 def test_bias_and_penalties() -> None:
@@ -148,7 +148,7 @@ def test_bias_and_penalties() -> None:
         return [round(v, 5) for v in rows[0].tolist()]
 
     assert adjusted(logit_bias={0: 100, 5: -2.5}) == [101.0, 2.0, 0.5, -1.0, 3.0, -2.5]
-    # The prompt is 3, 1, 4: the repetition penalty sees it, the others do not.
+    # The prompt is 3, 1, 4. Only the repetition penalty applies to it.
     assert adjusted(repetition_penalty=2.0) == [1.0, 1.0, 0.5, -2.0, 1.5, 0.0]
     assert adjusted(presence_penalty=1.0) == [1.0, 2.0, 0.5, -1.0, 3.0, 0.0]
     assert adjusted(presence_penalty=1.0, output=(5, 5, 1)) == [1.0, 1.0, 0.5, -1.0, 3.0, -1.0]
@@ -184,9 +184,9 @@ def test_logprobs_of_the_token_alone_and_none() -> None:
 
 @pytest.mark.parametrize(("vocab", "threads"), [(3000, 1), (50_257, 2)])
 def test_a_row_does_not_see_its_neighbours(vocab: int, threads: int) -> None:
-    """Any mixture of parameters, order, company: the same tokens, and log-probabilities bitwise.
+    """A row has the same token and the same bits of log-probabilities in any batch and order.
 
-    The long rows are there because torch splits a sum over one long row between its threads.
+    There are long rows because torch divides a sum over one long row between its threads.
     """
     generator = torch.Generator().manual_seed(1)
     kinds: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""The cache's memory: zeros, and there before the first request asks for it."""
+"""Tests of the KV cache's memory: it is zero, and its first part is allocated in advance."""
 
 import ctypes
 import mmap
@@ -36,7 +36,7 @@ def test_the_first_pages_are_there_before_anybody_needs_them(
     if not advise(probe, POPULATE_WRITE):
         pytest.skip("a Linux before 5.14")
     monkeypatch.setattr(kv_storage, "PREPARED_BYTES", 16 << 20)
-    pages = (256 << 20) // (16 * CONFIG.num_kv_heads * CONFIG.head_dim * 4)  # 256 MiB a tensor
+    pages = (256 << 20) // (16 * CONFIG.num_kv_heads * CONFIG.head_dim * 4)  # 256 MiB per tensor
     made = KVStorage(CONFIG, pages, 16, dtype=torch.float32, device=torch.device("cpu"))
     assert made.preparing is not None
     made.preparing.join()
@@ -44,5 +44,5 @@ def test_the_first_pages_are_there_before_anybody_needs_them(
     for tensor in (*made.keys, *made.values):
         cells = tensor.flatten()
         assert resident_share(cells[: each // 4]) == 1.0
-        assert resident_share(cells[-(8 << 20) // 4 :]) == 0.0  # what nobody uses costs nothing
+        assert resident_share(cells[-(8 << 20) // 4 :]) == 0.0  # unused memory is not resident
         assert not cells[: each // 4].any()

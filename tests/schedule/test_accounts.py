@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from doubles import HashRunner, make_hash_core, solo
 from infer.engine.core import EngineCore
 from infer.schedule.fair_share import FairShare
 from infer.types import Request, SamplingParams
+from tests.support.doubles import HashRunner, make_hash_core, solo
 
 names = (f"t{i}" for i in itertools.count())
 

@@ -14,14 +14,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from workloads import Seen, Workload
 
-from doubles import AheadHashRunner, make_hash_core, solo
 from infer.config import BATCHING_MODES
 from infer.engine.core import EngineCore
 from infer.errors import DeviceLostError
 from infer.schedule.scheduler import Scheduler
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
+from tests.support.doubles import AheadHashRunner, make_hash_core, solo
+from tests.support.workloads import Seen, Workload
 
 NUM_WORKLOADS = 1000
 
@@ -396,8 +396,8 @@ OTHER_FAULTS = {
     ),
     "what flies is not waited for": (
         EngineCore._step_ahead,
-        "outputs = self._land()",
-        "outputs, self._flying = [], None",
+        "outputs = self._commit_in_flight()",
+        "outputs, self._in_flight = [], None",
         test_a_failed_launch_is_computed_after_what_flew_was_committed,
     ),
     "who has ended is executed": (

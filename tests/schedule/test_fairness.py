@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from doubles import make_hash_core
 from infer.config import BATCHING_MODES, SCHEDULER_POLICIES
 from infer.engine.core import EngineCore
 from infer.schedule import scheduler as scheduler_module
 from infer.schedule.policy import MAX_IDLE_STEPS
 from infer.schedule.sequence import ARRIVALS_PER_PRIORITY, Sequence
 from infer.types import Request, SamplingParams
+from tests.support.doubles import make_hash_core
 
 names = (f"f{i}" for i in itertools.count())
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
-from doubles import make_hash_core
 from infer.engine.core import EngineCore
 from infer.schedule.sequence import Plan, Sampled
 from infer.schedule.step_budget import MIN_CHUNK
 from infer.types import Request, SamplingParams
+from tests.support.doubles import make_hash_core
 
 GREEDY = SamplingParams(temperature=0)
 BOUND_MS = 40.0

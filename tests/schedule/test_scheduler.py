@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from doubles import make_hash_core, solo
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
+from tests.support.doubles import make_hash_core, solo
 
 names = (f"q{i}" for i in itertools.count())
 

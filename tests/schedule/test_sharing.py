@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from doubles import make_hash_core, solo
 from infer.config import SCHEDULER_POLICIES
 from infer.engine.core import EngineCore
 from infer.types import FinishReason, Request, SamplingParams
+from tests.support.doubles import make_hash_core, solo
 
 PREFIX = tuple(random.Random(0).randrange(90) for _ in range(1024))
 GREEDY = SamplingParams(temperature=0)

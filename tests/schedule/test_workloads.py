@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from workloads import Seen, Workload
 
 from infer.config import BATCHING_MODES
 from infer.schedule.page_allocator import PageAllocator, PageTable
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Sampled, Sequence
 from infer.types import FinishReason
+from tests.support.workloads import Seen, Workload
 
 NUM_WORKLOADS = 2000
 
@@ -108,7 +108,7 @@ def enter_keeps_own_page(self: PageAllocator, table: PageTable, page: int) -> No
     """A page that is replaced by an equal one is lost."""
     own = table.pages[table.num_indexed :]
     self._refs[own[0] if own else 0] += 1
-    original_enter(self, table, page)
+    original_set_indexed_page(self, table, page)
 
 
 def skip_one_page_more(self: Scheduler, sequence: Sequence) -> None:
@@ -124,7 +124,7 @@ original_match = PageAllocator.match
 original_commit = PageAllocator.commit
 original_release = PageAllocator.release
 original_grow = PageAllocator.grow
-original_enter = PageAllocator._enter
+original_set_indexed_page = PageAllocator._set_indexed_page
 original_skip = Scheduler._skip_cached
 original_preempt = Scheduler.preempt
 original_finish = Scheduler._finish
@@ -139,7 +139,7 @@ MUTANTS: list[tuple[type, str, Callable[..., object]]] = [
     (PageAllocator, "_forget", forget_keeps_index),
     (Scheduler, "preempt", preempt_keeps_progress),
     (Scheduler, "_finish", finish_keeps_pages),
-    (PageAllocator, "_enter", enter_keeps_own_page),
+    (PageAllocator, "_set_indexed_page", enter_keeps_own_page),
     (Scheduler, "_skip_cached", skip_one_page_more),
     (Scheduler, "_skip_cached", compute_again_what_was_adopted),
     (Scheduler, "_finish_reason", staticmethod(finish_too_late)),  # type: ignore[list-item]

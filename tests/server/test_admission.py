@@ -8,14 +8,22 @@ import time
 from typing import Any
 
 import pytest
-from serving import BODIES, COMPLETIONS, App, check_refused, completion_body, serving, with_app
 
-from doubles import make_hash_llm
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.server import offload as body_reader
 from infer.server.app import create_app
 from infer.server.settings import ServerSettings
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import (
+    BODIES,
+    COMPLETIONS,
+    App,
+    check_refused,
+    completion_body,
+    serving,
+    with_app,
+)
 
 
 def journal(engine: AsyncLLM) -> dict[str, int | float]:

@@ -8,7 +8,13 @@ import time
 from typing import Any
 
 import pytest
-from serving import (
+
+from infer.server.openai import grammar_fields
+from infer.server.openai.chat import ChatBody
+from infer.server.openai.completions import CompletionBody
+from infer.types.grammar import Grammar
+from tests.support.doubles import make_hash_llm, small_tokenizer
+from tests.support.serving import (
     BODIES,
     CHAT,
     COMPLETIONS,
@@ -21,12 +27,6 @@ from serving import (
     spelled,
     with_app,
 )
-
-from doubles import make_hash_llm, small_tokenizer
-from infer.server.openai import grammar_fields
-from infer.server.openai.chat import ChatBody
-from infer.server.openai.completions import CompletionBody
-from infer.types.grammar import Grammar
 
 USAGE_OF_8 = {
     "prompt_tokens": 6,  # one is the beginning of the text

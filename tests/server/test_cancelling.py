@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from serving import COMPLETIONS, App, Reply, completion_body, with_app
 
-from doubles import HashRunner, make_hash_llm
 from infer.engine.client.async_llm import AsyncLLM
 from infer.schedule.sequence import Plan, Sequence, Status
+from tests.support.doubles import HashRunner, make_hash_llm
+from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
 
 WORDS = "once upon a time there was a fox"
 

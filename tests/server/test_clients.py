@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from serving import live, scripted, spelled
 
-from doubles import make_hash_llm
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import live, scripted, spelled
 
 TEXT = "Grüße, 世界 😀!"
 SCRIPT = spelled(TEXT)

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from serving import CHAT, App, chat_body, with_app
 
-from doubles import make_hash_llm
 from infer.server.sessions import database_threads
 from infer.server.sessions import store as module
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import CHAT, App, chat_body, with_app
 
 
 def check(reply: object) -> None:

@@ -6,15 +6,15 @@ import asyncio
 import json
 
 import pytest
-from serving import COMPLETIONS, completion_body, scripted, serving, spelled
 
-from doubles import make_hash_core, make_hash_llm
 from infer.bench.engine import COUNTERS
 from infer.engine.client.async_llm import COUNTS
 from infer.engine.core import GAUGES
 from infer.server.observe import metrics
 from infer.types import FinishReason
 from infer.types.ends import DISCONNECTED, NORMAL_OUTCOMES, end_of, outcome_of
+from tests.support.doubles import make_hash_core, make_hash_llm
+from tests.support.serving import COMPLETIONS, completion_body, scripted, serving, spelled
 
 
 @pytest.mark.parametrize("reason", [*FinishReason, None])

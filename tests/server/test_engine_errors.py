@@ -9,7 +9,17 @@ import pickle
 from typing import Any
 
 import pytest
-from serving import (
+
+from infer.errors import (
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    UnprocessableError,
+)
+from infer.types import ErrorRecord
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import (
     BODIES,
     COMPLETIONS,
     App,
@@ -20,16 +30,6 @@ from serving import (
     serving,
     with_app,
 )
-
-from doubles import make_hash_llm
-from infer.errors import (
-    EngineDeadError,
-    EngineError,
-    OverloadedError,
-    RequestError,
-    UnprocessableError,
-)
-from infer.types import ErrorRecord
 
 
 @pytest.mark.parametrize("path", BODIES)

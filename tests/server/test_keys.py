@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import COMPLETIONS, App, completion_body, with_app
 from typer.testing import CliRunner
 
-from doubles import make_hash_llm
 from infer.cli.main import app as command
 from infer.errors import ConfigError
 from infer.server.observe.metrics import Metrics
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.sessions.store import SessionStore
 from infer.server.tenancy.keys import KeyLimits, Keys, locked
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import COMPLETIONS, App, completion_body, with_app
 
 
 @pytest.fixture

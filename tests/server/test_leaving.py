@@ -15,7 +15,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from serving import (
+
+from infer.engine.client.async_llm import AsyncLLM
+from infer.server.app import create_app
+from infer.server.http.error_responses import ClientGone
+from infer.server.openai.streaming import all_of, unless_gone
+from infer.server.settings import ServerSettings
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import (
     BODIES,
     COMPLETIONS,
     App,
@@ -25,13 +32,6 @@ from serving import (
     until,
     with_app,
 )
-
-from doubles import make_hash_llm
-from infer.engine.client.async_llm import AsyncLLM
-from infer.server.app import create_app
-from infer.server.http.error_responses import ClientGone
-from infer.server.openai.streaming import all_of, unless_gone
-from infer.server.settings import ServerSettings
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 

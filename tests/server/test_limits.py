@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import COMPLETIONS, completion_body, is_idle, live, until
 
-from doubles import launch_hash_llm, make_hash_llm
 from infer.server import offload, serve
 from infer.server.http import bounded_protocol, connections
+from tests.support.doubles import launch_hash_llm, make_hash_llm
+from tests.support.serving import COMPLETIONS, completion_body, is_idle, live, until
 
 ROOT = Path(__file__).parents[2]
-ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
 LONG = {"max_tokens": 400, "ignore_eos": True, "stream": True}
 
 
@@ -170,7 +170,7 @@ def test_readers_of_nothing_do_not_hold_up_the_others() -> None:
 
 
 SCRIPT = (
-    "import sys; from doubles import launch_hash_llm; from infer.server import serve;"
+    "import sys; from tests.support.doubles import launch_hash_llm; from infer.server import serve;"
     "settings = serve.ServerSettings(drain_timeout_s=float(sys.argv[1]));"
     "serve.run(launch_hash_llm(step_s=0.01), serve.bind(port=0), settings)"
 )

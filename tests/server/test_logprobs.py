@@ -6,7 +6,11 @@ import math
 from typing import Any
 
 import pytest
-from serving import (
+
+from infer.server.openai.logprobs import ChoiceLogprobs
+from infer.types import TokenLogprobs
+from tests.support.doubles import small_tokenizer
+from tests.support.serving import (
     BODIES,
     CHAT,
     COMPLETIONS,
@@ -17,10 +21,6 @@ from serving import (
     scripted,
     spelled,
 )
-
-from doubles import small_tokenizer
-from infer.server.openai.logprobs import ChoiceLogprobs
-from infer.types import TokenLogprobs
 
 A, B, C = spelled("ABC")
 

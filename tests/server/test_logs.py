@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from serving import live
 
-from doubles import make_hash_llm
 from infer.server import serve
 from infer.server.observe import logs
 from infer.server.observe.logs import JsonLines, LogWriter
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import live
 
 
 @contextmanager

@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import CHAT, COMPLETIONS, JSON, App, chat_body, check_refused, completion_body, until
 
-from doubles import launch_hash_llm, make_hash_llm
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
@@ -26,6 +24,17 @@ from infer.server.app import create_app, layers
 from infer.server.multi_model import ModelRouter, configs_of
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.doubles import launch_hash_llm, make_hash_llm
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    JSON,
+    App,
+    chat_body,
+    check_refused,
+    completion_body,
+    until,
+)
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 

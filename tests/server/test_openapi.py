@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import App, check_documented, with_app
 
-from doubles import make_hash_llm
 from infer.server.openai import ignored_fields
 from infer.server.openai.schema_base import Wire
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import App, check_documented, with_app
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 STARTS = ({"messages": [{"role": "user", "content": "x"}]}, {"prompt": "x"}, {"tokens": [1]}, {})
@@ -135,7 +135,7 @@ def schemathesis() -> Path:
 @pytest.mark.timeout(900)
 def test_schemathesis(tmp_path: Path) -> None:
     """Positive, negative, NUL bytes, all phases; a key, and none."""
-    from load import served
+    from tests.support.server_process import served
 
     program, keys = schemathesis(), tmp_path / "keys.json"
     token = Keys(keys, must_exist=False).create("admin", KeyLimits(admin=True))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, with_app
 
-from doubles import launch_hash_llm, make_hash_llm
 from infer.engine.client import async_llm
 from infer.errors import ConfigError
 from infer.server.observe.logs import JsonLines
 from infer.server.settings import ServerSettings
+from tests.support.doubles import launch_hash_llm, make_hash_llm
+from tests.support.serving import CHAT, COMPLETIONS, App, chat_body, completion_body, with_app
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 SECRET = "the canary sings"
@@ -130,7 +130,7 @@ def test_an_engine_that_makes_no_progress_is_not_live(
 ) -> None:
     """As soon as the soft limit has passed; slow steps that go on, and no work, are neither."""
     monkeypatch.setattr(async_llm, "SOFT_LIMIT_S", 1.5)
-    monkeypatch.setenv("INFER_WRAP_CORE", "faults:wrapped")
+    monkeypatch.setenv("INFER_WRAP_CORE", "tests.support.faults:wrapped")
     monkeypatch.setenv("INFER_FAULT_SLOW_STEP_MS", str(slow_ms))
 
     async def use(app: App) -> None:

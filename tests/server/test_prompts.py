@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import BODIES, CHAT, COMPLETIONS, App, ask, check_refused, with_app
 
-from doubles import make_hash_llm
 from infer import LLM, SamplingParams
 from infer.config import EngineConfig
 from infer.engine.build.assemble import build_async_llm
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import BODIES, CHAT, COMPLETIONS, App, ask, check_refused, with_app
 
 TEXT = "Once upon a time there was a little girl named Lily."
 

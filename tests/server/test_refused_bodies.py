@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import (
+
+from infer.server import offload as body_reader
+from infer.server.http.json_body import MAX_BODY_BYTES
+from infer.text.tokenizer import Tokenizer
+from tests.support.checkpoints import write_tokenizer
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import (
     BODIES,
     CHAT,
     COMPLETIONS,
@@ -21,12 +27,6 @@ from serving import (
     completion_body,
     with_app,
 )
-
-from checkpoints import write_tokenizer
-from doubles import make_hash_llm
-from infer.server import offload as body_reader
-from infer.server.http.json_body import MAX_BODY_BYTES
-from infer.text.tokenizer import Tokenizer
 
 DEEP = b'{"prompt": "x", "messages": [], "metadata": '
 RAW_BODIES: list[tuple[str, bytes, str]] = [

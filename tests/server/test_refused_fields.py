@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import (
+
+from infer.server.openai.completions import CompletionBody
+from infer.server.openai.ignored_fields import REQUEST_FIELDS
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import (
     BODIES,
     CHAT,
     COMPLETIONS,
@@ -14,10 +18,6 @@ from serving import (
     check_refused,
     with_app,
 )
-
-from doubles import make_hash_llm
-from infer.server.openai.completions import CompletionBody
-from infer.server.openai.ignored_fields import REQUEST_FIELDS
 
 
 def schema_format(schema: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -19,18 +18,18 @@ from typing import Annotated, Any
 
 import pytest
 import typer
-from serving import COMPLETIONS, completion_body, live
 from typer.testing import CliRunner
 
-from doubles import make_hash_llm
 from infer.cli import options
 from infer.cli.main import main
-from infer.config import EngineConfig
+from infer.config import EngineConfig, settings_of
 from infer.errors import ConfigError
 from infer.server import serve
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import COMPLETIONS, completion_body, live
 
 ROOT = Path(__file__).parents[2]
-ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}"}
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
 
 
 def test_importing_the_server_brings_no_torch() -> None:
@@ -123,17 +122,14 @@ def test_every_setting_is_an_option() -> None:
         "tool_parser": "mistral",
         "sampler": "module:function",
     }
-    for spec in dataclasses.fields(EngineConfig):
+    for spec in settings_of(EngineConfig):
         flag = "--" + spec.name.replace("_", "-")
         value: Any
-        if str(spec.type).startswith("bool"):
+        if spec.kind is bool:
             assert getattr(parsed(flag), spec.name) is True
             assert getattr(parsed(flag.replace("--", "--no-", 1)), spec.name) is False
             continue
-        if str(spec.type).startswith("str"):
-            value = changed.get(spec.name, "x")
-        else:
-            value = 7.5 if str(spec.type).startswith("float") else 7
+        value = changed.get(spec.name, "x") if spec.kind is str else spec.kind(7.5)
         assert getattr(parsed(flag, str(value)), spec.name) == value
 
 
@@ -229,7 +225,7 @@ def test_main_serves_what_is_assembled(
 SCRIPT = textwrap.dedent(
     """
     import sys
-    from doubles import make_hash_llm
+    from tests.support.doubles import make_hash_llm
     from infer.server import serve
     settings = serve.ServerSettings(drain_timeout_s=float(sys.argv[1]))
     serve.run(make_hash_llm(step_s=0.01), serve.bind(port=0), settings)

@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sql
-from serving import CHAT, App, Reply, chat_body, scripted, spelled, until, with_app
 
-from doubles import make_hash_llm
 from infer.errors import ConfigError
 from infer.server.http.error_responses import HttpError
 from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import CHAT, App, Reply, chat_body, scripted, spelled, until, with_app
 
 PATH = os.pathsep.join([os.environ["PATH"], *sorted(glob.glob("/usr/lib/postgresql/*/bin"))[::-1]])
 ASKED = ["Tell me of the fox and the river", "And then?", "Why?"]

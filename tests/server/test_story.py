@@ -6,11 +6,19 @@ import asyncio
 from typing import Any
 
 import pytest
-from serving import CHAT, COMPLETIONS, App, chat_body, completion_body, serving, with_app
 
-from doubles import HashRunner, launch_hash_llm, make_hash_llm
 from infer.schedule.sequence import Plan
 from infer.server.observe import request_trace as trace_module
+from tests.support.doubles import HashRunner, launch_hash_llm, make_hash_llm
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    App,
+    chat_body,
+    completion_body,
+    serving,
+    with_app,
+)
 
 LONG = "a long long way to go " * 12
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from serving import (
+
+from tests.support.doubles import make_hash_llm, small_tokenizer
+from tests.support.serving import (
     BODIES,
     CHAT,
     COMPLETIONS,
@@ -22,8 +24,6 @@ from serving import (
     spelled,
     with_app,
 )
-
-from doubles import make_hash_llm, small_tokenizer
 
 WITH_USAGE = {"include_usage": True}
 

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import COMPLETIONS, App, Reply, completion_body, with_app
 from typer.testing import CliRunner
 
-from doubles import make_hash_llm
 from infer.cli.main import app as command
 from infer.config import EngineConfig
 from infer.errors import ConfigError, RequestError
@@ -24,6 +22,8 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Key, KeyLimits, Keys
 from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
 from infer.types import Request, SamplingParams
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
 
 LONG = "a long long way to go " * 6
 
@@ -165,7 +165,7 @@ def test_the_story_does_not_name_others(file: Path) -> None:
         assert trace["events"][1]["behind"] == ["somebody else's"] * 2
         assert not any(reply in json.dumps(trace) for reply in replies[:2])
 
-    with_app(make_hash_llm(max_batch_size=1), use, api_keys=str(file))
+    with_app(make_hash_llm(max_batch_size=1, step_s=0.002), use, api_keys=str(file))
 
 
 def test_stories_of_one_key_do_not_push_out_those_of_another(

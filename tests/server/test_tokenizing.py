@@ -8,7 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import (
+
+from infer.server import offload as body_reader
+from infer.text.tokenizer import Tokenizer
+from tests.support.checkpoints import (
+    BOS,
+    BOS_ID,
+    CHAT_TEMPLATE,
+    END_ID,
+    EOS,
+    EOS_ID,
+    write_tokenizer,
+)
+from tests.support.doubles import make_hash_llm, small_tokenizer
+from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     App,
@@ -20,11 +33,6 @@ from serving import (
     spelled,
     with_app,
 )
-
-from checkpoints import BOS, BOS_ID, CHAT_TEMPLATE, END_ID, EOS, EOS_ID, write_tokenizer
-from doubles import make_hash_llm, small_tokenizer
-from infer.server import offload as body_reader
-from infer.text.tokenizer import Tokenizer
 
 TOKENIZE, DETOKENIZE, INFO = "/tokenize", "/detokenize", "/tokenizer_info"
 RENDER = "/v1/chat/completions/render"

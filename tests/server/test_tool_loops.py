@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import CHAT, COMPLETIONS, ask, chat_body, completion_body, scripted, spelled
-from test_prompts import demo
 
-from checkpoints import END_ID, write_tokenizer
 from infer.config import TOOL_PARSERS, EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint, text_of
 from infer.engine.client.async_llm import AsyncLLM
@@ -20,6 +17,17 @@ from infer.errors import ConfigError
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS
+from tests.server.test_prompts import demo
+from tests.support.checkpoints import END_ID, write_tokenizer
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    ask,
+    chat_body,
+    completion_body,
+    scripted,
+    spelled,
+)
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
 LAST = "{% endfor %}<assistant>"

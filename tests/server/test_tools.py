@@ -8,10 +8,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
 
-from checkpoints import END_ID, write_tokenizer
-from doubles import small_tokenizer
 from infer import Grammar
 from infer.engine.client.output import OutputProcessor, collected
 from infer.server.openai import schema_base
@@ -20,6 +17,9 @@ from infer.server.openai.completions import CompletionsApi
 from infer.server.openai.large_json import render
 from infer.text.tokenizer import Tokenizer
 from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
+from tests.support.checkpoints import END_ID, write_tokenizer
+from tests.support.doubles import small_tokenizer
+from tests.support.serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}{% for m in messages %}"

@@ -15,15 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving import until
 
-from doubles import make_hash_llm
 from infer.config import EngineConfig
 from infer.errors import ConfigError, LoadError
 from infer.server import serve
 from infer.server.serve import Server, bind, check_certificate, unix_socket, url_of
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import until
 
 BODY = '{"model": "hash-model", "prompt": "Hello", "max_tokens": 8, "seed": 1}'
 JSON = {"content-type": "application/json"}

@@ -1,21 +1,22 @@
-"""Tokenizers of each kind, ours and transformers', loaded from the same folder."""
+"""Fixtures: tokenizers of each kind, ours and transformers', loaded from the same folder."""
 
 from __future__ import annotations
 
 import pytest
-from text_checkpoints import KINDS, TEMPLATES, Pair, load_pair, save
+
+from tests.support.text_checkpoints import KINDS, TEMPLATES, Pair, load_pair, save
 
 
 @pytest.fixture(scope="session", params=sorted(KINDS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Each kind of tokenizer, with the chatml template."""
+    """Each kind of tokenizer, with the ChatML template."""
     folder = tmp_path_factory.mktemp(request.param)
     return load_pair(request.param, save(folder, KINDS[request.param](), TEMPLATES["chatml"]))
 
 
 @pytest.fixture(scope="session")
 def chat_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Pair]:
-    """By (kind of tokenizer, shape of template)."""
+    """Tokenizers by (kind of tokenizer, shape of template)."""
     pairs = {}
     for kind, build in KINDS.items():
         tokenizer = build()

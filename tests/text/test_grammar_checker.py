@@ -1,4 +1,4 @@
-"""The process that tries grammars: it may die, and then the grammar is refused and no more."""
+"""Tests of the process that checks grammars: if it dies, only that grammar is refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from doubles import small_tokenizer
 from infer.errors import OverloadedError, RequestError
 from infer.text.grammars import grammar_checker
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
 
 GOOD = Grammar.choice(["a", "b"])
 
@@ -34,7 +34,7 @@ def is_there(pid: int) -> bool:
 
 
 def when_it_computes(pid: int, act: signal.Signals) -> threading.Thread:
-    """Send a signal as soon as the process works on something."""
+    """Send a signal to the process as soon as it computes."""
 
     def ticks() -> int:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -79,7 +79,7 @@ def test_a_kill_from_outside_is_not_the_grammars_fault(checker: GrammarChecker) 
 
 
 def test_memory_is_limited(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would take more than there is ends the process, not the machine."""
+    """A grammar that needs too much memory ends its process and harms nothing else."""
     checker.check(GOOD)
     import resource
 

@@ -1,4 +1,4 @@
-"""How deeply a grammar is nested: found exactly where it matters, and never by recursion."""
+"""Tests of the nesting depth of grammars: exact near the limit, and found without recursion."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from infer.types.grammar import Grammar
 
 
 def rules(count: int, spell: str = "r{}", is_: str = ":") -> str:
-    """A chain of so many rules."""
+    """A chain of `count` rules."""
     name = spell.format
     lines = [f'{name(i)}{is_} "a" {name(i + 1)}' for i in range(count - 2)]
     return "\n".join([f"start{is_} {name(0)}", *lines, f'{name(count - 2)}{is_} "b"'])
 
 
 def references(count: int, step: Callable[[dict[str, str]], Any]) -> dict[str, Any]:
-    """A chain of so many `$ref`s."""
+    """A chain of `count` `$ref`s."""
     chain = {f"a{i}": step({"$ref": f"#/$defs/a{i - 1}"}) for i in range(1, count)}
     return {"$defs": {"a0": {"type": "string"}, **chain}, "$ref": f"#/$defs/a{count - 1}"}
 
@@ -70,7 +70,8 @@ def test_references(how: str) -> None:
     assert is_too_deep(Grammar.json(references(1200, step))) == (how != "bare")
     assert not is_too_deep(Grammar.json(references(200, step)))
     if how == "items":
-        assert schema_depth(references(400, step)) == 401  # the schema itself, and $defs are beside
+        # The schema itself is a level too; $defs is beside the chain and adds none.
+        assert schema_depth(references(400, step)) == 401
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_anchors_and_ids_are_followed() -> None:
 
 
 def test_ten_thousand_on_a_small_stack() -> None:
-    """In a thread whose stack has 256 KiB, and with few frames to spare for Python."""
+    """The thread has a stack of 256 KiB, and Python's recursion limit leaves few frames."""
     found: list[bool] = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""A grammar that begins behind thoughts: what may stand before it, whatever the tokens are."""
+"""Tests of grammars that apply after the reasoning: the text that is allowed before them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from doubles import small_tokenizer
 from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.grammars.grammar_thoughts import BehindThoughts
 from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
 OBJECT = Grammar.json(
@@ -39,7 +39,7 @@ def ids(text: str) -> list[int]:
 
 
 def written(constraint: BehindThoughts, text: str) -> bool:
-    """Whether it may be written so; each token was allowed before it was taken."""
+    """Whether the constraint allows the text; each token must be allowed before it is taken."""
     done = False
     for token in ids(text):
         if done or constraint.forbidden()[token]:
@@ -78,7 +78,7 @@ def test_an_end_is_not_within_thoughts(compiler: Compiler) -> None:
 
 
 def test_it_is_a_function_of_the_tokens(compiler: Compiler) -> None:
-    """Whatever it has followed before, and cut anywhere."""
+    """The state does not depend on what was followed before, nor on how tokens were divided."""
     tokens = ids('<think>Hm, </think>{"a": 22}')
     constraint, dice = behind(compiler, OPEN), random.Random(1)
     expected = []
@@ -100,7 +100,7 @@ def test_a_grammar_that_may_begin_like_thoughts(compiler: Compiler) -> None:
 
 
 def test_a_token_that_closes_and_speaks_is_not_taken() -> None:
-    """In a vocabulary with pieces across the mark: `>{` would hide the `{` from the grammar."""
+    """In a vocabulary with a token `>{`, that token would hide the `{` from the grammar."""
     from infer.text.grammars.compiler import TokenBytes
 
     pieces = [
@@ -127,7 +127,7 @@ def test_a_token_that_closes_and_speaks_is_not_taken() -> None:
 
 
 def test_random_walks_end_in_what_the_grammar_says(compiler: Compiler) -> None:
-    """Of all that is allowed anything is taken; the thoughts are closed at some time."""
+    """Random allowed tokens are taken until the reasoning is closed and the answer complete."""
     dice, eos = random.Random(3), set(small_tokenizer().eos_token_ids)
     for opening in (OPEN, ""):
         for _ in range(20):

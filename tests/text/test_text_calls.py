@@ -1,4 +1,4 @@
-"""The parser of chat answers: each format, what is no call, and every split of many texts."""
+"""Tests of the parser of answers: each format, text that is not a call, and all ways to split."""
 
 from __future__ import annotations
 
@@ -7,22 +7,6 @@ import random
 import time
 
 import pytest
-from answers import (
-    BROKEN,
-    CASES,
-    F1,
-    GEMMA_ONE,
-    HERMES_ONE,
-    NAMES,
-    ONE,
-    R1_BEGIN,
-    R1_END,
-    R1_ONE,
-    call,
-    calls,
-    content,
-    told_apart,
-)
 
 from infer.text.answer_parser import (
     AnswerParser,
@@ -44,9 +28,25 @@ from infer.text.tools.formats import (
     format_named,
     format_that_reads,
 )
+from tests.support.tool_answers import (
+    BROKEN,
+    CASES,
+    F1,
+    GEMMA_ONE,
+    HERMES_ONE,
+    NAMES,
+    ONE,
+    R1_BEGIN,
+    R1_END,
+    R1_ONE,
+    call,
+    calls,
+    content,
+    told_apart,
+)
 
 PAIRS_UP_TO = 90
-"""Characters of the texts that are cut at every pair of places."""
+"""Maximum length of texts that are split at every pair of places, in characters."""
 
 
 @pytest.mark.parametrize(("tools", "text", "expected"), CASES, ids=range(len(CASES)))
@@ -78,7 +78,7 @@ def test_every_format_reads_what_it_writes(way: ToolFormat) -> None:
 
 
 def test_many_texts_at_many_splits() -> None:
-    """Texts put together from what matters to the formats, each cut in many ways."""
+    """Random texts made of the formats' marks and values, each split in many ways."""
     draw = random.Random(7)
     atoms = ["<think>", "</think>", "<tool_call>", "</tool_call>", ONE, "{", "}", "<", " ", "\n",
              "text", "é😀", GEMMA_ONE, "<|python_tag|>", ";", "<start_function_call>",
@@ -109,7 +109,7 @@ def test_many_texts_at_many_splits() -> None:
 
 
 def test_without_a_mark_only_calls_of_the_tools_are_held_back() -> None:
-    """Other JSON comes as it is written, not at its end."""
+    """Other JSON is returned while it is written, and not only at its end."""
     parser = AnswerParser(BARE, thinks=False, names=["weather"])
     assert parser.push('{"na').content == ""
     assert parser.push('me": "we').content == ""
@@ -128,7 +128,7 @@ def test_what_is_certain_is_given_at_once() -> None:
     parser = AnswerParser(HERMES, thinks=True)
     assert parser.push("Hello").content == "Hello"
     assert parser.push(" wor").content == " wor"
-    assert parser.push("ld \n").content == "ld"  # white space may stand before a call
+    assert parser.push("ld \n").content == "ld"  # white space may precede a call
     assert parser.push("<tool_").content == ""
     assert parser.push("box>").content == " \n<tool_box>"
     found = [parser.push(char).calls for char in HERMES_ONE]
@@ -157,7 +157,7 @@ def test_what_is_certain_is_given_at_once() -> None:
 def test_long_answers_are_not_read_again_with_each_piece(
     way: ToolFormat, begin: str, unit: str
 ) -> None:
-    """256,000 characters in 16,000 pieces: to scan them with each piece would take minutes."""
+    """Scanning 256,000 characters again with each of 16,000 pieces would take minutes."""
     text = begin + unit * (256_000 // len(unit))
     started_s = time.perf_counter()
     told_apart([text[at : at + 16] for at in range(0, len(text), 16)], way, names=NAMES)
@@ -201,7 +201,7 @@ def test_a_prompt_may_have_begun_a_section(text: str, expected: Parts) -> None:
 
 @pytest.mark.parametrize("way", [HERMES, BARE, forced_format(MISTRAL)], ids=lambda way: way.name)
 def test_a_forced_call_is_cut_wherever_the_tokens_end(way: ToolFormat) -> None:
-    """At every place: calls that are whole stay whole, and the last one is cut short."""
+    """At every place complete calls stay complete, and the last one is incomplete."""
     opening, closing = (f"{mark}\n" if mark else "" for mark in way.forced)
     head = f'{opening}{{"name": "weather", "{way.arguments}": '
     one = f'{head}{{"city": "Ulm"}}}}\n{closing}'.strip()

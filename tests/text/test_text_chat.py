@@ -1,4 +1,4 @@
-"""Chats: the same prompt as transformers, and no control token out of a message."""
+"""Tests of chats: the same prompt as transformers, and no control token from a message."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_checkpoints import (
+
+from infer.errors import RequestError
+from infer.models.hub import SHIPPED_FOLDER
+from infer.text.control_text import ControlText, Marked
+from infer.text.tokenizer import Tokenizer
+from tests.support.text_checkpoints import (
     CHATML_TEMPLATE,
     KINDS,
     LLAMA_TEMPLATE,
@@ -21,11 +26,6 @@ from text_checkpoints import (
     quick,
     save,
 )
-
-from infer.errors import RequestError
-from infer.models.hub import SHIPPED_FOLDER
-from infer.text.control_text import ControlText, Marked
-from infer.text.tokenizer import Tokenizer
 
 Messages = list[dict[str, Any]]
 
@@ -103,7 +103,7 @@ contents = st.text(st.sampled_from("ab <|>é\n[]/end"), max_size=12).filter(
 def test_same_prompt_as_transformers_for_random_text(
     chat_pairs: dict[tuple[str, str], Pair], kind: str, shape: str, texts: list[str]
 ) -> None:
-    """Much of it ends like the beginning of a control token, which takes the careful path."""
+    """Many of the texts end with the beginning of a control literal, so they must be marked."""
     roles = ["user", "assistant", "user"]
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
     compare(chat_pairs[kind, shape], messages)
@@ -152,7 +152,7 @@ def controls(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
         (shape, role)
         for shape in sorted(TEMPLATES)
         for role in ("user", "system", "assistant")
-        if (shape, role) != ("gemma", "system")  # which that template refuses
+        if (shape, role) != ("gemma", "system")  # that template refuses it
     ],
 )
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -180,20 +180,20 @@ def test_typed_control_tokens_stay_text(
 def test_prompt_around_typed_control_tokens_is_not_disturbed(
     chat_pairs: dict[tuple[str, str], Pair],
 ) -> None:
-    """Ids before and after are those of the text in one piece, prefix spaces included."""
+    """Ids before and after are those of the undivided text, prefix spaces included."""
     tokenizer = chat_pairs["byte_level", "llama"].ours
     _, ids = tokenizer.apply_chat_template([{"role": "user", "content": "a <|end|> b"}])
     plain = tokenizer.encode("a <|end|> b", add_special_tokens=False)
     _, with_x = tokenizer.apply_chat_template([{"role": "user", "content": "X"}])
     (x,) = tokenizer.encode("X", add_special_tokens=False)
     at = with_x.index(x)
-    # the template's line breaks are joined to nothing of the content here
+    # here no line break of the template is in one token with a part of the content
     assert ids == [*with_x[:at], *plain, *with_x[at + 1 :]]
 
 
 @pytest.fixture(scope="module")
 def joining(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A template that joins parts, trims, splits, lowers and repeats what it is given."""
+    """A tokenizer whose template joins parts, trims, splits, lowers and repeats texts."""
     template = (
         "<s>{% for m in messages %}<|start|>{{ m.role }}<|header|>"
         "{% for p in m.content %}{{ p.text | trim }}{% endfor %}"
@@ -298,7 +298,7 @@ def test_text_full_of_beginnings_is_marked_in_time(
     assert text.count("<|") > 20_000
 
 
-# --- where templates come from --------------------------------------------------------------------
+# --- sources of templates -------------------------------------------------------------------------
 
 
 def test_template_files_win_over_the_configuration(tmp_path: Path) -> None:

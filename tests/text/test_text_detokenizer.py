@@ -1,4 +1,4 @@
-"""Streaming text: what comes out piece by piece is exactly what decoding everything gives."""
+"""Tests of detokenizers: the streamed pieces are together exactly the text of all ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_checkpoints import (
+from tokenizers import decoders
+
+from infer.text.detokenizer import (
+    ByteLevelDetokenizer,
+    FallbackDetokenizer,
+    WindowDetokenizer,
+)
+from infer.text.tokenizer import Tokenizer
+from tests.support.text_checkpoints import (
     KINDS,
     Pair,
     byte_level,
@@ -21,14 +29,6 @@ from text_checkpoints import (
     save,
     wordpiece,
 )
-from tokenizers import decoders
-
-from infer.text.detokenizer import (
-    ByteLevelDetokenizer,
-    FallbackDetokenizer,
-    WindowDetokenizer,
-)
-from infer.text.tokenizer import Tokenizer
 
 UNICODE = [
     "👩‍👩‍👧‍👦 family, 🇩🇪 flag, 🏳️‍🌈",
@@ -82,13 +82,13 @@ def test_random_texts(pair: Pair, text: str, skip: bool) -> None:
 @quick
 @given(ids=st.lists(st.integers(0, 520), max_size=40), skip=st.booleans())
 def test_random_ids(pair: Pair, ids: list[int], skip: bool) -> None:
-    """Invalid bytes, special tokens in the middle of characters, ids that do not exist."""
+    """Invalid bytes, special tokens within characters, ids that do not exist."""
     check(pair.ours, ids, skip)
 
 
 @functools.cache
 def _ids_by_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """The first ordinary token that spells these bytes; for one byte, its byte token."""
+    """The first ordinary token with each sequence of bytes; for one byte its byte token."""
     found: dict[bytes, int] = {}
     for token_id in range(tokenizer.vocab_size):
         spelled = tokenizer.token_bytes(token_id)
@@ -110,7 +110,7 @@ more_bytes = st.sampled_from([0xA0, 0xF0, 0x9F, 0x99, 0x82, 0xF4, 0x90, 0xFF, 0x
 def test_sequences_of_byte_tokens(
     by_kind: dict[str, Tokenizer], kind: str, data: list[int], skip: bool
 ) -> None:
-    """Every way to be wrong UTF-8, with special (-1) and ordinary (-2) tokens in between."""
+    """Many kinds of invalid UTF-8, with special (-1) and ordinary (-2) tokens in between."""
     tokenizer = by_kind[kind]
     by_bytes = _ids_by_bytes(tokenizer)
     special = min(tokenizer.special_token_ids)
@@ -122,7 +122,7 @@ def test_sequences_of_byte_tokens(
 @quick
 @given(ids=st.lists(st.integers(0, 520), max_size=30), skip=st.booleans())
 def test_every_piece_is_final(pair: Pair, ids: list[int], skip: bool) -> None:
-    """What was given is a prefix of the text of *any* continuation, here of two of them."""
+    """The pieces are a prefix of the text of any continuation; two continuations are tried."""
     detokenizer = pair.ours.new_detokenizer(skip_special_tokens=skip)
     given_so_far = ""
     for end, token_id in enumerate(ids, start=1):
@@ -191,7 +191,7 @@ def test_byte_tokens_are_given_when_their_run_ends(
     pieces = stream(tokenizer, ids, True)
     assert "".join(pieces) == "the 🙂 dog"
     assert not any("\ufffd" in piece for piece in pieces)
-    assert pieces[-1] == ""  # nothing is late
+    assert pieces[-1] == ""  # no text is held back longer
 
 
 @quick

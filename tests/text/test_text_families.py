@@ -1,8 +1,8 @@
-"""Folders whose configuration names a tokenizer class of transformers: the same ids as that class.
+"""Tests of folders that name a tokenizer class of transformers: the same ids as that class.
 
-transformers 5 builds some of these classes anew and takes only the vocabulary, the merges and the
-post-processor from tokenizer.json. For the files of the families served here that makes no
-difference, except for LlamaTokenizer (see the last tests).
+Some of these classes of transformers 5 build the tokenizer anew and take only the vocabulary, the
+merges and the post-processor from tokenizer.json. That makes no difference for the supported
+families, except for LlamaTokenizer (see the last tests).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES, save_family
-from text_checkpoints import Pair, load_pair
 from transformers import PreTrainedTokenizerFast
 
 from infer.errors import RequestError
 from infer.text.tokenizer import Tokenizer
+from tests.support.text_checkpoints import Pair, load_pair
+from tests.support.tokenizer_families import FAMILIES, save_family
 
 TEXTS = [
     "",
@@ -78,7 +78,7 @@ def test_a_text_begins_with_bos_where_the_checkpoint_says_so(
 def test_flags_that_contradict_the_post_processor(
     tmp_path: Path, name: str, flags: dict[str, bool]
 ) -> None:
-    """The post-processor wins, here as in each of transformers' classes."""
+    """The post-processor takes precedence, as in each of transformers' classes."""
     pair = load_pair(name, save_family(tmp_path, name, **flags))
     assert pair.ours.encode("Hello") == pair.theirs.encode("Hello")
 
@@ -86,14 +86,14 @@ def test_flags_that_contradict_the_post_processor(
 @pytest.mark.parametrize("typed", [False, True])
 @pytest.mark.parametrize("name", [name for name in BOS if FAMILIES[name][1]])
 def test_a_chat_has_exactly_one_bos(pairs: dict[str, Pair], name: str, typed: bool) -> None:
-    """The template writes it and the post-processor would add it; a typed one is text."""
+    """The template writes BOS, and the post-processor must not add another; a typed BOS is text."""
     ours = pairs[name].ours
     content = BOS[name] * 2 if typed else "Hi"
     text, ids = ours.apply_chat_template([{"role": "user", "content": content}])
     assert text.startswith(BOS[name])
     assert ids[0] == ours.bos_token_id
     assert ids.count(ids[0]) == 1
-    assert ours.encode(text, parse_special_tokens=True).count(ids[0]) > 1  # what must not be done
+    assert ours.encode(text, parse_special_tokens=True).count(ids[0]) > 1  # the mistake to avoid
 
 
 @pytest.mark.parametrize("name", ["qwen25", "qwen3"])
@@ -131,8 +131,11 @@ def test_what_the_files_name(pairs: dict[str, Pair], name: str) -> None:
 
 @pytest.mark.parametrize("text", SPACED)
 def test_llama_2_is_read_as_its_file_says(pairs: dict[str, Pair], text: str) -> None:
-    """tokenizer.json puts a ▁ before every stretch of text, as sentencepiece does; transformers 5
-    replaces that by a rule of its own (its issue 45488), transformers 4 and others do not."""
+    """tokenizer.json puts a ▁ before every stretch of text, as sentencepiece does.
+
+    transformers 5 replaces that by a rule of its own (its issue 45488); transformers 4 and other
+    libraries do not.
+    """
     for name in LLAMA2:
         pair = pairs[name]
         by_file: Any = PreTrainedTokenizerFast(

@@ -1,7 +1,8 @@
-"""Vocabularies as GGUF files hold them give the ids of the tokenizers that they were made from.
+"""Tests of vocabularies from GGUF files: the same ids as the tokenizers they were made from.
 
-The originals are built here from what the families publish: the split patterns in full, merges that
-transformers derives from scores. `metadata_of` writes down what llama.cpp's converter would.
+The original tokenizers are built here as the families publish them, with the complete split
+patterns and with the merges that transformers derives from scores. `metadata_of` makes the metadata
+that llama.cpp's converter would write.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from text_checkpoints import CHATML_TEMPLATE, SENTENCES, load_pair, save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
 from tokenizers.processors import TemplateProcessing
@@ -21,6 +21,7 @@ from transformers.convert_slow_tokenizer import generate_merges
 from infer.errors import LoadError
 from infer.text.gguf_vocab import _PRE_TOKENIZERS, text_files
 from infer.text.tokenizer import Tokenizer as OurTokenizer
+from tests.support.text_checkpoints import CHATML_TEMPLATE, SENTENCES, load_pair, save
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
@@ -75,7 +76,7 @@ def metadata_of(tokenizer: Tokenizer, kind: str, **keys: Any) -> dict[str, Any]:
 
 def trained(name: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
-    tokenizer.pre_tokenizer = GPT2  # and later another one, so that its cuts matter
+    tokenizer.pre_tokenizer = GPT2  # replaced below, so that the splits of the new one matter
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.normalizer = normalizers.NFC() if name == "qwen2" else None
     alphabet = pre.ByteLevel.alphabet()
@@ -83,7 +84,7 @@ def trained(name: str) -> Tokenizer:
         [*SENTENCES, "12 123 1234 12345 it's we'll 'Sx"] * 2,
         trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_use_tqdm=False),
     )
-    if name == "llama-bpe":  # words that are tokens, but that no merges lead to
+    if name == "llama-bpe":  # some tokens are words that no merges form
         description = json.loads(tokenizer.to_str())
         description["model"]["merges"] = description["model"]["merges"][:100]
         tokenizer = Tokenizer.from_str(json.dumps(description))
@@ -94,9 +95,9 @@ def trained(name: str) -> Tokenizer:
 
 
 def sentencepiece(*, prefix: bool) -> tuple[Tokenizer, list[float]]:
-    """A tokenizer with transformers' merges, and the scores of its tokens, as trainers give them.
+    """A tokenizer with transformers' merges, and the scores of its tokens.
 
-    The scores are shuffled, so that their order is not that of the ids.
+    The scores are shuffled, so that their order differs from that of the ids.
     """
     learnt = Tokenizer(models.BPE())
     learnt.normalizer = normalizers.Replace(" ", "▁")
@@ -145,13 +146,13 @@ def test_sentencepiece(prefix: bool) -> None:
     metadata = metadata_of(original, "llama", scores=scores, **keys)
     ours = OurTokenizer(text_files(metadata, "m.gguf"))
     assert_same(ours, original)
-    assert ours.encode("x")[0] == ours.bos_token_id  # unless the file says no
+    assert ours.encode("x")[0] == ours.bos_token_id  # the default
     metadata["tokenizer.ggml.add_bos_token"] = False
     assert OurTokenizer(text_files(metadata, "m")).encode("x") == ours.encode("x")[1:]
 
 
 def test_user_defined_white_space() -> None:
-    """Gemma's runs of spaces and new lines are matched as typed, whichever way they are written."""
+    """Gemma's runs of spaces and new lines are matched as typed, however the file spells them."""
     original, scores = sentencepiece(prefix=False)
     metadata = metadata_of(original, "llama", scores=scores, add_space_prefix=False)
     size = len(metadata["tokenizer.ggml.tokens"])
@@ -167,7 +168,7 @@ def test_user_defined_white_space() -> None:
 
 
 def test_text_that_spells_a_byte_token() -> None:
-    """The pieces of it may be in the vocabulary; it is six characters of text all the same."""
+    """Such text is six characters, even if the vocabulary has them as a byte token."""
     original, scores = sentencepiece(prefix=False)
     pieces = ["<", "0", "x", "4", "1", ">", "<0", "<0x", "<0x4", "<0x41"]
     new = [piece for piece in pieces if original.token_to_id(piece) is None]
@@ -191,7 +192,7 @@ def test_bos_and_eos(metadata: dict[str, Any]) -> None:
     ours = OurTokenizer(text_files(metadata, "m"))
     assert ours.encode("Hello") == [vocab["<s>"], *ids, vocab["</s>"]]
     assert ours.bos_token_id == vocab["<s>"]
-    # <|im_end|> by its text
+    # <|im_end|> is recognised by its text
     assert ours.eos_token_ids == (vocab["</s>"], vocab["<|end|>"], vocab["<|im_end|>"])
 
 

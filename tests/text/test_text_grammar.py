@@ -1,4 +1,4 @@
-"""Grammars before they are accepted: what is refused, with which words, and how fast."""
+"""Tests of checking grammars: which are refused, with which message, and how fast."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from doubles import small_tokenizer
 from infer.errors import RequestError
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
-"""The published templates of the families that are loaded, and of many that are not.
+"""Tests of published chat templates, of the supported model families and of many others.
 
-A tool loop of three turns goes through each of them: what we answer, a client sends back. None may
-be refused, and every call and every result must be in the prompt.
+Each template renders a tool loop of three turns, in which a client sends our answers back. No
+template may refuse it, and each call and each result must be in the prompt.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import json
 from typing import Any
 
 import pytest
-from published import LOADED, SPECIAL, templates
-from test_text_tool_messages import LOOPS, QUESTION, WEATHER
 
 from infer.errors import LoadError
 from infer.text.answer_parser import parser_for
 from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
 from infer.text.tools.tool_use import find_tool_use
+from tests.support.published_templates import LOADED, SPECIAL, templates
+from tests.text.test_text_tool_messages import LOOPS, QUESTION, WEATHER
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
 
@@ -34,7 +34,7 @@ def test_the_format_of_a_loaded_family(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOADED)
 def test_what_a_loaded_family_answers_is_taken_back(name: str) -> None:
-    """Three calls, each read from a text of the family's format; then all of it is a prompt."""
+    """Three calls are each read from a text in the family's format; then all are rendered."""
     shown = template(name)
     use = find_tool_use(shown)
     messages: list[dict[str, Any]] = [QUESTION]

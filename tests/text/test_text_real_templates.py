@@ -1,8 +1,8 @@
-"""The chat templates of Llama 3.2, Qwen2.5, Qwen3 and Gemma 3: text and ids as in transformers.
+"""Tests of the chat templates of Llama 3.2, Qwen2.5, Qwen3 and Gemma 3 against transformers.
 
-The templates in `templates/` are written after the documented prompt formats of these models and
-use every construct the originals use: namespaces, loop controls, macros, slices from behind,
-tojson with indent, strftime_now, tests for kinds of values, raise_exception.
+Text and ids must be the same. The templates in `templates/` are written from the documented prompt
+formats of these models. They use each construct that the originals use: namespaces, loop controls,
+macros, negative slices, tojson with indent, strftime_now, tests for types, raise_exception.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import datetime
 from typing import Any
 
 import pytest
-from families import save_family
-from text_checkpoints import Pair, load_pair
 
 from infer.errors import RequestError
+from tests.support.text_checkpoints import Pair, load_pair
+from tests.support.tokenizer_families import save_family
 
 Messages = list[dict[str, Any]]
 Chats = dict[str, tuple[Messages, dict[str, Any]]]
@@ -187,7 +187,7 @@ def test_same_prompt_as_transformers(
     messages, options = chat
     options = {"add_generation_prompt": True, **DATE, **options}
     text, ids = pairs[name].ours.apply_chat_template(messages, **options)
-    # No tools are none in OpenAI's API; transformers hands an empty list to the template.
+    # In OpenAI's API an empty list means no tools; transformers passes the list to the template.
     theirs = {**options, "tools": options.get("tools") or None}
     assert text == pairs[name].theirs.apply_chat_template(messages, tokenize=False, **theirs)
     if "control" in text or any("<|im_start|>" in str(m["content"]) for m in messages):
@@ -213,7 +213,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_formats_as_they_are_documented(pairs: dict[str, Pair], name: str) -> None:
-    """Written out, so that the templates here cannot drift away from the models'."""
+    """The prompts are written out, so that the templates here stay like the models' own."""
     messages = [{"role": "system", "content": "Be."}, user("Hi")]
     options = {**DATE, "enable_thinking": False}
     text, ids = pairs[name].ours.apply_chat_template(messages, **options)
@@ -223,7 +223,7 @@ def test_the_formats_as_they_are_documented(pairs: dict[str, Pair], name: str) -
 
 def test_the_date_is_today(pairs: dict[str, Pair]) -> None:
     text, _ = pairs["llama32"].ours.apply_chat_template([user("Hi")])
-    days = [datetime.date.today() - datetime.timedelta(days=n) for n in (0, 1)]  # near midnight
+    days = [datetime.date.today() - datetime.timedelta(days=n) for n in (0, 1)]  # at midnight
     assert any(f"Today Date: {day:%d %b %Y}\n" in text for day in days)
 
 

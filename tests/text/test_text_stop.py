@@ -1,4 +1,4 @@
-"""Stop strings: the result is a function of the text, and no piece of a stop string leaks."""
+"""Tests of stop strings: the result is a function of the text, and no part of a match leaks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_checkpoints import quick
 
 from infer.text.stop import StopMatcher
+from tests.support.text_checkpoints import quick
 
 
 def one_shot(text: str, stop: list[str], include_stop: bool) -> tuple[str, bool]:
-    """The rule, as simply as it can be written: the first completion, of those the longest."""
+    """The rule in its simplest form: the first completed match, and the longest of several."""
     for end in range(1, len(text) + 1):
         done = [string for string in stop if text[:end].endswith(string)]
         if done:
@@ -35,7 +35,7 @@ def run(pieces: list[str], stop: list[str], include_stop: bool) -> tuple[str, bo
 
 
 def splits(text: str) -> list[list[str]]:
-    """All ways to cut a text into pieces."""
+    """All ways to divide a text into pieces."""
     ways = []
     for cuts in itertools.product([False, True], repeat=max(len(text) - 1, 0)):
         pieces, start = [], 0
@@ -51,7 +51,7 @@ CASES = [
     ("hello END tail", ["END"], "hello "),
     ("aaab", ["aab"], "a"),
     ("xabcd", ["abcd", "bc"], "xa"),  # bc is completed first
-    ("xabc", ["abc", "bc", "c"], "x"),  # all completed by the same character: the longest
+    ("xabc", ["abc", "bc", "c"], "x"),  # the same character completes all, so the longest counts
     ("abab", ["abab", "ab"], ""),  # a prefix of the other is completed first
     ("stop", ["stop"], ""),
     ("sto", ["stop"], "sto"),

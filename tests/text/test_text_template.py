@@ -1,4 +1,4 @@
-"""The template environment: what templates may do, and what callers are told."""
+"""Tests of the template environment: what templates may do, and which messages callers get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding and decoding against transformers, and text that spells control tokens."""
+"""Tests of encoding and decoding against transformers, and of text with control literals."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from text_checkpoints import KINDS, Pair, byte_level, llama2_like, load_pair, quick, save, wordpiece
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, processors
 
 from infer.errors import LoadError, RequestError
 from infer.text.tokenizer import Tokenizer
+from tests.support.text_checkpoints import (
+    KINDS,
+    Pair,
+    byte_level,
+    llama2_like,
+    load_pair,
+    quick,
+    save,
+    wordpiece,
+)
 
 TEXTS = [
     "",
@@ -58,7 +67,7 @@ def test_encode_of_plain_text(pair: Pair, text: str, add_special: bool) -> None:
     ours = pair.ours.encode(text, add_special_tokens=add_special)
     theirs = pair.theirs.encode(text, add_special_tokens=add_special, split_special_tokens=True)
     if pair.kind == "unigram" and "<" in text:
-        assert ours != theirs or "</s>" not in text  # theirs takes `</s>` from the vocabulary
+        assert ours != theirs or "</s>" not in text  # theirs finds `</s>` in the vocabulary
     else:
         assert ours == theirs
 
@@ -68,7 +77,7 @@ def test_encode_of_plain_text(pair: Pair, text: str, add_special: bool) -> None:
 def test_plain_text_never_becomes_a_control_token(pair: Pair, text: str) -> None:
     ids = pair.ours.encode(text, add_special_tokens=False)
     assert not control_ids(pair.ours, pair.theirs) & set(ids)
-    if pair.kind in ("byte_level", "gemma"):  # the others add or unify spaces
+    if pair.kind in ("byte_level", "gemma"):  # the others change spaces
         assert pair.ours.decode(ids, skip_special_tokens=True) == (
             text.replace("▁", " ") if pair.kind == "gemma" else text
         )
@@ -85,7 +94,7 @@ def test_control_literals_round_trip_as_text(kind: str, tmp_path: Path) -> None:
 def test_vocabulary_that_lists_a_control_token_as_a_piece(tmp_path: Path) -> None:
     pair = load_pair("unigram", save(tmp_path, KINDS["unigram"]()))
     end = pair.theirs.convert_tokens_to_ids("</s>")
-    # The library's own flag is not enough: this is why `sealed_tokenizer` exists.
+    # The library's own flag does not suffice, which is the reason for `sealed_tokenizer`.
     assert end in pair.theirs.encode("x</s>", split_special_tokens=True)[:-1]
     assert end not in pair.ours.encode("x</s>")[:-1]
 
@@ -102,7 +111,7 @@ def test_merges_that_spell_a_control_token(tmp_path: Path) -> None:
 
 
 def test_flagged_byte_tokens_and_white_space_stay_usable(tmp_path: Path) -> None:
-    """Trainers flag them special when they are given as special tokens."""
+    """Trainers flag such tokens as special if they are given as special tokens."""
     backend = KINDS["gemma"]()
     backend.add_special_tokens([f"<0x{byte:02X}>" for byte in range(256)] + ["\n"])
     pair = load_pair("gemma", save(tmp_path, backend))
@@ -164,7 +173,7 @@ def test_padding_and_truncation_of_the_file_are_not_applied(tmp_path: Path) -> N
 
 
 def test_special_tokens_only_the_configuration_names(tmp_path: Path) -> None:
-    """Named tokens, extra ones and those of added_tokens_decoder are added like transformers'."""
+    """Named tokens, extra tokens and added_tokens_decoder are added as in transformers."""
     added = {
         "431": {"content": "<later>", "special": True, "normalized": False},
         "430": {"content": "<sooner>", "special": False, "normalized": False},
@@ -225,7 +234,7 @@ def test_token_text_and_bytes(pair: Pair) -> None:
         assert ours.token_bytes(beyond) is None
     ids = ours.encode("Hello 🙂 é world", add_special_tokens=False)
     joined = b"".join(ours.token_bytes(token_id) or b"" for token_id in ids)
-    if pair.kind != "unigram":  # where the characters are unknown
+    if pair.kind != "unigram":  # which has no tokens for some of the characters
         assert joined.decode().lstrip(" ") == "Hello 🙂 é world"
         assert any("\ufffd" in ours.token_text(token_id) for token_id in ids)
 

@@ -1,7 +1,7 @@
-"""Tool loops with templates that want each something else: what is found out, and what they get.
+"""Tests of tool loops with templates that differ: what the probes find, and what is rendered.
 
-The templates are ours. Each has one peculiarity of published ones; the published ones themselves
-are in `test_text_published_templates.py`.
+The templates are our own. Each has one peculiarity of published templates, which are themselves
+tested in `test_text_published_templates.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infer.text.tools.formats import (
 )
 from infer.text.tools.tool_use import find_tool_use
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES = Path(__file__).parents[1] / "support" / "templates"
 LOOP = "{% for m in messages %}"
 END = "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
@@ -34,10 +34,10 @@ HERMES_CALLS = (
     '{% for c in m.tool_calls or [] %}<tool_call>\n{"name": "{{ c.function.name }}",'
     ' "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
 )
-QWEN3 = (  # looks for thoughts in the content
+QWEN3 = (  # searches the content for reasoning
     TOOLS + LOOP + "<{{ m.role }}>{{ m.content.split('</think>')[-1] }}" + HERMES_CALLS + END
 )
-R1 = (  # writes calls where the content is null, and concatenates their arguments; no tools
+R1 = (  # renders calls if the content is null, and concatenates their arguments; no tools
     LOOP + "{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ c.type + '<｜tool▁sep｜>' + c.function.name +"
     " '\\n```json\\n' + c.function.arguments + '\\n```' }}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
@@ -51,7 +51,7 @@ SECTIONS = (  # functionary's: arguments as text, tools with descriptions
     "{% for c in m.tool_calls or [] %}{{ '>>>' + c.function.name + '\\n' + c.function.arguments }}"
     "{% endfor %}" + END + "{% if add_generation_prompt %}>>>{% endif %}"
 )
-NINE = (  # Mistral's: ids of nine characters
+NINE = (  # Mistral's: ids have nine characters
     TOOLS + LOOP + "{% if m.tool_calls %}{% for c in m.tool_calls %}{% if c.id|length != 9 %}"
     "{{ raise_exception('nine!') }}{% endif %}{% endfor %}[TOOL_CALLS][{% for c in m.tool_calls %}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
@@ -65,7 +65,7 @@ XML_TOOLS = (  # SmolLM3's: another variable, calls only in the content
     + "<{{ m.role }}>{{ m.content }}"
     + END
 )
-FUNCTIONS = (  # Firefunction's: text, and a date
+FUNCTIONS = (  # Firefunction's: tools as text, and a date
     "{{ functions + ' today is ' + datetime }}" + LOOP + "<{{ m.role }}>{{ m.content }}"
     "{% if m.tool_calls %} functools[{% for c in m.tool_calls %}"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
@@ -80,7 +80,7 @@ PYTHON = (
 UNKNOWN = TOOLS + LOOP + "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}%%{{ c.function.name }}%{{ c.function.arguments | tojson }}{% endfor %}" + END  # fmt: skip  # noqa: E501
 NULL_IS_PRINTED = TOOLS + LOOP + "<{{ m.role }}>{{ m.content }}" + HERMES_CALLS + END
 PLAIN = LOOP + "<{{ m.role }}>{{ m.content }}" + END
-STRICT = (  # neither system nor tools, and turns alternate
+STRICT = (  # no system messages and no tools; roles must alternate
     LOOP + "{% if m.role not in ('user', 'assistant') or (m.role == 'user') != (loop.index0 % 2 =="
     " 0) %}{{ raise_exception('alternate!') }}{% endif %}<{{ m.role }}>{{ m.content }}" + END
 )
@@ -105,7 +105,7 @@ WEATHER: list[dict[str, Any]] = [{"type": "function", "function": FUNCTION}]
 
 
 def made_call(number: int, city: str) -> dict[str, Any]:
-    """As a client sends it back."""
+    """A call as a client sends it back."""
     arguments = {"city": city}
     return {
         "id": f"call_0123456789abcdef0123456789abcdef_0_{number}",
@@ -115,7 +115,7 @@ def made_call(number: int, city: str) -> dict[str, Any]:
 
 
 def asked(*cities: str, content: str | None = None, first: int = 0) -> list[dict[str, Any]]:
-    """An answer with calls, and their results."""
+    """An answer with calls, and the messages with their results."""
     made = [made_call(first + i, city) for i, city in enumerate(cities)]
     results = [
         {"role": "tool", "tool_call_id": call["id"], "content": f"{city} is sunny"}
@@ -161,7 +161,7 @@ def test_a_tool_loop_is_rendered(name: str, loop: str) -> None:
     assert "None" not in text
     assert "null" not in text
     if loop == "text beside a call" and name not in ("python", "llama32", "nine"):
-        assert "I shall look." in text  # those three drop it, as their models have learned
+        assert "I shall look." in text  # these three drop it, as in training
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -1,1 +1,1 @@
-"""Attention over a paged cache: the layout of a step, and backends that share one contract."""
+"""Attention over a paged KV cache: the layout of a step, and the backends that compute it."""

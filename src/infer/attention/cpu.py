@@ -1,10 +1,10 @@
-"""`NativeBackend`: attention from the compiled kernel, on CPUs.
+"""`NativeBackend`: attention on CPUs by the compiled C++ kernel.
 
-It reads keys and values through the page tables where they lie, so nothing is gathered, padded or
-masked in memory, and it works from the same layout as `SDPABackend`, the definition of correct. A
-query row's result is the same bit for bit alone, in any batch, at any chunking, page size and
-number of threads. Shapes that the kernel does not know are named by `obstacle`; the composition
-root then takes the other backend.
+The kernel reads keys and values in place through the page tables, so nothing is gathered, padded or
+masked in memory. It works from the same `BatchLayout` as `SDPABackend`, which is the reference. A
+query row's result is the same bit for bit whatever the batch, the chunks, the page size and the
+number of threads. `obstacle` says why the kernel cannot be used for a shape; the composition root
+then takes `SDPABackend`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_HEAD_DIM = 256
 def obstacle(
     head_dim: int, dtype: torch.dtype, device: torch.device, page_size: int = loader.STRIP
 ) -> str | None:
-    """Why the kernel cannot be used here for a cache of this dtype; None if it can."""
+    """The reason why the kernel cannot be used for a KV cache of this dtype; None if it can."""
     if device.type != "cpu":
         return f"the kernel is for CPUs, not {device.type}"
     if dtype == torch.int8:
@@ -41,7 +41,7 @@ def obstacle(
 
 
 class NativeBackend:
-    """See the module's docstring."""
+    """The attention backend for CPUs. See the module's docstring."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class NativeBackend:
         scale: float,
         windows: Sequence[int | None] = (),
     ) -> None:
-        """`keys`, `values`: per layer [pages, page_size, G, D], shared with the storage; in int8
-        [pages, page_size, G, D + 4], for queries in bfloat16. What lies where in a page is the
-        code path's own affair.
+        """`keys`, `values`: the KV cache of each layer, [pages, page_size, G, D].
 
-        `windows`: per layer how many positions, itself included, a query sees; None = all.
-        `ValueError` with the reason if the kernel cannot be used.
+        In int8 they are [pages, page_size, G, D + 4], and queries are bfloat16. The order of the
+        bytes within a page depends on the instruction set. `scale`: factor of attention scores.
+        `windows`: for each layer the number of positions that a query sees, its own included; None:
+        all. `ValueError` with the reason if the kernel cannot be used.
         """
         _, page_size, num_kv_heads, head_dim = keys[0].shape
         self._dtype = held = keys[0].dtype
@@ -87,7 +87,7 @@ class NativeBackend:
         self._step: tuple[Tensor, Tensor]
 
     def plan(self, layout: BatchLayout) -> None:
-        """Cut the step into work items, once for all layers."""
+        """Divide the step into the kernel's work items; all layers use them."""
         slots, tables = layout.slot_mapping, layout.page_tables
         assert slots.dtype == tables.dtype == torch.int64
         assert slots.stride(0) == tables.stride(1) == 1
@@ -101,7 +101,7 @@ class NativeBackend:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
-        """Turn q and k, write k, v [T, G, D] to their cells, attend: q [T, H, D] → [T, H, D]."""
+        """Rotate q and k, store k, v [T, G, D] in the cache, attend: q [T, H, D] → [T, H, D]."""
         if turn is not None and self._dtype != torch.bfloat16:
             (q, k), turn = turn(q, k), None
         q, k, v = self._rows(q), self._rows(k), self._rows(v)
@@ -114,11 +114,12 @@ class NativeBackend:
         return out
 
     def through(self, stack: LayerStack, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """All layers of a stack at once; see `AttendsThrough`."""
+        """Compute all layers of a stack in one call; see `AttendsThrough`."""
         return stack(self._handle, self._table, x, cos, sin)
 
     def _rows(self, x: Tensor) -> Tensor:
-        # A slice of a fused projection is read as it is: only the stride between tokens is free.
+        # The kernel takes any stride between tokens, so a slice of a fused projection needs no
+        # copy. The other strides must be those of a contiguous tensor.
         assert x.dtype == self._dtype
         if x.stride(2) == 1 and x.stride(1) == self._head_dim:
             return x

@@ -1,9 +1,10 @@
-"""`BatchLayout`: the ragged geometry of one step; `AttentionBackend`: who works from it.
+"""`BatchLayout`: where a step's queries, keys and values lie; `AttentionBackend`: the protocol.
 
-Made by `runner.pack`, read by the backends. Shape letters, used everywhere: T tokens in the step,
-B sequences, R rows sampled, H query heads, G key/value heads, D head size, E hidden size,
-V vocabulary, P pages per table. There is no phase here: a decode is a query of one token, a
-prefill one of many, and a step holds any mixture.
+`runner.pack` makes the layout and the backends read it. All docstrings use these letters in shapes:
+T tokens of the step, B sequences, R sampled rows, H query heads, G key/value heads, D head size,
+E hidden size, V vocabulary size, P pages of a page table. Prefill and decode are not
+distinguished: a decoding sequence has one query token, a prefilling one has many, and a step holds
+any mixture of both.
 """
 
 from __future__ import annotations
@@ -20,60 +21,66 @@ from infer.kernels.rotary import QKRotation
 
 @dataclass(slots=True, eq=False)
 class BatchLayout:
-    """Where each row's queries, keys and cells are. Host numbers are lists, for planning."""
+    """The position of each sequence's queries, keys and values in a step.
+
+    The lists are on the host, where backends plan the step.
+    """
 
     query_start_loc: list[int]
-    """[B+1] where in the step's T tokens the queries of a sequence begin"""
+    """Index of each sequence's first query token among the step's T tokens, then T; [B+1]."""
     seq_lens: list[int]
-    """[B] tokens in the cache after this step's were written"""
+    """Number of each sequence's tokens in the cache, this step's included; [B]."""
     slot_mapping: Tensor
-    """[T] int64: the cell (page · page_size + offset) that each token's key and value go to"""
+    """Cache cell (page · page_size + offset) of each token's key and value; [T] int64."""
     page_tables: Tensor
-    """[B, P] int64, filled up with page 0, which is scrap"""
+    """Page numbers of each sequence, padded with page 0, which holds no data; [B, P] int64."""
 
 
 class AttentionBackend(Protocol):
     """Causal attention of this step's queries over each sequence's pages."""
 
     def plan(self, layout: BatchLayout) -> None:
-        """Prepare for a step; once per step, so nothing is built per layer."""
+        """Prepare for a step. The runner calls this once per step, before the first layer."""
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
-        """Write this step's k, v [T, G, D] to their cells, then attend: q [T, H, D] → [T, H, D].
+        """Store this step's k, v [T, G, D] in the cache, then attend: q [T, H, D] → [T, H, D].
 
-        `turn`: of q and k, before anything else.
+        `turn`: head norms and rotation, which are applied to q and k first.
         """
 
 
 @dataclass(slots=True, eq=False)
 class Items:
-    """The work of a step for layers of one window, as numbers: [N, fields] int32 each."""
+    """The work items of a step for the layers of one window."""
 
     short: np.ndarray
-    """tiles of few queries, or splits of them"""
+    """Tiles of few queries, or splits of their keys; [N, fields] int32."""
     long: np.ndarray
-    """tiles of many queries"""
+    """Tiles of many queries; [N, fields] int32."""
 
 
 class DeviceBackend(AttentionBackend, Protocol):
-    """A backend that works from numbers in memory at fixed addresses, as a captured graph does."""
+    """A backend that reads the step's layout from device memory at fixed addresses.
+
+    A captured CUDA graph holds these addresses, so it can be replayed for other steps.
+    """
 
     @property
     def windows(self) -> Sequence[int]:
-        """The windows of the layers, each once; 0 = all positions."""
+        """The distinct windows of the layers, in positions; 0: all positions."""
 
     @property
     def num_fields(self) -> int:
-        """Numbers of an item."""
+        """The number of int32 fields of an item."""
 
     @property
     def decodes(self) -> bool:
-        """Whether a step of single tokens takes one launch a layer."""
+        """Whether one launch per layer computes a step in which each sequence has one token."""
 
     def capacity(self, num_tokens: int, num_sequences: int) -> tuple[int, int]:
-        """Short and long items of a window, at most, in a step of so many tokens."""
+        """(maximum of short items, maximum of long items) of a window in a step of this size."""
 
     def items(
         self,
@@ -81,8 +88,11 @@ class DeviceBackend(AttentionBackend, Protocol):
         seq_lens: Sequence[int] | np.ndarray,
         table_rows: np.ndarray,
     ) -> list[Items]:
-        """The items of a step for each of `windows`; sequence i has row `table_rows[i]` of the
-        page tables."""
+        """The items of a step for each of `windows`.
+
+        `query_start_loc` [B+1] and `seq_lens` [B]: as in `BatchLayout`. `table_rows` [B]: the row
+        of each sequence in the page tables.
+        """
 
     def use(
         self,
@@ -92,6 +102,10 @@ class DeviceBackend(AttentionBackend, Protocol):
         *,
         decode: bool,
     ) -> None:
-        """Work from tensors that are on the device: slots [T] (below 0: padding), page tables
-        [·, P] int32, and for each window short items, their number, long items, their number. No
-        long items at all: an empty tensor. `decode`: each sequence has one token."""
+        """Set the device tensors from which the next calls work.
+
+        `slots` [T]: cache cell of each token; negative: padding. `tables` [rows, P] int32: page
+        tables. `lists`: for each window (short items, their number [1], long items, their number
+        [1]); an empty tensor of long items means that there are none. `decode`: each sequence has
+        one token.
+        """

@@ -1,11 +1,11 @@
-"""`SDPABackend`: attention from torch's own operations, on any device.
+"""`SDPABackend`: attention by torch's `scaled_dot_product_attention`, on any device.
 
-It is the definition of correct for the other backends. The query heads of a key/value group are
-laid beside each other as query rows of one head, so grouped-query attention repeats no key or
-value. Queries are cut into tiles of at most 128 tokens; tiles with the same number of tokens and
-the same padded context are computed in one call. The padded context depends on the sequence's own
-length alone, so its company never changes what is computed for it. Keys and values are gathered
-through the page tables (that copy is this backend's cost; a native kernel has none).
+It is the reference for the other backends. The query heads of a key/value group become query rows
+of one head, so grouped-query attention repeats no key or value. Queries are divided into tiles of
+at most 128 tokens. Tiles with the same number of tokens and the same padded context are computed in
+one call. The padded context depends only on the sequence's own length, so other sequences of the
+batch do not change what is computed for it. Keys and values are gathered through the page tables;
+the native kernels avoid that copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ TILE = 128
 
 
 def padded_context(num_keys: int) -> int:
-    """The context length up to which a tile is padded: at most an eighth more, from 64 up."""
+    """The padded context length of a tile of `num_keys` keys.
+
+    It is 64 at least. Above that it is a multiple of 64, or of about an eighth of the length.
+    """
     if num_keys <= 64:
         return 64
     step = max(64, 1 << max(0, num_keys.bit_length() - 4))
@@ -34,20 +37,22 @@ def padded_context(num_keys: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Tiles:
-    """Tiles of the same shape: n tiles of t query tokens each, over s (padded) keys."""
+    """n tiles of the same shape: t query tokens and s keys each, padding included."""
 
     queries: Tensor
-    """[n · t] rows of the step's tokens"""
+    """Rows of the tiles' tokens among the step's tokens; [n · t]."""
     cells: Tensor
-    """[n · s] cells of the keys; cell 0 (scrap) behind the end"""
+    """Cache cells of the keys; padding has cell 0, which holds no data; [n · s]."""
     mask: Tensor
-    """[n, 1, t or t · (H/G), s] True where a query sees a key"""
+    """True where a query sees a key; [n, 1, t or t · (H/G), s]."""
     num_tiles: int
+    """Number of tiles, n."""
     num_queries: int
+    """Number of query tokens of a tile, t."""
 
 
 class SDPABackend:
-    """See the module's docstring."""
+    """The reference attention backend. See the module's docstring."""
 
     def __init__(
         self,
@@ -58,9 +63,10 @@ class SDPABackend:
         scale: float,
         windows: Sequence[int | None] = (),
     ) -> None:
-        """`keys`, `values`: per layer [pages, page_size, G, D], shared with the storage.
+        """`keys`, `values`: the KV cache of each layer, [pages, page_size, G, D].
 
-        `windows`: per layer how many positions, itself included, a query sees; None = all.
+        `scale`: factor of attention scores. `windows`: for each layer the number of positions that
+        a query sees, its own included; None: all.
         """
         self._windows = list(windows) or [None] * len(keys)
         _, self.page_size, self.num_kv_heads, self.head_dim = keys[0].shape
@@ -70,22 +76,22 @@ class SDPABackend:
         self.scale = scale
         self._device = keys[0].device
         self._slots: Tensor
-        # Per window, since layers with the same window share cells and masks.
+        # One entry per window: layers with the same window share cells and masks.
         self._tiles: dict[int | None, list[_Tiles]] = {}
 
     def plan(self, layout: BatchLayout) -> None:
-        """Cut the step into tiles and work out cells and masks, once for all layers."""
+        """Divide the step into tiles and compute their cells and masks; all layers use them."""
         self._slots = layout.slot_mapping
-        self._tiles = {w: self._cut(layout, w) for w in set(self._windows)}
+        self._tiles = {w: self._divide(layout, w) for w in set(self._windows)}
 
-    def _cut(self, layout: BatchLayout, window: int | None) -> list[_Tiles]:
+    def _divide(self, layout: BatchLayout, window: int | None) -> list[_Tiles]:
         # (tokens, padded context) → [(sequence, query row, its position, first key's position)]
         shapes: dict[tuple[int, int], list[tuple[int, int, int, int]]] = defaultdict(list)
         for i, seq_len in enumerate(layout.seq_lens):
             row, end = layout.query_start_loc[i], layout.query_start_loc[i + 1]
             position = seq_len - (end - row)
             while row < end:
-                # Tiles end at multiples of TILE, wherever the chunk began.
+                # Tiles end at multiples of TILE, so the chunks of a prompt do not change the tiles.
                 num = min(TILE - position % TILE, end - row)
                 first = 0 if window is None else max(0, position - window + 1) // 64 * 64
                 context = padded_context(position + num - first)
@@ -93,11 +99,11 @@ class SDPABackend:
                 row += num
                 position += num
         return [
-            self._shape(layout.page_tables, num, context, members, window)
+            self._tiles_of_shape(layout.page_tables, num, context, members, window)
             for (num, context), members in shapes.items()
         ]
 
-    def _shape(
+    def _tiles_of_shape(
         self,
         page_tables: Tensor,
         num: int,
@@ -110,7 +116,7 @@ class SDPABackend:
         sequences, rows, positions, firsts = index.unbind(1)
         steps = torch.arange(num, device=device)
         keys = firsts[:, None] + torch.arange(context, device=device)  # [n, s] positions
-        # Cells behind the end may hold anything, and 0 · NaN is NaN: read scrap there.
+        # Cells after the end of a sequence may hold NaN, and 0 · NaN is NaN. Cell 0 is finite.
         inside = keys < (positions + num)[:, None]
         pages = page_tables[sequences].gather(1, (keys // size) * inside)
         cells = (pages * size + keys % size) * inside
@@ -131,7 +137,7 @@ class SDPABackend:
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
-        """Turn q and k, write k, v [T, G, D] to their cells, attend: q [T, H, D] → [T, H, D]."""
+        """Rotate q and k, store k, v [T, G, D] in the cache, attend: q [T, H, D] → [T, H, D]."""
         if turn is not None:
             q, k = turn(q, k)
         keys, values = self._keys[layer], self._values[layer]

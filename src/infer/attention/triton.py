@@ -1,12 +1,13 @@
 """`TritonBackend`: attention on CUDA devices by the kernels of `kernels.cuda`.
 
-The geometry of a step is data: `items` lists tiles of queries and ranges of keys as numbers, the
-kernel's fixed number of programs works the list off. A tile of at most 16 rows (decode, short
-chunks) is computed by a kernel of 16-row products; longer chunks are cut into tiles of 64 or 128
-rows. The keys of a tile are split where there would otherwise be too few items for the device.
+The shapes of a step are data: `items` lists tiles of queries and ranges of keys as numbers, and a
+fixed number of kernel programs takes items from the list. A kernel with 16-row products computes
+tiles of at most 16 rows (decode, short chunks). Longer chunks are divided into tiles of 64 or 128
+rows. The keys of a tile are split where there would otherwise be too few items for the device. The
+split of keys is that of Flash-Decoding.
 
-With `ordered`, a row's bits are a function of its own tokens alone: every tile has 16 rows and
-splits lie at multiples of `ORDERED_SPLIT` keys.
+With `ordered`, the bits of a row's result depend only on its own tokens: every tile has 16 rows,
+and splits begin at multiples of `ORDERED_SPLIT` keys.
 """
 
 from __future__ import annotations
@@ -27,33 +28,42 @@ from infer.kernels.cuda.rotary import turn_and_write
 from infer.kernels.rotary import QKRotation
 
 SHORT_ROWS = 16
+"""Maximum number of rows (tokens · query heads per key head) of a short tile."""
 ORDERED_SPLIT = 256
-"""keys of a split in the batch-invariant mode"""
+"""Number of keys of a split in the batch-invariant mode."""
 LEAST_SPLIT = 64
-"""keys; a multiple of every tile but one: decoding starts no tile in the middle"""
+"""Minimum number of keys of a split.
+
+It is a multiple of every tile size except 128, so that a split consists of whole tiles.
+"""
 LONE_ROWS = 4
+"""Maximum number of decoding sequences for which an item has the most threads."""
 FEW_ROWS = 32
-"""sequences of a step of single tokens up to which an item has more threads"""
+"""Maximum number of decoding sequences for which an item has more threads than usual."""
 MAX_SHORT_TILES = 4096
-"""short tiles of a step, and so counters"""
+"""Maximum number of short tiles that are split in a step; each has its counters."""
 PARTIAL_BYTES = 128 << 20
-"""memory for the partial results of splits"""
+"""Size of the memory for the partial results of splits, in bytes."""
 ITEMS_PER_PROGRAM = 1
-"""splits are made until each program has so many items"""
+"""Number of items that each program should have; keys are split to reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How the kernel is launched for one kind of tile."""
+    """Launch parameters of the kernel for one kind of tile."""
 
     rows: int
+    """Number of query rows."""
     tile: int
+    """Number of keys that are computed at a time."""
     warps: int
+    """Number of warps of a program."""
     stages: int
+    """Number of stages of the software pipeline that loads keys and values."""
 
 
 class TritonBackend:
-    """See the module's docstring."""
+    """The attention backend for CUDA devices. See the module's docstring."""
 
     num_fields = ITEM_FIELDS
 
@@ -68,9 +78,12 @@ class TritonBackend:
         softcap: float | None = None,
         ordered: bool = False,
     ) -> None:
-        """`keys`, `values`: per layer [pages, page_size, G, D], shared with the storage.
+        """`keys`, `values`: the KV cache of each layer, [pages, page_size, G, D].
 
-        `windows`: per layer how many positions, itself included, a query sees; None = all.
+        `scale`: factor of attention scores. `windows`: for each layer the number of positions that
+        a query sees, its own included; None: all. `softcap`: cap c of the scores, which become
+        c · tanh(score / c). `ordered`: the batch-invariant mode. `ValueError` if more than 16 query
+        heads share a key head.
         """
         self._caches = list(zip(keys, values, strict=True))
         per_layer = [window or 0 for window in windows] or [0] * len(keys)
@@ -87,7 +100,7 @@ class TritonBackend:
         on_device = device.type == "cuda"
         count = torch.cuda.get_device_properties(device).multi_processor_count if on_device else 2
         self.num_programs = 4 * count
-        # Measured on an H100; sizes of tiles keep the bytes under way about the same.
+        # Measured on an H100. The tile sizes keep the number of bytes in flight about the same.
         size = self.head_dim
         keys_ = 32 if size > 128 else 64
         self._short = _Shape(SHORT_ROWS, keys_, 4, 2 if size > 128 else 3)
@@ -130,7 +143,7 @@ class TritonBackend:
         return 2 * num_sequences + programs + 8, -(-num_tokens // tokens) + num_sequences
 
     def plan(self, layout: BatchLayout) -> None:
-        """Make the items of a step and send them to the device."""
+        """Make the items of a step and copy them to the device."""
         tables = layout.page_tables.to(torch.int32)
         lists = []
         rows = np.arange(len(layout.seq_lens), dtype=np.int32)
@@ -192,7 +205,11 @@ class TritonBackend:
         window: int,
         step: int,
     ) -> np.ndarray:
-        """[N, 6]: row, tokens, first position, table row, first key, end of the keys."""
+        """The tiles of some sequences, of at most `tokens` tokens each; [N, 6] int32.
+
+        Fields: first row, tokens, first position, row of the page table, first key, end of the
+        keys. `step`: the first key is a multiple of it.
+        """
         tiles = np.empty((0, 6), np.int32)
         if not len(counts):
             return tiles
@@ -216,7 +233,7 @@ class TritonBackend:
         return tiles
 
     def _split(self, tiles: np.ndarray, is_short: bool) -> np.ndarray:
-        """[N, ITEM_FIELDS] items of tiles, the ones with most keys first."""
+        """The items of tiles [N, 6]: [M, ITEM_FIELDS] int32, those with most keys first."""
         num_tiles = len(tiles)
         made = np.zeros((num_tiles, ITEM_FIELDS), np.int32)
         if not num_tiles:
@@ -226,7 +243,8 @@ class TritonBackend:
         begins = tiles[:, 4] // size
         splits = -(-tiles[:, 5] // size) - begins
         if self.ordered and (tiles[:, 1] > 1).any():
-            # Tiles of several tokens are many: their program merges the splits itself.
+            # There are many tiles of several tokens. For them one program computes all splits of a
+            # tile and merges them.
             splits = np.where(tiles[:, 1] > 1, 1, splits)
         total = int(splits.sum())
         if total == num_tiles:
@@ -240,10 +258,10 @@ class TritonBackend:
         base = np.cumsum(rows) - rows
         made = np.empty((total, ITEM_FIELDS), np.int32)
         made[:, :6] = tiles[which]
-        lone = splits[which] == 1
+        is_unsplit = splits[which] == 1
         from_key = (begins[which] + split) * size
-        made[:, 4] = np.where(lone, made[:, 4], np.maximum(made[:, 4], from_key))
-        made[:, 5] = np.where(lone, made[:, 5], np.minimum(made[:, 5], from_key + size))
+        made[:, 4] = np.where(is_unsplit, made[:, 4], np.maximum(made[:, 4], from_key))
+        made[:, 5] = np.where(is_unsplit, made[:, 5], np.minimum(made[:, 5], from_key + size))
         made[:, 6] = split
         made[:, 7] = splits[which]
         made[:, 8] = base[which]
@@ -251,8 +269,11 @@ class TritonBackend:
         return made[np.argsort(made[:, 4] - made[:, 5], kind="stable")]
 
     def _split_keys(self, keys: np.ndarray, num_tiles: int) -> int:
-        """Keys of a split: a power of two, so small that the programs have enough items, and so
-        large that partial results and counters have their places."""
+        """The number of keys of a split, a power of two.
+
+        It is small enough that the programs have enough items, and large enough that the memory
+        for partial results and counters suffices.
+        """
         if num_tiles > MAX_SHORT_TILES:
             return 1 << 30
         if self.ordered:
@@ -268,13 +289,19 @@ class TritonBackend:
         return size
 
     def _programs(self, num_tiles: int) -> int:
-        """Programs for so many short tiles: fewer with more threads and registers, or more."""
+        """The number of programs for so many short tiles.
+
+        Few tiles take fewer programs, which have more threads and registers each.
+        """
         return self.num_programs // 2 if num_tiles <= FEW_ROWS else self.num_programs
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
-        """Turn q (in place) and k, write k, v [T, G, D] to their cells, attend: [T, H, D]."""
+        """Rotate q (in place) and k, store k, v [T, G, D] in the cache, attend.
+
+        q [T, H, D] → [T, H, D].
+        """
         keys, values = self._caches[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decodes and turn is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from infer.bench import results
 from infer.bench.drive import Drive, Target
 from infer.bench.workloads import WORKLOADS, Draw, Planned, resolve_options
+from infer.config import NonNegativeInt, PositiveInt, at_least, check_fields, option
 from infer.errors import ConfigError
 
 OF_WORKLOAD = (
@@ -25,38 +26,33 @@ OF_WORKLOAD = (
 _WARMUP_TOKENS = 16
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """Raises `ConfigError` for what cannot be."""
 
-    workload: str = _option("single", "What is asked and when; `infer bench --help` lists them.")
-    num_requests: int | None = _option(None, "Requests (multi_turn: conversations).")
-    num_turns: int | None = _option(None, "Turns of a conversation.")
-    input_len: int | None = _option(None, "Tokens of a prompt.")
-    output_len: int | None = _option(None, "Tokens of an answer (long_tail: their mean).")
-    rate: float | None = _option(None, "Open loop: requests a second.")
-    arrivals: str | None = _option(None, "With a rate: fixed or poisson.")
-    trace_file: str | None = _option(None, "The file of the workload trace.")
-    concurrency: int | None = _option(None, "Closed loop: requests in flight, at most.")
-    seed: int = _option(0, "The same seed asks the same.")
-    warmup: int = _option(2, "Short requests before the first run, not measured.")
-    repeat: int = _option(1, "Runs; the one with the median throughput is shown.")
-    ignore_eos: bool = _option(True, "Answers are as long as asked.")
-    timeout_s: float = _option(600.0, "A request that takes longer is an error.")
-    slo_ttft_ms: float | None = _option(None, "Goodput: time to first token, at most.")
-    slo_itl_ms: float | None = _option(None, "Goodput: mean inter-token latency, at most.")
-    label: str | None = _option(None, "What reports call this.")
-    json: str | None = _option(None, "File for the result with the timeline of every request.")
+    workload: str = option("single", "What is asked and when; `infer bench --help` lists them.")
+    num_requests: int | None = option(None, "Requests (multi_turn: conversations).")
+    num_turns: int | None = option(None, "Turns of a conversation.")
+    input_len: int | None = option(None, "Tokens of a prompt.")
+    output_len: int | None = option(None, "Tokens of an answer (long_tail: their mean).")
+    rate: float | None = option(None, "Open loop: requests a second.")
+    arrivals: str | None = option(None, "With a rate: fixed or poisson.")
+    trace_file: str | None = option(None, "The file of the workload trace.")
+    concurrency: PositiveInt | None = option(None, "Closed loop: requests in flight, at most.")
+    seed: int = option(0, "The same seed asks the same.")
+    warmup: NonNegativeInt = option(2, "Short requests before the first run, not measured.")
+    repeat: PositiveInt = option(1, "Runs; the one with the median throughput is shown.")
+    ignore_eos: bool = option(True, "Answers are as long as asked.")
+    timeout_s: Annotated[float, at_least(0)] = option(
+        600.0, "A request that takes longer is an error."
+    )
+    slo_ttft_ms: float | None = option(None, "Goodput: time to first token, at most.")
+    slo_itl_ms: float | None = option(None, "Goodput: mean inter-token latency, at most.")
+    label: str | None = option(None, "What reports call this.")
+    json: str | None = option(None, "File for the result with the timeline of every request.")
 
     def __post_init__(self) -> None:
-        for name, low in (("warmup", 0), ("repeat", 1), ("concurrency", 1), ("timeout_s", 0)):
-            value = getattr(self, name)
-            if value is not None and value < low:
-                raise ConfigError(name, f"must be at least {low}, not {value}")
+        check_fields(self)
         planned = self.plan(0, vocab_size=2)  # refuses what it has to
         if self.concurrency is not None and any(each.arrival_s for each in planned):
             message = f"a closed loop has no arrival times, but {self.workload!r} has here"

@@ -9,13 +9,16 @@ function are the options it has; `resolve_options` refuses others. Used by `meas
 from __future__ import annotations
 
 import inspect
-import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from infer.config import PositiveInt, at_least
 from infer.errors import ConfigError
 
 ARRIVALS = ("fixed", "poisson")
@@ -167,6 +170,15 @@ def multi_turn(
     ]
 
 
+class _TraceRow(msgspec.Struct):
+    """A line of a trace: one request."""
+
+    arrival_s: Annotated[float, at_least(0)]
+    output_len: PositiveInt
+    prompt: Annotated[str, Meta(min_length=1)] | UnsetType = UNSET
+    prompt_len: PositiveInt | UnsetType = UNSET
+
+
 def trace(draw: Draw, *, trace_file: str) -> list[Planned]:
     """a JSONL file: {"arrival_s": …, "prompt_len": … or "prompt": …, "output_len": …}"""
     try:
@@ -178,18 +190,15 @@ def trace(draw: Draw, *, trace_file: str) -> list[Planned]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-            prompt = row["prompt"] if "prompt" in row else draw.ids(int(row["prompt_len"]))
-            planned = Planned(float(row["arrival_s"]), prompt, int(row["output_len"]))
-            if not prompt or not isinstance(prompt, (str, tuple)):
-                raise ValueError("the prompt is empty or no text")
-            if planned.arrival_s < 0 or planned.output_len < 1:
-                raise ValueError("arrival_s must be at least 0, output_len at least 1")
-        except (ValueError, TypeError, KeyError) as error:
+            row = msgspec.json.decode(line, type=_TraceRow, strict=False)
+            prompt = row.prompt or (row.prompt_len and draw.ids(row.prompt_len))
+            if not prompt:
+                raise ValueError("it has neither prompt nor prompt_len")
+        except ValueError as error:
             form = (trace.__doc__ or "").partition(": ")[2]
-            message = f"line {number}: {type(error).__name__}: {error}; a line must be {form}"
+            message = f"line {number}: {error}; a line must be {form}"
             raise ConfigError("trace_file", message) from None
-        plan.append(planned)
+        plan.append(Planned(row.arrival_s, prompt, row.output_len))
     if not plan:
         raise ConfigError("trace_file", "has no requests")
     return sorted(plan, key=lambda planned: planned.arrival_s)

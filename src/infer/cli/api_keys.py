@@ -15,7 +15,9 @@ from infer.cli.options import with_options
 from infer.cli.plain import plain
 from infer.server.tenancy.keys import KeyLimits, Keys
 
-app = typer.Typer(help="Make, list and revoke API keys.", no_args_is_help=True)
+app = typer.Typer(
+    help="Make, list and revoke API keys.", no_args_is_help=True, add_completion=False
+)
 
 File = Annotated[Path, typer.Option(help="The file that infer serve --api-keys is given.")]
 Name = Annotated[str, typer.Argument(help="Of whom the key is; shown in lists, logs and metrics.")]

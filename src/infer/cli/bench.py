@@ -29,6 +29,7 @@ _LIST = "\n\n".join(f"[bold]{name}[/]: {made.__doc__}" for name, made in WORKLOA
 app = typer.Typer(
     help=f"Measure speed: our engine, or any OpenAI-compatible server.\n\nWorkloads:\n\n{_LIST}",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
 )
 _with_bench_options = with_options(BenchOptions, "bench", "Measuring")
@@ -267,7 +268,8 @@ def machine(
     from infer.bench.machine import measure_machine
 
     notes = Console(stderr=True)
-    config = EngineConfig(model=model, dtype=dtype, num_threads=num_threads, device=device)
+    settings: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads, "device": device}
+    config = EngineConfig(model=model, **settings)
     with notes.status("measuring; nothing else should run …"):
         found = measure_machine(config)
     if peaks := found.get("peaks"):

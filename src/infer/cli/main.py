@@ -7,22 +7,52 @@ start are one sentence on stderr and exit code 2. torch is imported only once a 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
-from infer.cli.api_keys import app as keys_app
-from infer.cli.bench import app as bench_app
-from infer.cli.options import Host, Port, Served, with_engine_options, with_server_options
+from infer.cli.options import Model, with_engine_options
 from infer.cli.plain import plain
-from infer.config import EngineConfig
-from infer.errors import ConfigError, InferError
-from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
+from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
+from infer.errors import InferError
 from infer.version import VERSION
 
+NO_WINDOWS = (
+    "infer: does not run on Windows itself: the engine process needs sockets and signals that"
+    " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
+)
+COMMANDS = ("serve", "generate", "chat", "plan", "explain", "models", "bench", "keys")
+"""In the order in which `infer --help` lists them."""
+_IN_MODULES = {
+    "serve": "infer.cli.serving",
+    "bench": "infer.cli.bench",
+    "keys": "infer.cli.api_keys",
+}
+
+
+class _Commands(TyperGroup):
+    """Commands, of which those in a module of their own are imported when they are asked for.
+
+    So `infer bench` does not import the server, and `infer serve` does not import the workloads.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in _IN_MODULES:
+            return super().get_command(ctx, cmd_name)
+        command = typer.main.get_command(import_module(_IN_MODULES[cmd_name]).app)
+        command.name = cmd_name
+        return command
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="infer",
     help="Serve and run large language models.",
     no_args_is_help=True,
@@ -30,15 +60,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.add_typer(bench_app, name="bench")
-app.add_typer(keys_app, name="keys")
-
-Model = Annotated[
-    str | None,
-    typer.Argument(
-        help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
-    ),
-]
 
 
 def _version(show: bool) -> None:
@@ -54,29 +75,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-@with_server_options
-@with_engine_options(leave_out=("model",))
-def serve(
-    model: Model = None,
-    models: Served = None,
-    host: Host = DEFAULT_HOST,
-    port: Port = DEFAULT_PORT,
-    engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
-    *,
-    server: dict[str, Any],
-    settings: dict[str, Any],
-) -> None:
-    """Serve a model with OpenAI's API, or several."""
-    from infer.server.multi_model import configs_of
-    from infer.server.serve import serve_config
-
-    if model is not None and models:
-        raise ConfigError("model", "is given twice: as an argument and with --model")
-    configs = configs_of(models or ([] if model is None else [model]), settings)
-    serve_config(configs, ServerSettings(**server), host, port, in_thread=engine_thread)
 
 
 @app.command()
@@ -166,6 +164,9 @@ def models() -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The entry point of the `infer` script."""
+    if sys.platform == "win32":
+        print(NO_WINDOWS, file=sys.stderr)
+        sys.exit(2)
     try:
         app(arguments, prog_name="infer")
     except InferError as error:

@@ -1,18 +1,18 @@
-"""`EngineCore`: a scheduler and a runner, stepped by somebody else.
+"""`EngineCore`: the engine as a synchronous object: a scheduler and a runner, one step per call
 
-Synchronous and single-threaded; it has no torch, no threads, no clock of its own and no text. Two
-edges point backwards into it and only those: the sampled token (inside `step`) and `abort`.
-Whoever drives it (a thread, a process, a test) calls `add` and `abort` between steps only.
+It is single-threaded and has no torch, no threads, no clock of its own and no text. The caller (a
+thread, a process, a test) calls `step` in a loop, and `add` and `abort` between steps only.
 
-One step ahead. A runner that `launch`es has a step computed on a device while the host works: the
+One step ahead. A runner with `launch` has a step computed on a device while the host works: the
 core schedules and launches the next step before it waits for the tokens of the last one. A token
-that is not known yet is pending; the runner reads it on the device. What needs the numbers of
-tokens on the host sits out a step.
+that is not known yet is pending; the runner reads it on the device. A sequence whose sampling needs
+token ids on the host is left out of every second step.
 
-Containment. A step that raises has moved nothing: whatever part of its plan is executed again
-writes the same cells. So it is executed in halves, and halves of halves, until the request that is
-to blame is alone; it fails, and the others never know. A device that is lost is not a request's
-failure: that error passes, the process ends, and another engine goes on.
+Containment. A step that raises has changed no sequence, and executing a part of its plan again
+writes the same cells. So the plan is executed in halves, and in halves of those, until the request
+that causes the error is alone; that request fails, and the others are not affected. A lost device
+is no request's failure: `DeviceLostError` is passed on, the process ends, and another engine
+continues the requests.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from infer.types.step_events import StepEvents
 log = logging.getLogger(__name__)
 
 MAX_LOST_STEPS = 3
-"""steps in a row of which nothing could be computed, before it is tried who is broken: the engine
-or the requests"""
+"""number of steps in a row without any result after which `try_out` decides whether the engine is
+broken or the requests are"""
 GAUGES = frozenset(
     {
         *("num_waiting", "num_running", "num_preempted"),
         *("num_pages", "num_free_pages", "num_indexed_pages"),
     }
 )
-"""of the names in `EngineCore.stats`; the others count, and never go down"""
+"""names in `EngineCore.stats` that are gauges; all others are counters, which never decrease"""
 _TRIAL = "trial"
 _LOST = ErrorRecord("the engine failed while computing this request")
 
@@ -57,30 +57,30 @@ class Runner(Protocol):
     """Turns a plan into sampled tokens."""
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
-        """Compute every chunk; one result per chunk that samples, in the plan's order."""
+        """Compute every chunk; returns one result per chunk that samples, in the plan's order."""
 
 
 class Flight(Protocol):
-    """A step that is being computed."""
+    """A step in flight: launched on a device, not yet committed."""
 
     def results(self) -> Seq[Sampled]:
-        """Wait for it: one result per chunk that samples, in the plan's order."""
+        """Wait for the step; returns one result per chunk that samples, in the plan's order."""
 
     def elapsed_ms(self) -> float | None:
-        """How long the device took for it, after `results`; None if that is not known."""
+        """Time the device took for the step, in milliseconds; known after `results`, else None."""
 
 
 @runtime_checkable
 class LaunchingRunner(Runner, Protocol):
-    """A runner whose device computes while the host goes on."""
+    """A runner whose device computes while the host works."""
 
     def launch(self, plan: Plan) -> Flight:
-        """Begin to compute every chunk. Pending tokens are those of the launch before."""
+        """Begin to compute every chunk. Pending tokens come from the launch before."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedRequest:
-    """What a request that has ended produced, as `EngineCore.run_until_complete` returns it."""
+    """The result of a request that has ended, as `EngineCore.run_until_complete` returns it."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -89,13 +89,13 @@ class CompletedRequest:
     num_cached: int = 0
     """prompt tokens taken from the prefix cache"""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """of the tokens that were sampled during the call, if the request asked for them"""
+    """log-probabilities of the tokens sampled during the call; empty if the request did not ask"""
     error: ErrorRecord | None = None
-    """set with `FinishReason.ERROR`"""
+    """error of the request; set if and only if `finish_reason` is ERROR"""
 
     @classmethod
     def of(cls, before: tuple[int, ...], outputs: Seq[StepOutput]) -> CompletedRequest:
-        """From the tokens known before, and the request's outputs since then."""
+        """Join the output tokens known before the call with the outputs since then."""
         last = outputs[-1]
         assert last.finish_reason is not None
         return cls(
@@ -117,37 +117,40 @@ class EngineCore:
         runner: Runner,
         announce: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """`announce` is told which request is computed by itself next, after a crash; "" = those
-        who follow are several."""
+        """`announce` is called with the id of a request that is computed alone next because an
+        engine crashed with it, and with "" before several requests are computed together."""
         self.scheduler = scheduler
         self.runner = runner
         self._announce = announce
         self.step_events: StepEvents | None = None
-        """of the last call of `step`; None if nothing happened in it"""
+        """events of the last call of `step`; None if there were none"""
         self._num_lost = 0
-        self._flying: tuple[Seq[Advanced], Flight] | None = None
-        """the step that has been launched and not been committed"""
+        self._in_flight: tuple[Seq[Advanced], Flight] | None = None
+        """the step that has been launched and not yet committed"""
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not ended, or a step has not."""
-        return self.scheduler.num_unfinished > 0 or self._flying is not None
+        """Whether a request is unfinished or a step is in flight."""
+        return self.scheduler.num_unfinished > 0 or self._in_flight is not None
 
     def add(self, request: Request) -> None:
-        """Accept a request; raises `RequestError` (and accepts nothing) if it cannot be served."""
+        """Accept a request. Raises `RequestError` if it can never be served, `OverloadedError` if
+        the queue is full."""
         self.scheduler.add(request)
 
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT
     ) -> StepOutput | None:
-        """End a request now; unknown ids are ignored. `reason`: `STOP` for one whose text has
-        reached a stop string, which only its caller can see."""
+        """End a request now; returns None for an unknown id.
+
+        `reason` is `STOP` if the text has reached a stop string, which only the caller can see.
+        """
         return self.scheduler.abort(request_id, reason)
 
     def step(self, *, flush: bool = False) -> list[StepOutput]:
-        """Do one step; an empty list if there was nothing to do or nothing was sampled.
+        """Compute one step; returns the outputs of sequences that got a token or ended.
 
-        `flush`: nobody else will come, so a batch that is forming need not wait for company.
+        `flush`: no further request will arrive, so a static batch that is not full need not wait.
         """
         started_s = self.scheduler.clock()
         plan = self.scheduler.schedule(flush=flush)
@@ -155,7 +158,7 @@ class EngineCore:
             outputs = self._step_ahead(self.runner, plan)
         else:
             outputs = self._step_now(plan) if plan else []
-        self._note(started_s, plan)
+        self._collect_events(started_s, plan)
         return outputs
 
     def _step_ahead(self, runner: LaunchingRunner, plan: Plan) -> list[StepOutput]:
@@ -171,19 +174,19 @@ class EngineCore:
             else:
                 launched = (self.scheduler.advance(plan), flight)
                 self._num_lost = 0
-        outputs = self._land()
-        self._flying = launched
+        outputs = self._commit_in_flight()
+        self._in_flight = launched
         if plan and launched is None:
-            # By itself, with nothing in flight. Some of it may have ended with the step before.
+            # Computed with nothing in flight. Some sequences may have ended with the step before.
             rest = tuple(c for c in plan if c.sequence.status is Status.RUNNING)
             outputs += self._step_now(rest) if rest else []
         return outputs
 
-    def _land(self) -> list[StepOutput]:
-        """Wait for the step that is being computed, if one is, and commit it."""
-        if self._flying is None:
+    def _commit_in_flight(self) -> list[StepOutput]:
+        """Wait for the step in flight, if there is one, and commit it."""
+        if self._in_flight is None:
             return []
-        (step, flight), self._flying = self._flying, None
+        (step, flight), self._in_flight = self._in_flight, None
         sampled = flight.results()
         return self.scheduler.commit(step, sampled, flight.elapsed_ms())
 
@@ -203,7 +206,7 @@ class EngineCore:
             outputs.append(output)
         if computed:
             self._num_lost = 0
-        # What the runner has pinned on a request says nothing about the engine.
+        # An error that the runner attributes to a request says nothing about the engine.
         elif any(error is _LOST for error in failed.values()):
             self._num_lost += 1
         if self._num_lost == MAX_LOST_STEPS:
@@ -214,9 +217,9 @@ class EngineCore:
         return outputs
 
     def try_out(self) -> str:
-        """Compute a token for nobody, between steps; why that is not possible, or "".
+        """Compute one token of a trial sequence, between steps; returns why that failed, or "".
 
-        It takes a page that is free, and what was in it can no longer be found."""
+        It uses a free page, which is dropped from the prefix cache."""
         request = Request(_TRIAL, (0,), SamplingParams(temperature=0.0, max_tokens=1), 1, 1)
         allocator = self.scheduler.allocator
         sequence = Sequence.from_request(request, 0)
@@ -234,7 +237,7 @@ class EngineCore:
             allocator.release(sequence.table)
         return sampled.error
 
-    def _note(self, started_s: float, plan: Plan) -> None:
+    def _collect_events(self, started_s: float, plan: Plan) -> None:
         scheduler, self.step_events = self.scheduler, None
         if plan or scheduler.pending_events:
             number, pending_events = scheduler.stats.num_steps, tuple(scheduler.pending_events)
@@ -244,8 +247,10 @@ class EngineCore:
             scheduler.pending_events.clear()
 
     def _parts(self, plan: Plan) -> list[Plan]:
-        """The plan in one piece; but whoever an engine has died with begins by itself, so that,
-        should it happen again, there is no doubt about whom it happened with."""
+        """The parts in which a plan is executed: each suspect alone, then all others together.
+
+        A suspect is a request with which an engine has crashed. Computed alone, it is known to be
+        the cause if the engine crashes again."""
         alone = [chunk for chunk in plan if _is_suspect(chunk)]
         if not alone:
             return [plan]
@@ -259,7 +264,11 @@ class EngineCore:
         sampled: list[Sampled],
         failed: dict[str, ErrorRecord],
     ) -> None:
-        """Execute a plan, in halves if it must be; every chunk goes to `computed` or `failed`."""
+        """Execute a plan, in halves if it raises.
+
+        A chunk is added to `computed` (and its result to `sampled`), or its request to `failed`. A
+        chunk whose grammar mask is late is added without its last token, or not at all.
+        """
         try:
             results = iter(self.runner.execute(plan))
         except DeviceLostError:
@@ -277,7 +286,7 @@ class EngineCore:
                     failed[chunk.sequence.request_id] = refusal
                     continue
                 if result is not None and result.is_late:
-                    if chunk.num_tokens > 1:  # the last one is computed again, and sampled then
+                    if chunk.num_tokens > 1:  # the last token is computed again in another step
                         most = Chunk(chunk.sequence, chunk.start, chunk.num_tokens - 1)
                         computed.append(most)
                     continue
@@ -285,7 +294,7 @@ class EngineCore:
                 if result is not None:
                     sampled.append(result)
             return
-        # Out here, where the exception no longer keeps the tensors of the failed step.
+        # Outside of the handler, where the exception no longer keeps the failed step's tensors.
         middle, only = len(plan) // 2, plan[0]
         if middle:
             self._execute(plan[:middle], computed, sampled, failed)
@@ -297,8 +306,9 @@ class EngineCore:
             failed[only.sequence.request_id] = _LOST
 
     def wait_s(self) -> float | None:
-        """How long nothing will happen unless a request comes: 0 = step now, None = for ever."""
-        if self.scheduler.running or self.scheduler.preempted or self._flying is not None:
+        """Seconds until `step` may have something to do if no request arrives: 0 = now, None =
+        never."""
+        if self.scheduler.running or self.scheduler.preempted or self._in_flight is not None:
             return 0.0
         if not self.scheduler.waiting:
             return None
@@ -308,9 +318,9 @@ class EngineCore:
     def run_until_complete(self, *request_ids: str) -> dict[str, CompletedRequest]:
         """Step until the named requests have ended; without names, until all have.
 
-        Returns what each request produced, by id and in the order in which they ended. Requests
-        that nobody named and that end meanwhile are in it too. Raises `RequestError` for an id
-        that is not unfinished here, before anything is computed.
+        Returns the results by request id, in the order in which the requests ended; those of other
+        requests that ended meanwhile are included. Raises `RequestError` before anything is
+        computed if an id is not that of an unfinished request.
         """
         for request_id in request_ids:
             self.scheduler.find(request_id)
@@ -328,14 +338,14 @@ class EngineCore:
         return completed
 
     def outputs_until_complete(self) -> list[StepOutput]:
-        """Step until every request has ended; all outputs in the order in which they came."""
+        """Step until every request has ended; returns all outputs in order."""
         outputs: list[StepOutput] = []
         while self.has_work:
             outputs.extend(self.step(flush=True))
         return outputs
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges and counters by name."""
+        """Gauges (see `GAUGES`) and counters by name."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         counts = scheduler.stats
         return {
@@ -347,12 +357,12 @@ class EngineCore:
             "num_indexed_pages": allocator.num_indexed,
             "num_evictions": allocator.num_evictions,
             **{name: getattr(counts, name) for name in counts.__slots__ if name != "num_finished"},
-            # A copy, made at once: this is read beside a thread that steps.
+            # A copy, made at once, because another thread may be stepping.
             **{f"num_finished_{reason}": n for reason, n in dict(counts.num_finished).items()},
         }
 
 
 def _is_suspect(chunk: Chunk) -> bool:
-    """Whether an engine has died with this request, and it has not sampled a token since."""
+    """Whether an engine has crashed with this request and it has not sampled a token since."""
     request = chunk.sequence.request
     return request.num_crashes > 0 and chunk.sequence.num_output == len(request.output_token_ids)

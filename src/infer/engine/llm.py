@@ -1,7 +1,7 @@
-"""`LLM`: the engine for a Python program that waits for its results.
+"""`LLM`: the blocking façade, for programs and notebooks
 
-It steps an `EngineCore` in the caller's own thread: no thread, no event loop. Any number of
-`stream`s and `generate`s may be interleaved by one thread; for several threads use `AsyncLLM`.
+It steps an `EngineCore` in the caller's thread, with no other thread and no event loop. One thread
+may interleave any number of `stream` and `generate` calls; for several threads use `AsyncLLM`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from infer.errors import EngineDeadError, RequestError
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""text; token ids; or a dict that has one of the two as `prompt` or `prompt_token_ids`"""
+"""text; token ids; or a dict with either `prompt` (text) or `prompt_token_ids`"""
 Message = Mapping[str, Any]
+"""one message of a conversation in OpenAI's format, with `role` and `content`"""
 
 
 class LLM:
-    """Load a model and generate; a context manager.
+    """A loaded model that generates; a context manager.
 
-    `LLM(model="path-or-hub-id", max_batch_size=8)`: every field of `EngineConfig` by keyword.
-    Without `model`, the small model that ships with the package. Raises `LoadError` (a setting:
-    `ConfigError`).
+    `LLM(model="path-or-hub-id", max_batch_size=8)` takes every field of `EngineConfig` by keyword.
+    Without `model` it loads the small model that ships with the package. Raises `LoadError` if the
+    model cannot be loaded, `ConfigError` for a setting that is wrong.
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
@@ -45,7 +46,7 @@ class LLM:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """Like the constructor, from settings that have been checked before."""
+        """Like the constructor, from a configuration object."""
         return cls(**dataclasses.asdict(config))
 
     def generate(
@@ -55,12 +56,13 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete one or many prompts (texts or lists of token ids), in one batch.
+        """Complete one or many prompts, in one batch.
 
-        `sampling_params`: one for all, or one per prompt. `use_tqdm`: show a progress bar over the
-        prompts on stderr; default: when there are several and stderr is a terminal. Returns the
-        outputs in the order of the prompts. Raises `RequestError` before anything runs if one is
-        not valid.
+        `sampling_params` is one for all prompts, or a list with one per prompt. `use_tqdm` shows a
+        progress bar over the prompts on stderr; by default it is shown if there are several prompts
+        and stderr is a terminal. Returns one output per prompt, in their order. Raises
+        `RequestError` before anything is computed if a prompt or its parameters are invalid, and
+        `EngineError` if a request fails.
         """
         many = _as_prompts(prompts)
         each = _per_prompt(sampling_params, len(many))
@@ -80,11 +82,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages with role and content) or many.
+        """Answer one conversation (a list of messages) or a list of conversations.
 
-        `tools`: definitions in OpenAI's format, shown to the model by its chat template.
-        `chat_template_kwargs`: further variables of the template, such as `enable_thinking`.
-        Otherwise like `generate`.
+        `tools` are definitions in OpenAI's format, which the chat template shows to the model.
+        `chat_template_kwargs` are further variables of the template, such as `enable_thinking`.
+        Everything else is as in `generate`.
         """
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -111,10 +113,10 @@ class LLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> Request:
-        """A request for `core.add`; raises `RequestError` if it is not valid.
+        """Make a request for `core.add`; raises `RequestError` if it is invalid.
 
-        `request_id`: unique among unfinished requests; default: random. `priority`: smaller goes
-        first.
+        `request_id` must be unique among unfinished requests and is random by default. A smaller
+        `priority` goes first.
         """
         if isinstance(prompt, Mapping):
             prompt = _given_prompt(prompt)
@@ -125,9 +127,10 @@ class LLM:
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[TextDelta]:
-        """The pieces of one completion (or, given messages, of one answer) as they come.
+        """Yield the pieces of one completion as they are generated; of one answer, if `prompt` is
+        a list of messages.
 
-        Leaving the loop early aborts the request.
+        Raises `RequestError` if the request is invalid. Leaving the loop early aborts the request.
         """
         if not isinstance(prompt, (str, Mapping)) and prompt and isinstance(prompt[0], Mapping):
             _, prompt = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
@@ -135,7 +138,7 @@ class LLM:
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[TextDelta]:
-        # Added here, not in `stream`: an iterator that nobody starts must not hold a seat.
+        # Added here and not in `stream`, so that an iterator that is never started holds no seat.
         self._add(request)
         pieces = self._pieces[request.request_id]
         try:
@@ -152,14 +155,14 @@ class LLM:
             self._drop(request.request_id)
 
     def _run(self, requests: list[Request], use_tqdm: bool | None) -> list[RequestOutput]:
-        """Feed requests as there is room, so that their number is not limited by the queue."""
+        """Add requests as the queue has room, so that their number is not limited by it."""
         unfinished = {request.request_id: request for request in requests}
         to_add = deque(requests)
         outputs: dict[str, RequestOutput] = {}
         try:
             with _progress_bar(len(requests), use_tqdm) as advance:
                 while unfinished:
-                    while to_add and self._has_room():
+                    while to_add and self._fits_queue():
                         self._add(to_add.popleft())
                     self._step()
                     for request_id, pieces in list(self._pieces.items()):
@@ -175,13 +178,13 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine that this object steps; see docs/core.md. Raises `EngineDeadError` after
+        """The `EngineCore` that this object steps; see docs/core.md. Raises `EngineDeadError` after
         `close`."""
         if self._open_core is None:
             raise EngineDeadError("this LLM has been closed")
         return self._open_core
 
-    def _has_room(self) -> bool:
+    def _fits_queue(self) -> bool:
         return self.core.scheduler.num_unfinished < self._input_processor.limits.max_unfinished
 
     def _add(self, request: Request) -> None:
@@ -190,7 +193,7 @@ class LLM:
         self._pieces[request.request_id] = deque()
 
     def _step(self) -> None:
-        """One step for everybody; each request's pieces go to its own queue."""
+        """Compute one step of all requests; each request's pieces go to its own queue."""
         for output in self.core.step(flush=True):
             processor = self._processors.get(output.request_id)
             if processor is None:
@@ -212,7 +215,7 @@ class LLM:
         return self.core.stats()
 
     def close(self) -> None:
-        """Abort everything and let go of the model."""
+        """Abort all requests and release the model."""
         for request_id in list(self._processors):
             self._drop(request_id)
         self._open_core = None
@@ -226,10 +229,10 @@ class LLM:
 
 
 def _given_prompt(prompt: Mapping[str, Any]) -> str | Sequence[int]:
-    """The text or the token ids of a prompt that is given as a dict."""
+    """The text or token ids of a prompt given as a dict; raises `RequestError` for other keys."""
     names = {"prompt", "prompt_token_ids"} & prompt.keys()
     if len(names) != 1 or len(prompt) != 1:
-        message = "a prompt that is a dict must have either prompt or prompt_token_ids, and no more"
+        message = "a prompt that is a dict must have one key, either prompt or prompt_token_ids"
         raise RequestError(message, param="prompt")
     given: str | Sequence[int] = prompt[names.pop()]
     return given
@@ -251,13 +254,16 @@ def _per_prompt(
         return [sampling_params or SamplingParams()] * count
     each = list(sampling_params)
     if len(each) != count:
-        raise RequestError(f"{count} prompts, but {len(each)} sampling parameters; give one each")
+        raise RequestError(
+            f"there are {count} prompts but {len(each)} sampling parameters; give one for all"
+            " prompts or one per prompt"
+        )
     return each
 
 
 @contextmanager
 def _progress_bar(total: int, show: bool | None) -> Iterator[Callable[[], None]]:
-    """A bar over the prompts on stderr; `with _progress_bar(n, show) as advance`."""
+    """Show a progress bar over the prompts on stderr; yields a function that advances it by one."""
     if not ((total > 1 and sys.stderr.isatty()) if show is None else show):
         yield lambda: None
         return

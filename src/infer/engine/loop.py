@@ -1,9 +1,9 @@
-"""`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread.
+"""`EngineLoop`: an `EngineCore` driven by commands; `EngineThread`: that loop in a thread
 
 Commands go in through a queue and are applied between steps; outputs come back as one list per
-step. Nothing else is shared. `EngineClient` is what the façade sees of an engine, wherever it is:
-`EngineThread` here, for tests and programs, or `engine.process.EngineProcess` under `infer serve`.
-An exception that gets out of the loop ends the engine, and its owner is told.
+step. Nothing else is shared. `EngineClient` is the interface of an engine for its façade:
+`EngineThread` implements it here, for tests and programs, and `engine.process.EngineProcess` under
+`infer serve`. An exception that leaves the loop ends the engine, and the `died` callback is called.
 """
 
 from __future__ import annotations
@@ -28,70 +28,77 @@ from infer.types.step_events import StepEvents
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
-"""an idle engine reports so often"""
+"""interval in seconds at which an idle engine reports"""
 SOFT_LIMIT_S = 10.0
-"""an engine that has not reported for so long hangs, or is very slow: it is neither ready nor,
-if somebody waits for it, live"""
+"""seconds without a report after which an engine counts as hanging or very slow: it is not ready
+and, if requests are open, not live"""
 
 
 class Abort(NamedTuple):
-    """A request is to end now."""
+    """The command to end a request now."""
 
     request_id: str
     reason: FinishReason = FinishReason.ABORT
 
 
 Command = Request | Abort | None
-"""add this request · abort that one · stop"""
+"""add this request · abort that one · stop (None)"""
 
 
 Announce = Callable[[str], None]
-"""told who is computed by itself next; see `EngineCore`"""
+"""called with the id of the request that is computed alone next; see `EngineCore`"""
 
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """An engine that can be made: known before its weights are loaded, which `build` does."""
+    """Everything about an engine that is known before its weights are loaded."""
 
     model_name: str
+    """name under which the model is served"""
     files: TextFiles
+    """tokenizer and chat templates"""
     build: Callable[[Announce], tuple[EngineCore, EngineLimits]]
+    """loads the weights and makes the engine; raises `LoadError` or `ConfigError`"""
     pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
-    """settings that another engine needs to take over from this one: what was chosen by the state
-    of the machine when this one was built"""
+    """settings that were derived from the machine's state when the engine was built, and that an
+    engine which replaces it must get as they are"""
 
 
 Deliver = Callable[[list[StepOutput], StepEvents | None], None]
-"""takes what a step gave, and what it did (None = nothing)"""
+"""called with a step's outputs and its events (None if there were none)"""
 
 
 def freeze_heap() -> None:
-    """Before the work begins: what has been made until now stays, so the garbage collector need not
-    look at it ever again. Looking at all of it stops a process for 0.1 s."""
+    """Exclude all objects that exist now from garbage collection; called before work begins.
+
+    They stay until the process ends, and traversing them all would stop the process for 0.1 s.
+    """
     gc.collect()
     gc.freeze()
-    gc.collect()  # counts what is left, so that the next time comes soon, and is short
+    # A full collection is due when the number of new objects exceeds a quarter of those that
+    # survived the last one. Now almost none survive, so the next one comes soon and is short.
+    gc.collect()
 
 
 class EngineClient(Protocol):
-    """An engine from outside: takes messages, sends messages."""
+    """The interface of an engine for its façade: commands in, outputs out."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken (they may have to wait until it is ready)."""
+        """Whether requests are accepted; they may wait until the engine is ready."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether it works now."""
+        """Whether the engine works on requests now."""
 
     @property
     def silence_s(self) -> float:
-        """How long it has not reported: it does after each step and each `HEARTBEAT_S`. 0 while
-        another one is being started."""
+        """Seconds since the engine's last report; 0 while another engine is started. An engine
+        reports after each step, and every `HEARTBEAT_S` while idle."""
 
     def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
-        """Begin to work. From a thread of the engine, `deliver` is called with each step's
-        outputs, and `died` if it ends for good though nobody has stopped it."""
+        """Start the engine; once. A thread of the engine calls `deliver` with each step's outputs,
+        and `died` if the engine ends for good without having been stopped."""
 
     def add(self, request: Request) -> None:
         """Send a request; a refusal comes back as an output with an error."""
@@ -100,14 +107,14 @@ class EngineClient(Protocol):
         """Send an abort; it is applied before the next step."""
 
     def stop(self) -> None:
-        """Finish the step that runs, then end; whatever was in flight is dropped."""
+        """Finish the current step, then end; unfinished requests are dropped."""
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters by name."""
 
 
 class EngineLoop:
-    """Takes commands, steps, sends; `run` is called once, by whoever gives it a thread."""
+    """Applies commands, steps and sends outputs, until it is stopped."""
 
     def __init__(
         self,
@@ -115,14 +122,15 @@ class EngineLoop:
         send: Deliver,
         commands: queue.SimpleQueue[Command],
     ) -> None:
-        """`send` gets an empty list when there was nothing to do for `HEARTBEAT_S`."""
+        """`send` is called after each step, and with an empty list every `HEARTBEAT_S` while
+        idle."""
         self._commands = commands
         self._core = core
         self._send = send
         self._refused: list[StepOutput] = []
 
     def run(self) -> None:
-        """Until it is told to stop."""
+        """Work until a stop command; called once."""
         while self._take_commands():
             outputs, self._refused = self._refused, []
             step_events = None
@@ -132,7 +140,8 @@ class EngineLoop:
             self._send(outputs, step_events)
 
     def _take_commands(self) -> bool:
-        """Apply what has been sent; waits while there is nothing to do. False = stop."""
+        """Apply the commands in the queue; while there is no work, wait for one first. Returns
+        False for a stop command."""
         wait_s = self._core.wait_s()
         wait_s = HEARTBEAT_S if wait_s is None else min(wait_s, HEARTBEAT_S)
         try:
@@ -176,12 +185,12 @@ class EngineThread:
 
     @property
     def is_alive(self) -> bool:
-        """Whether there is a thread that takes commands."""
+        """Whether the engine's thread runs."""
         return self._thread is not None and self._thread.is_alive
 
     @property
     def is_ready(self) -> bool:
-        """A thread is never between two lives."""
+        """Like `is_alive`: a thread is never restarted."""
         return self.is_alive
 
     @property
@@ -204,7 +213,8 @@ class EngineThread:
             self._thread.stop()
 
     def stats(self) -> dict[str, int | float]:
-        """Each number is exact, their set may straddle a step; a thread is never restarted."""
+        """Gauges and counters by name. Each number is exact, but two of them may be from
+        different steps."""
         return {**self._core.stats(), "num_restarts": 0}
 
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:

@@ -1,1 +1,1 @@
-"""Tensor operations that are worth more than a call to torch; each says what it falls back to."""
+"""Tensor operations by own kernels, each with an implementation in torch for other machines."""

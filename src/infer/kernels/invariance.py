@@ -1,7 +1,7 @@
-"""Whether a row's product depends on the rows beside it: a look at a model's layers at start-up.
+"""Batch invariance: checking at start-up whether a row's product depends on the other rows.
 
-The promise that an answer does not depend on its company stands on it; `engine.build.assemble`
-warns if it does not hold on this machine or in this build of torch.
+The promise that an answer does not depend on other requests rests on it. `engine.build.assemble`
+warns if it does not hold on this machine or with this build of torch.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from infer.kernels.linear import (
 )
 
 _ROWS = (2, 3, 17, 40, 130)
-"""Numbers of rows that are compared with one; a library's choices change around powers of two."""
+"""Numbers of rows that are compared with one row.
+
+Libraries choose other algorithms around powers of two.
+"""
 
 _ELEMENTS = 16384
-"""Results to compare per layer and number of rows: rounding hides most differences. oneDNN's other
-order of a sum over 2048 shows in about one of 4,000 results in bfloat16."""
+"""Number of results to compare per layer and number of rows.
+
+Many are needed, because rounding hides most differences. Where oneDNN sums 2048 products in another
+order, about one of 4,000 results in bfloat16 differs.
+"""
 
 
 def batch_invariance_problem(model: object) -> str | None:
-    """Whether a row's product depends on the rows beside it, in one layer of each of its shapes.
+    """A message if a row's product depends on the other rows; None if no difference was seen.
 
-    None: no difference was seen. `model`: anything that holds `Linear`s in attributes or lists.
-    Takes about as long as a few tokens.
+    One layer of each shape is checked. `model`: any object that holds `Linear`s in attributes or
+    lists. The check takes about as long as generating a few tokens.
     """
     kinds = {(f.in_features, f.out_features, f.dtype): f for f in linears(model)}
     for (width, height, dtype), layer in kinds.items():
@@ -41,7 +47,7 @@ def batch_invariance_problem(model: object) -> str | None:
         x = torch.randn((probes + _ROWS[-1], width), generator=generator).to(dtype)
         alone = torch.cat([layer(x[i : i + 1]) for i in range(probes)])
         for num_rows in _ROWS:
-            places = num_rows // 3  # move on, so that few probes do not all lie in front
+            places = num_rows // 3  # rotate the rows, so that few probes are not all at the front
             batches = [x[i : i + num_rows].roll(places, 0) for i in range(0, probes, num_rows)]
             among = torch.cat([layer(batch).roll(-places, 0) for batch in batches])
             if not torch.equal(among[:probes], alone):
@@ -55,8 +61,10 @@ def batch_invariance_problem(model: object) -> str | None:
 
 @torch.inference_mode()
 def invariant_sizes(model: object, sizes: Iterable[int], device: torch.device) -> list[int]:
-    """Those of the numbers of rows, in order, at which a row's products are the same in every
-    layer of `model`; all are compared with the smallest one, in one layer of each shape."""
+    """The numbers of rows among `sizes`, sorted, at which a row's products are the same.
+
+    Each size is compared with the smallest one, in one layer of `model` of each shape.
+    """
     kept = sorted(set(sizes))
     generator = torch.Generator(device).manual_seed(0)
     kinds = {(f.in_features, f.out_features, f.dtype): f for f in linears(model)}
@@ -64,7 +72,7 @@ def invariant_sizes(model: object, sizes: Iterable[int], device: torch.device) -
         x = torch.randn((kept[-1], width), generator=generator, device=device).to(dtype)
         first = layer(x[: kept[0]])
         for size in kept[1:]:
-            # The same rows in front and, moved on, at the end of a batch of that size.
+            # The same rows are compared at the front and at the end of a batch of that size.
             batch = x[:size]
             front = layer(batch)[: kept[0]]
             back = layer(batch.roll(-kept[0], 0))[-kept[0] :]
@@ -74,7 +82,7 @@ def invariant_sizes(model: object, sizes: Iterable[int], device: torch.device) -
 
 
 def linears(part: object) -> Iterator[Linear]:
-    """The linear layers in an object's attributes and lists, at any depth."""
+    """All linear layers in an object's attributes and lists, at any depth."""
     if isinstance(part, (PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear)):
         yield part
     elif isinstance(part, (list, tuple)):

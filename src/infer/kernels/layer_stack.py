@@ -1,8 +1,9 @@
 """`LayerStack`: all layers of a decoder in one call of the native library (layers.cpp).
 
-The same calls in the same order as the decoder's own loop, so the same bits. A layer costs the
-interpreter 65 µs, a tenth of a small model's step: its data leaves the caches with every layer's
-weights.
+The library makes the same calls in the same order as the decoder's own loop, so the results have
+the same bits. It avoids the interpreter's cost of 65 µs per layer, which is a tenth of a small
+model's step. The cost is that high because each layer's weights displace the interpreter's data
+from the CPU's caches.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from infer.kernels.linear import Linear, NativeLinear
 from infer.kernels.rotary import HeadNorms
 
 Parts = tuple[Linear, Linear, Linear, Linear, HeadNorms | None]
-"""of a layer: qkv (and the norm before it), o, gate_up (norm and gate), down, norms of heads"""
+"""One layer: qkv (with the norm before it), o, gate_up (with norm and gate), down, head norms."""
 
 
 @runtime_checkable
 class AttendsThrough(Protocol):
-    """What attends and can do so for all layers of a stack at once."""
+    """An attention backend that can compute all layers of a `LayerStack` in one call."""
 
     def through(self, stack: LayerStack, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [T, E] → [T, E]; cos, sin [T, D/2] of the tokens' positions."""
+        """Apply all layers: x [T, E] → [T, E]. `cos`, `sin` [T, D/2]: of the tokens' positions."""
 
 
 class LayerStack:
-    """Made by `stack_layers` for a decoder, which keeps what the addresses point to."""
+    """All layers of a decoder. `stack_layers` makes it.
+
+    It holds addresses of the layers' data, so the decoder must outlive it.
+    """
 
     def __init__(self, first: Parts, num_layers: int, addresses: list[int]) -> None:
         self._num_layers, self._table = num_layers, array("q", addresses)
@@ -44,8 +48,11 @@ class LayerStack:
     def __call__(
         self, attention: int, caches: array[int], x: Tensor, cos: Tensor, sin: Tensor
     ) -> Tensor:
-        """`attention`: handle of a kernel that has planned the step; `caches`: a window's index and
-        the addresses of keys and values for each layer."""
+        """Apply all layers: x [T, E] → [T, E], bfloat16.
+
+        `attention`: handle of an attention kernel that has planned the step. `caches`: for each
+        layer the index of its window and the addresses of its keys and values.
+        """
         assert (x.dtype, x.stride()) == (torch.bfloat16, (self._sizes[0], 1))
         y = torch.empty_like(x)
         self._apply(
@@ -57,7 +64,7 @@ class LayerStack:
 
 
 def stack_layers(layers: Sequence[Parts]) -> LayerStack | None:
-    """None if a layer is not the kernel's own."""
+    """A stack of these layers; None if any linear layer is not a `NativeLinear`."""
     addresses = []
     for *products, norms in layers:
         handles = [each.handle for each in products if isinstance(each, NativeLinear)]

@@ -1,16 +1,17 @@
-"""`Linear`: y = gate(W norm(x) + b) + residual, the weight in the layout the machine reads fastest.
+"""`Linear`: y = gate(W norm(x) + b) + residual, with the weight in the machine's fastest layout.
 
-Made by `make_linear`, used by the models; the original weight may be freed after. The weight is
-held in the dtype of the activations or in int8: one scale for each output, one for each row of
-activations, found when the row is computed, and an exact integer sum between them. In int4 a
-weight is n · multiple · scale, n from -8 to 7, with a whole multiple from 1 to 16 for each 64
-inputs: n · multiple is an int8 number, and everything else is as in int8.
+`make_linear` makes the layers of all models. The original weight may be freed afterwards. A weight
+is held in the dtype of the activations, in int8 or in int4. In int8 each output has one scale, and
+each row of activations has one scale that is computed with the row; the sum of products is an exact
+integer. In int4 a weight is n · multiple · scale. n is an integer from -8 to 7, and each 64 inputs
+share an integer multiple from 1 to 16. n · multiple is an int8 number, so everything else is as in
+int8.
 
-A row's result is the same bit for bit in any number of rows from one up: by construction in
-`NativeLinear` (bfloat16, int8 and int4 on CPUs with AMX, or AVX-512 with BF16 and VNNI: linear.cpp)
-and in `Int8Linear`, by observation in `PackedLinear` (oneDNN; not in bfloat16 with AMX, where it
-cuts a sum differently for different numbers of rows), not at all in `PlainLinear` (`F.linear`).
-`kernels.invariance` looks whether it holds for a model on this machine.
+Whether a row's result is the same, bit for bit, for every number of rows depends on the class. It
+is by construction in `NativeLinear` (bfloat16, int8 and int4 on CPUs with AMX, or AVX-512 with BF16
+and VNNI: linear.cpp) and in `Int8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
+in bfloat16 with AMX, where oneDNN divides a sum differently for different numbers of rows. It is
+not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on this machine.
 """
 
 from __future__ import annotations
@@ -30,24 +31,33 @@ from torch import Tensor
 from infer.kernels import cuda, loader
 
 BITS = {"int8": 8, "int4": 4}
-"""of a weight, by the name of a quantization"""
+"""Number of bits of a weight, by the name of its quantization."""
 GROUP_INPUTS = 64
+"""Number of inputs that share a multiple in int4."""
 MOST_MULTIPLE = 16
-"""int4"""
+"""Maximum of the multiples in int4."""
 
 VARIABLE = "INFER_LINEAR"
-"""`amx`, `avx512` or `onednn`, to compare them; unset: the first that runs here."""
+"""Environment variable that selects the implementation: `amx`, `avx512` or `onednn`.
+
+It is for comparisons. Unset, the first of them that can run is used.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """RMSNorm with a weight [in]; one in float32 is also applied in float32."""
+    """RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) over the last dimension.
+
+    With a weight in float32 it is computed in float32.
+    """
 
     weight: Tensor
+    """Weight, [in]."""
     eps: float
+    """Number that is added to the mean of squares."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Over the last dimension; `residual`, of the shape of x, is added to the result."""
+        """[…, in] → […, in]; `residual`, of the shape of x, is added to the result."""
         if x.is_cuda and x.ndim == 2 and cuda.obstacle(x.device) is None:
             from infer.kernels.cuda.norm import rms_norm
 
@@ -61,33 +71,38 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
-    """What a layer computes around its product."""
+    """Operations that a linear layer computes together with its product."""
 
     norm: Norm | None = None
+    """Norm of the input."""
     gate: str | None = None
-    """`silu` or `gelu_tanh`: of two halves of columns, act(first) · second"""
+    """Activation of the gate, silu or gelu_tanh: act(first half of the outputs) · second half."""
     float_out: bool = False
-    """the result in float32"""
+    """Whether the result is float32 instead of the dtype of the activations."""
 
 
 PRODUCT_ONLY = Fusion()
+"""No operation besides the product."""
 
 
 class Linear(Protocol):
     """A linear layer: [T, in] → [T, out]."""
 
     in_features: int
+    """Number of inputs."""
     out_features: int
+    """Number of outputs, after the gate."""
     num_weights: int
+    """Number of elements of the weight."""
     dtype: torch.dtype
-    """of the activations"""
+    """Dtype of the activations."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Apply it; `residual` [T, out] is added to the result."""
+        """Apply the layer: [T, in] → [T, out]; `residual` [T, out] is added to the result."""
 
 
 class _Composed:
-    """A layer of torch's own operations around `product`."""
+    """A layer that computes norm, gate and residual by torch's operations around `product`."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
@@ -117,7 +132,7 @@ class _Composed:
 
 
 class PlainLinear(_Composed):
-    """`F.linear`, for devices and dtypes without a packed form."""
+    """A layer by `F.linear`, for devices and dtypes without a packed form."""
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
@@ -131,10 +146,10 @@ class PlainLinear(_Composed):
 
 
 class CudaLinear(_Composed):
-    """A layer on a CUDA device: one kernel for a few rows; norm, cuBLAS and gate for more.
+    """A layer on a CUDA device: one Triton kernel for few rows; norm, cuBLAS and gate for more.
 
-    The residual is the product's starting value, so the sum costs no pass of its own; its memory
-    becomes the result's.
+    The product is accumulated onto the residual where possible, so the sum takes no extra pass. The
+    residual's memory then holds the result.
     """
 
     def __init__(
@@ -145,7 +160,7 @@ class CudaLinear(_Composed):
         *,
         invariant: bool = False,
     ) -> None:
-        """`invariant`: no kernel of its own for a few rows."""
+        """`invariant`: the kernel for few rows is not used, so its rounding cannot differ."""
         super().__init__(weight, bias, fusion)
         self.weight = weight.contiguous()
         self.invariant = invariant
@@ -175,7 +190,7 @@ class CudaLinear(_Composed):
             y = gate(self.product(x), fusion.gate)
             return y if residual is None else residual + y
         if fusion.float_out and x.dtype != torch.float32 and self.bias is None:
-            # Logits that are rounded to 16 bits have ties.
+            # Logits in 16 bits would have ties.
             y = torch.mm(x, self._transposed, out_dtype=torch.float32)
             return y if residual is None else residual + y
         if residual is not None and self.bias is None and not fusion.float_out:
@@ -190,11 +205,11 @@ class CudaLinear(_Composed):
 
 
 class PackedLinear(_Composed):
-    """A weight in oneDNN's blocked layout: one packed copy serves every number of rows.
+    """A layer with its weight in oneDNN's blocked layout, which serves every number of rows.
 
-    The product of a row is the same for any number of rows from two up; one row is therefore
-    computed as two (free, since one row is bound by memory). The module's docstring says where
-    that does not hold.
+    The product of a row is the same for any number of rows from two up, with the exception in the
+    module's docstring. One row is therefore computed as two. That costs no time, since reading the
+    weight takes longer.
     """
 
     def __init__(
@@ -215,12 +230,12 @@ class PackedLinear(_Composed):
 
 
 class Int8Linear(_Composed):
-    """A weight in int8 in oneDNN's layout, where `NativeLinear` cannot be used; one in int4 too,
-    which saves nothing here.
+    """A layer with its weight in int8 in oneDNN's layout, where `NativeLinear` cannot be used.
 
-    Activations are shifted to unsigned numbers: with signed ones oneDNN takes a path that is
-    thousands of times slower. Where oneDNN's sums of two products overflow 16 bits (a CPU without
-    VNNI), a row is computed as two: u = 2 · (u >> 1) + (u & 1), whose products all fit.
+    Weights in int4 are held in int8 here, so they save no memory. Activations are shifted to
+    unsigned numbers, because oneDNN is thousands of times slower with signed ones. On a CPU without
+    VNNI oneDNN's sums of two products may overflow 16 bits. There a row is computed as two rows,
+    u = 2 · (u >> 1) + (u & 1), whose products all fit.
     """
 
     def __init__(
@@ -256,7 +271,7 @@ class Int8Linear(_Composed):
 
 
 def _onednn_int8(x: Tensor, zero: int, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """(x - zero) Wᵀ · scales in float32; x [T, in] in uint8, the weight prepacked."""
+    """(x - zero) Wᵀ · scales, float32; x: [T, in] uint8; `weight`: prepacked; `scales`: [out]."""
     arguments = (weight, scales, zeros, None, 1.0, 0, torch.float32)
     y: Tensor = torch.ops.onednn.qlinear_pointwise(x, 1.0, zero, *arguments, "none", [], "")
     return y
@@ -264,8 +279,11 @@ def _onednn_int8(x: Tensor, zero: int, weight: Tensor, scales: Tensor, zeros: Te
 
 @functools.cache
 def onednn_is_exact() -> bool:
-    """Whether oneDNN's products of uint8 and int8 are exact on this CPU: without VNNI it adds
-    pairs of them in 16 bits, which saturate. Looked at once, in the largest products there are."""
+    """Whether oneDNN's products of uint8 and int8 are exact on this CPU.
+
+    Without VNNI oneDNN adds pairs of products in 16 bits, with saturation. The largest possible
+    products are computed once to find out.
+    """
     for rows, width, height in ((1, 64, 16), (2, 100, 34), (40, 256, 96)):
         weight = torch.full((height, width), 127, dtype=torch.int8)
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
@@ -278,14 +296,14 @@ def onednn_is_exact() -> bool:
 
 
 def quantization_obstacle() -> str | None:
-    """Why no layer can be held in int8 or int4 on this CPU; None if it can be."""
+    """The reason why weights cannot be held in int8 or int4 on this CPU; None if they can."""
     if native_obstacle() is None or _has_onednn("onednn", "qlinear_pointwise"):
         return None
     return f"torch has no oneDNN, and the package's own kernels do not run: {native_obstacle()}"
 
 
 def bfloat16_obstacle() -> str | None:
-    """Why products in bfloat16 are slower on this CPU than in float32; None if they are not."""
+    """The reason why bfloat16 products are slower than float32 ones here; None if they are not."""
     if native_obstacle() is None:
         return None
     if not onednn_has_bfloat16():
@@ -299,9 +317,11 @@ def bfloat16_obstacle() -> str | None:
 
 @functools.cache
 def onednn_has_bfloat16() -> bool:
-    """Whether oneDNN multiplies in bfloat16 here: the CPU's flags say so (x86: AVX-NE-CONVERT, or
-    AVX-512 with BW, VL and DQ), and a product is made to see it, since `ONEDNN_MAX_CPU_ISA` and a
-    virtual machine may leave less than the flags promise."""
+    """Whether oneDNN can multiply in bfloat16 on this CPU.
+
+    The CPU's flags must say so (x86: AVX-NE-CONVERT, or AVX-512 with BW, VL and DQ), and a test
+    product must succeed: `ONEDNN_MAX_CPU_ISA` or a virtual machine may restrict oneDNN further.
+    """
     if not (_has_onednn("mkldnn", "_linear_pointwise") and cpu_has_bfloat16()):
         return False
     ones = torch.ones((2, 2), dtype=torch.bfloat16)
@@ -314,7 +334,7 @@ def onednn_has_bfloat16() -> bool:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Torch's condition for oneDNN's products in bfloat16."""
+    """Whether the CPU's flags meet torch's condition for bfloat16 products by oneDNN."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -324,18 +344,24 @@ def _has_onednn(namespace: str, operation: str) -> bool:
 
 
 def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """([R, n] whole numbers, [R, 1] scales) of rows: the largest magnitude becomes 127."""
+    """Rows [R, n] in int8: ([R, n] integers, [R, 1] scales).
+
+    A row's largest magnitude becomes 127. The integers are held as float32.
+    """
     wide = rows.float()
     most = wide.abs().amax(dim=1, keepdim=True)
     usable = most.isfinite() & (most > 0)
-    # A row that is not finite stays so: its numbers are lost, its scale makes NaN of them.
+    # A row that is not finite gets the scale NaN, so its results are NaN.
     scales = torch.where(most.isfinite(), most / 127, torch.nan)
     inverse = torch.where(usable, torch.full_like(most, 127.0) / most, 0.0)
     return (wide * inverse).nan_to_num_(0.0).round_(), scales
 
 
 def _quantized4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `_quantized`: n · multiple, the multiple of each 64 that errs least."""
+    """Rows [R, n] in int4, as n · multiple: ([R, n] integers, [R, 1] scales).
+
+    Each 64 inputs get the multiple with the least squared error of four candidates.
+    """
     count, width = rows.shape
     wide = F.pad(rows.float(), (0, -width % GROUP_INPUTS)).view(count, -1, GROUP_INPUTS)
     most = wide.abs().amax(dim=(1, 2), keepdim=True)
@@ -353,7 +379,10 @@ def _quantized4(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NativeLinear:
-    """The layer of linear.cpp; the weight is packed from its parts without being joined first."""
+    """A layer by the C++ kernel (linear.cpp), for CPUs with AMX, or AVX-512 with BF16 and VNNI.
+
+    Weights of fused layers are packed one by one, without a concatenated copy.
+    """
 
     def __init__(
         self,
@@ -363,8 +392,11 @@ class NativeLinear:
         *,
         bits: int = 16,
     ) -> None:
-        """`weights` [out_i, in], bfloat16, one below the other, to be held in `bits` (16, 8, 4);
-        `RuntimeError` if it cannot run."""
+        """`weights`: [out_i, in] bfloat16 each; their outputs are concatenated.
+
+        `bits`: the weight is held in 16 (bfloat16), 8 or 4 bits. `RuntimeError` with the reason if
+        the kernel cannot run.
+        """
         if reason := native_obstacle():
             raise RuntimeError(reason)
         library = loader.loaded()
@@ -416,8 +448,10 @@ class NativeLinear:
 
 
 def native_obstacle() -> str | None:
-    """Why `NativeLinear` cannot be used here; None if it can; `ValueError` if `INFER_LINEAR` asks
-    for what is not there."""
+    """The reason why `NativeLinear` cannot be used here; None if it can.
+
+    `ValueError` if the variable `INFER_LINEAR` is not valid or asks for what cannot run here.
+    """
     wanted = os.environ.get(VARIABLE) or ""
     if wanted not in ("", "amx", "avx512", "onednn"):
         raise ValueError(f"{VARIABLE}={wanted!r}: use amx, avx512 or onednn")
@@ -432,19 +466,26 @@ def native_obstacle() -> str | None:
 
 
 def of_head(quantization: str | None) -> str | None:
-    """How the layer that makes logits is held: its errors go straight into the probabilities."""
+    """The quantization of the output head: int8 where other layers have int4.
+
+    The head's errors directly change the probabilities.
+    """
     return "int8" if quantization == "int4" else quantization
 
 
 def weight_bytes(quantization: str | None, dtype: torch.dtype) -> float:
-    """Of one weight in memory on this machine; int4 has a byte more for each 64 of them."""
+    """The size of one weight in memory on this machine, in bytes.
+
+    `quantization`: int8, int4 or None; `dtype`: of weights that are not quantized. int4 takes one
+    more byte per 64 weights.
+    """
     if quantization == "int4" and native_obstacle() is None:
         return 0.5 + 1 / GROUP_INPUTS
     return 1.0 if quantization else dtype.itemsize
 
 
 def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None) -> int:
-    """Of all weights of a model's layers in memory on this machine; `head` is among them."""
+    """The size in bytes of all weights of `layers` in memory; `head` is one of the layers."""
     ways = {False: quantization, True: of_head(quantization)}
     return int(
         sum(each.num_weights * weight_bytes(ways[each is head], each.dtype) for each in layers)
@@ -452,7 +493,7 @@ def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this torch build, device and dtype have oneDNN's packed form."""
+    """Whether oneDNN's packed layout exists for this weight's device and dtype, in this torch."""
     if weight.device.type != "cpu" or not _has_onednn("mkldnn", "_linear_pointwise"):
         return False
     if weight.dtype == torch.bfloat16:
@@ -468,9 +509,11 @@ def make_linear(
     quantization: str | None = None,
     batch_invariant: bool = False,
 ) -> Linear:
-    """The fastest `Linear` for a weight [out, in], or for several, one below the other; the weight
-    is held in `quantization`, or as it is. `batch_invariant`: on a GPU, only by what computes a
-    row alike in any number of rows."""
+    """The fastest `Linear` for a weight [out, in], or for several with concatenated outputs.
+
+    `quantization`: int8 or int4; None: the weight keeps its dtype. `batch_invariant`: on a GPU only
+    kernels are used that can compute a row the same way for every number of rows.
+    """
     bits = 16 if quantization is None else BITS[quantization]
     parts = [weight] if isinstance(weight, Tensor) else list(weight)
     if parts[0].is_cpu and parts[0].dtype == torch.bfloat16 and native_obstacle() is None:

@@ -1,11 +1,11 @@
-"""The compiled kernels (attention, linear, rotary, draw): found, loaded through ctypes and typed.
+"""Loading the compiled C++ kernels (attention, linear, rotary, draw) through ctypes.
 
-The package installs without a compiler; then `available()` says so and the caller uses
-`SDPABackend`, and `make_linear` torch's products. Threads are those of the OpenMP runtime that
-torch brings: its `GOMP_parallel` is handed to the kernels, because a second pool on the same cores
-makes both slow. The instruction set is the best that the CPU has, or what `INFER_ISA` says
-(portable, avx2, avx512, avx512_bf16, amx): all kernels obey it. Pointers are raw addresses here:
-`attention.cpu` and `linear` keep what they point to alive.
+The package can be installed without a compiler. Then `available()` says so, attention uses
+`SDPABackend`, and `make_linear` uses torch's products. The kernels use the threads of torch's own
+OpenMP runtime, whose `GOMP_parallel` they are given, because a second thread pool on the same cores
+would slow both down. The instruction set is the best that the CPU has, or the one that `INFER_ISA`
+names (portable, avx2, avx512, avx512_bf16, amx); all kernels obey it. Pointers are raw addresses
+here: `attention.cpu` and `kernels.linear` keep the memory alive.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ISA"
+"""Environment variable that names the instruction set for all kernels."""
 VERSION = 10
-"""Of the C interface: a library that was left over from other sources is not used."""
+"""Version of the C interface; a library with another version is not used."""
 
 INT8_CACHES = ("amx", "avx512_bf16")
-"""the code paths that have them"""
+"""Instruction sets for which there are kernels of int8 KV caches."""
 STRIP = 16
-"""cells of an int8 KV cache that lie as one"""
+"""Number of cells of an int8 KV cache that are interleaved."""
 SCALE_BYTES = 4
-"""beside the D numbers of an int8 key or value"""
+"""Size of the scale of an int8 key or value, in bytes; it is stored with the D numbers."""
 POPULATE_WRITE = 23
-"""Linux's MADV_POPULATE_WRITE, for which `mmap` has no name: pages come as by a first write."""
+"""Linux's MADV_POPULATE_WRITE, for which `mmap` has no name: allocate pages as by a write."""
 _HUGE_PAGE = 2 << 20
 _POINTER = ctypes.c_void_p
 _TYPES = {
     **{"i": ctypes.c_int, "l": ctypes.c_long, "u": ctypes.c_uint64, "f": ctypes.c_float},
     **{"p": _POINTER, "s": ctypes.c_char_p, "-": None},
 }
-_SIGNATURES = {  # result, arguments
+_SIGNATURES = {  # (result, arguments), one letter of `_TYPES` each
     "infer_attention_isas": ("i", "si"),
     "infer_set_isa": ("-", "s"),
     "infer_attention_new": ("p", "siiilifpip"),
@@ -58,7 +59,7 @@ _SIGNATURES = {  # result, arguments
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library, or the reason why it cannot be used."""
     found = sorted(Path(__file__).parent.glob("_kernels*.so"))
     if not found:
         return (
@@ -79,16 +80,18 @@ def library() -> ctypes.CDLL | str:
 
 
 def loaded() -> ctypes.CDLL:
-    """The library where there is one; `RuntimeError` with the reason."""
+    """The library; `RuntimeError` with the reason if it cannot be used."""
     if isinstance(found := library(), str):
         raise RuntimeError(found)
     return found
 
 
 def page_aligned(num_bytes: int) -> torch.Tensor:
-    """Zeros, for which Linux finds memory when they are written; they begin on a huge page. So
-    reading packed weights takes 2 % less time and decode's attention 3 to 13 %: no line of a cell
-    lies in two of the CPU's."""
+    """Zeros [num_bytes], uint8, aligned to a huge page (2 MiB) on Linux.
+
+    The system allocates the memory when it is first written. Alignment makes reading packed weights
+    2 % faster and attention in decoding 3 to 13 %, since a cell's lines are the CPU's cache lines.
+    """
     if sys.platform != "linux":
         return torch.zeros(num_bytes, dtype=torch.uint8)
     own = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -101,8 +104,10 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
 def advise(
     tensor: torch.Tensor, advice: int, first_byte: int = 0, num_bytes: int | None = None
 ) -> bool:
-    """`madvise` for the whole pages under a contiguous tensor, or under `num_bytes` of it from
-    `first_byte` on; whether the system took it."""
+    """Call `madvise` for the whole pages inside a contiguous tensor; whether it succeeded.
+
+    With `first_byte` and `num_bytes` only that part of the tensor is advised.
+    """
     end = tensor.nbytes if num_bytes is None else min(first_byte + num_bytes, tensor.nbytes)
     first = tensor.data_ptr() + first_byte
     begin = first + -first % mmap.PAGESIZE
@@ -115,23 +120,24 @@ def advise(
 
 @functools.cache
 def instruction_sets() -> tuple[str, ...]:
-    """The code paths this machine can run, best first; empty without the library."""
+    """The instruction sets that this machine can run, best first; () without the library."""
     if isinstance(loaded := library(), str):
         return ()
     names = ctypes.create_string_buffer(256)
     is_amd = loaded.infer_attention_isas(names, len(names))
     sets = names.value.decode().split()
     if not is_amd and "avx512_bf16" in sets:
-        # Intel's vdpbf16ps runs at a quarter of the rate of its FMA: float32 is faster there.
+        # Intel's vdpbf16ps has a quarter of the rate of its FMA, so float32 is faster there.
         sets.remove("avx512_bf16")
         sets.insert(sets.index("avx512") + 1, "avx512_bf16")
     return tuple(sets)
 
 
 def chosen_instruction_set() -> str:
-    """The code path for new kernels; `ValueError` if the environment asks for an impossible one.
+    """The instruction set for new kernels; it is also set for linear layers, rotation and draws.
 
-    Linear layers, rotation and draws keep to it from now on, too."""
+    `ValueError` if the variable `INFER_ISA` names one that cannot run here.
+    """
     sets = instruction_sets()
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted and wanted not in sets:
@@ -141,7 +147,7 @@ def chosen_instruction_set() -> str:
 
 
 def available() -> str | None:
-    """None if the kernel can be used, else the reason."""
+    """The reason why the kernels cannot be used; None if they can."""
     if isinstance(loaded := library(), str):
         return loaded
     try:
@@ -152,12 +158,12 @@ def available() -> str | None:
 
 
 def cell_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """Of one head's key or value in a KV cache."""
+    """The size of one head's key or value in a KV cache, in bytes."""
     return head_dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0)
 
 
 def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
-    """Why there can be no KV cache in int8 here; None if it can be."""
+    """The reason why the KV cache cannot be int8 here; None if it can."""
     if head_dim not in (64, 128, 256):
         return f"int8 caches are for head sizes of 64, 128 and 256, not {head_dim}"
     if page_size % STRIP:
@@ -169,9 +175,13 @@ def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
 
 @functools.cache
 def parallel() -> int | None:
-    """Address of `GOMP_parallel` in torch's own runtime; None: the kernel starts threads itself."""
+    """The address of `GOMP_parallel` in torch's OpenMP runtime.
+
+    None if it is not found; the kernels then start threads themselves.
+    """
     try:
-        # Symbols are looked up in a library's dependencies too, whatever their files are called.
+        # A symbol is looked up in the library's dependencies too, so the runtime's file name does
+        # not matter.
         torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         return ctypes.cast(torch_cpu.GOMP_parallel, _POINTER).value
     except (OSError, AttributeError):

@@ -1,8 +1,8 @@
 """Rotary embedding of queries and keys, and the norms of their heads.
 
-Attention does it: where the native kernel reads bfloat16 queries and keys for the first time
-(rotary.cpp), else by torch's operations before it. Llama's convention: the first half of a head
-turns against the second half.
+The attention backend applies both. The native kernel does so when it first reads bfloat16 queries
+and keys (rotary.cpp); otherwise torch's operations do it before attention. The convention is
+Llama's: element i of a head's first half and element i of its second half are rotated as a pair.
 """
 
 from __future__ import annotations
@@ -16,37 +16,46 @@ from infer.kernels.linear import Norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate heads x [T, heads, D] by the angles [T, D/2] of their positions, in float32."""
+    """Rotate heads x [T, heads, D], computed in float32: [T, heads, D] in the dtype of x.
+
+    `cos`, `sin`: [T, D/2], of the angles of the tokens' positions.
+    """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class HeadNorms:
-    """Of one layer's queries and keys, over [D]."""
+    """The norms of one layer's query heads and key heads."""
 
     def __init__(self, q: Norm, k: Norm) -> None:
+        """`q`, `k`: norms over a head, with weights [D]."""
         self.q, self.k = q, k
         self.weights = [norm.weight.float().contiguous() for norm in (q, k)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QKRotation:
-    """What a layer's queries and keys still need: norms, if there are any, and a rotation."""
+    """The head norms, if there are any, and the rotation of a layer's queries and keys."""
 
     cos: Tensor
+    """Cosines of the tokens' angles, [T, D/2] float32."""
     sin: Tensor
-    """[T, D/2] float32"""
+    """Sines of the tokens' angles, [T, D/2] float32."""
     norms: HeadNorms | None
+    """Norms that are applied before the rotation; None: no norms."""
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, H, D] and k [T, G, D], by torch's operations."""
+        """Normalise and rotate q [T, H, D] and k [T, G, D] by torch's operations."""
         if self.norms is not None:
             q, k = self.norms.q(q), self.norms.k(k)
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
 
     def constants(self) -> tuple[int | float | None, ...]:
-        """For the native kernel: addresses of cos, sin, norm of q, norm of k; and eps."""
+        """Arguments of the native kernel: addresses of cos, sin and both norms' weights, and eps.
+
+        Without norms their addresses are None.
+        """
         angles = self.cos.data_ptr(), self.sin.data_ptr()
         if self.norms is None:
             return (*angles, None, None, 0.0)

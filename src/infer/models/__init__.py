@@ -1,1 +1,1 @@
-"""Model architectures: what a checkpoint says, its tensors, and the equations."""
+"""Model architectures: checkpoint configs, weights, and the equations of each decoder."""

@@ -1,9 +1,13 @@
 """The decoder of Llama and its relatives: RMSNorm, rotary grouped-query attention, gated SiLU MLP.
 
-A pure function of tokens, positions and `attend`. It knows no batch, no cache and no phase:
-`attend` is the only door to paging, raggedness and device. Families whose equations agree (Llama,
-Mistral, Qwen2, Qwen3) differ in flags of `ModelConfig` only. q/k/v and gate/up are one product
-each. Built from a `WeightSource`, which accounts for every tensor.
+The decoder is a pure function of tokens, positions and `attend`. It knows nothing of batches, the
+KV cache, or prefill and decode: `attend` hides pages, sequence lengths and the device. The families
+whose equations agree (Llama, Mistral, Qwen2, Qwen3) differ only in flags of `ModelConfig`. The q, k
+and v projections are one matrix product, and so are gate and up. A `WeightSource` supplies the
+weights and accounts for every tensor.
+
+Shapes: T tokens of a step, E hidden size, H query heads, G key/value heads, D head size, V
+vocabulary size, R rows that are sampled.
 """
 
 from __future__ import annotations
@@ -21,9 +25,10 @@ from infer.models.weights import WeightSource
 
 
 class Attention:
-    """Norm, projections, head norms and rotation around `attend`: [T, E] → [T, E].
+    """Attention block: norm, q/k/v projections, `attend`, output projection; [T, E] → [T, E].
 
-    Gemma 3 shares it; its norms are `1 + w` in float32 (`offset`).
+    The norms of query and key heads and the rotation are passed to `attend`, which applies them.
+    `offset`: the head norms multiply by `1 + w`, in float32, as Gemma 3's do.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class Attention:
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
     ) -> Tensor:
-        """[T, E] → [T, E], plus the residual."""
+        """[T, E] → [T, E]. `cos`, `sin`: [T, D/2]. `residual` [T, E] is added to the result."""
         config = self.config
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         heads = self.qkv(x).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
@@ -64,7 +69,10 @@ class Attention:
 
 
 class GatedMLP:
-    """down(gate(x) · up(x)), with its norm in front; [T, E] → [T, E]."""
+    """The gated MLP with its norm: down(act(gate(norm(x))) · up(norm(x))); [T, E] → [T, E].
+
+    `gate` names the activation: "silu" or "gelu_tanh".
+    """
 
     def __init__(
         self, config: ModelConfig, source: WeightSource, prefix: str, norm: Norm, gate: str
@@ -97,16 +105,16 @@ class _Layer:
         return self.mlp(x, residual=x)
 
     def parts(self) -> Parts:
-        """Of which a stack is made."""
+        """The linear layers and head norms from which `stack_layers` makes a `LayerStack`."""
         attention, mlp = self.attention, self.mlp
         return attention.qkv, attention.o, mlp.gate_up, mlp.down, attention.norms
 
 
 class Decoder:
-    """See the module's docstring."""
+    """The Llama decoder. See the module's docstring."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, max_seq_len: int) -> None:
-        """`max_seq_len`: positions that will be used; the RoPE table is that long."""
+        """`max_seq_len`: the number of positions, which is the length of the RoPE table."""
         self.config = config
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embedding = source.keep("model.embed_tokens.weight", (vocab, hidden))
@@ -117,7 +125,7 @@ class Decoder:
         self.rope = RopeTable(config.rope, config.head_dim, max_seq_len, source.device)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, E] of T tokens of any number of sequences, in any mixture."""
+        """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens)
         cos, sin = self.rope.at(positions)
         if self.stack is not None and isinstance(attend, AttendsThrough):
@@ -127,7 +135,7 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] in float32 of the rows [R, E] that will be sampled."""
+        """Logits [R, V], float32, for the hidden states [R, E] of the rows to be sampled."""
         return self.lm_head(hidden)
 
 
@@ -138,9 +146,12 @@ def output_head(
     norm: Norm | None,
     name: str = "lm_head.weight",
 ) -> Linear:
-    """Norm and product that make logits, from the embedding where they are tied."""
+    """The linear layer that computes logits, with the final norm in front where one is given.
+
+    With tied embeddings its weight is `embedding` [V, E]; otherwise it is the tensor `name`.
+    """
     if config.tie_embeddings:
-        source.drop(name)  # some writers store the tied copy too
+        source.drop(name)  # some checkpoints store the tied weight a second time
     else:
         embedding = source.take(name, (config.vocab_size, config.hidden_size))
     fusion = Fusion(norm=norm, float_out=True)
@@ -160,7 +171,10 @@ def fused(
     bias: bool,
     fusion: Fusion = PRODUCT_ONLY,
 ) -> Linear:
-    """One product for several layers that read the same input: {name: rows of its output}."""
+    """One linear layer in place of several that read the same input of size `width`.
+
+    `parts` maps each layer's name to its output size; the outputs are concatenated in that order.
+    """
     weights = [source.take(f"{name}.weight", (rows, width)) for name, rows in parts.items()]
     biases = [source.take(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
     return make_linear(

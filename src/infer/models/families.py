@@ -1,7 +1,8 @@
-"""How each family's `config.json` is read into a `ModelConfig`.
+"""How each model family's `config.json` is read into a `ModelConfig`.
 
-One function per family. What changes the mathematics and is not supported goes into the reader's
-list of problems by name; nothing is ignored. Used by `models.registry` only. Stdlib only.
+There is one function per family. A field that changes the mathematics and is not supported is
+added by name to the reader's list of problems; no such field is ignored. Only `models.registry`
+uses this module. It imports the standard library only.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ Windows = tuple[int | None, ...]
 
 
 def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """Llama 2 and 3."""
+    """The config of Llama 2 and 3."""
     reader.only("pretraining_tp", (1,), 1)
     config = _decoder(architecture, reader, may_have_bias=True)
     return dataclasses.replace(config, mlp_bias=reader.get("mlp_bias", bool, False))
 
 
 def read_mistral(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """Mistral's dense models: Llama, in older ones with a window on every layer."""
+    """The config of Mistral's dense models: Llama's; older ones have a window on every layer."""
     config = _decoder(architecture, reader)
     window = reader.raw.get("sliding_window")
     if window is None:
@@ -33,19 +34,19 @@ def read_mistral(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 
 def read_qwen2(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """Qwen2 and Qwen2.5: biases on q, k, v; an optional window from some layer on."""
+    """The config of Qwen2 and Qwen2.5: q/k/v biases; an optional window in the upper layers."""
     config = _decoder(architecture, reader)
     return dataclasses.replace(config, qkv_bias=True, windows=_qwen_windows(config, reader))
 
 
 def read_qwen3(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """Qwen3, dense: normed query and key heads, whose size is not hidden / heads."""
+    """The config of dense Qwen3: norms on query and key heads; a head size of its own."""
     config = _decoder(architecture, reader, may_have_bias=True)
     return dataclasses.replace(config, qk_norm=True, windows=_qwen_windows(config, reader))
 
 
 def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """Gemma 3's text models; of a multimodal checkpoint, its text part."""
+    """The config of Gemma 3's text models, and of the text part of its multimodal ones."""
     text = reader.raw.get("text_config")
     if isinstance(text, Mapping):
         inherited = {k: reader.raw[k] for k in ("dtype", "torch_dtype") if k in reader.raw}
@@ -53,7 +54,7 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     reader.only("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh")
     reader.only("attn_logit_softcapping", (None,), None)
     reader.only("use_bidirectional_attention", (False,), False)
-    # The file leaves out what is the default of this family.
+    # The file omits fields that have the family's default value.
     defaults = {
         "rms_norm_eps": 1e-6,
         "head_dim": 256,
@@ -80,7 +81,7 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 
 def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
-    """GPT-2: other names for the same sizes, learned positions."""
+    """The config of GPT-2: the same sizes under other names; learned positions."""
     hidden, heads = reader.size("n_embd"), reader.size("n_head")
     reader.only("activation_function", ("gelu_new", "gelu_pytorch_tanh"), "gelu_new")
     reader.only("scale_attn_weights", (True,), True)
@@ -107,7 +108,10 @@ def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
 def _decoder(
     architecture: str, reader: ConfigReader, *, may_have_bias: bool = False, is_llama: bool = True
 ) -> ModelConfig:
-    """What Llama and its relatives have in common; `is_llama`: activation and RoPE are its too."""
+    """The fields that Llama and its relatives share.
+
+    `may_have_bias`: `attention_bias` is read. `is_llama`: the activation and RoPE are read as well.
+    """
     hidden = reader.size("hidden_size")
     heads = reader.size("num_attention_heads")
     if is_llama:
@@ -154,7 +158,10 @@ def _qwen_windows(config: ModelConfig, reader: ConfigReader) -> Windows:
 
 
 def _windows(reader: ConfigReader, num_layers: int, slides: Callable[[int], bool]) -> Windows:
-    """`slides`: whether a layer has a window, where the config does not say."""
+    """The window of each layer, from `layer_types` or else from `slides`.
+
+    `slides(i)`: whether layer i has a window where the config has no `layer_types`.
+    """
     known = ("sliding_attention", "full_attention")
     usual = [known[0] if slides(i) else known[1] for i in range(num_layers)]
     layer_types = reader.raw.get("layer_types") or usual
@@ -181,19 +188,22 @@ def _spec(reader: ConfigReader, spec: Any) -> Mapping[str, Any]:
 
 
 def _gemma3_ropes(reader: ConfigReader, max_position: int) -> Any:
-    """(RoPE of the global layers, RoPE of the sliding ones), from either spelling."""
+    """(RoPE of the global layers, RoPE of the sliding layers).
+
+    transformers 5 writes both into `rope_parameters`; older versions write separate fields.
+    """
     raw = reader.raw
     both = raw.get("rope_parameters")
     if isinstance(both, Mapping) and "full_attention" in both:
-        wide, local = both["full_attention"] or {}, both.get("sliding_attention") or {}
-        wide, local = _spec(reader, wide), _spec(reader, local)
-        theta = wide.get("rope_theta", 1_000_000.0)
+        full, local = both["full_attention"] or {}, both.get("sliding_attention") or {}
+        full, local = _spec(reader, full), _spec(reader, local)
+        theta = full.get("rope_theta", 1_000_000.0)
         local_theta = local.get("rope_theta", 10_000.0)
     else:
-        wide, local = _spec(reader, raw.get("rope_scaling") or {}), {}
+        full, local = _spec(reader, raw.get("rope_scaling") or {}), {}
         theta = raw.get("rope_theta", 1_000_000.0)
         local_theta = raw.get("rope_local_base_freq", 10_000.0)
     return (
-        read_rope_spec(reader, wide, theta, max_position=max_position),
+        read_rope_spec(reader, full, theta, max_position=max_position),
         read_rope_spec(reader, local, local_theta, max_position=max_position),
     )

@@ -1,9 +1,10 @@
-"""Gemma 3's text decoder: where its equations differ from the Llama family's.
+"""The text decoder of Gemma 3.
 
-Embeddings are scaled by √E; four norms a layer, each multiplied by 1 + w and computed in float32;
-a tanh-GELU gate; sliding layers with a RoPE of their own between global ones; queries scaled by
-their own constant (that scale is the attention backend's). Of a multimodal checkpoint only the
-text part is read.
+It differs from the Llama decoder as follows. Embeddings are scaled by √E. Each layer has four
+norms, which multiply by 1 + w and are computed in float32. The MLP's activation is tanh-GELU.
+Layers with a sliding window, which have a RoPE of their own, alternate with global layers. Queries
+are scaled by a constant from the config, in the attention backend. Of a multimodal checkpoint only
+the text part is read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from infer.models.model_config import ModelConfig
 from infer.models.rope import RopeTable
 from infer.models.weights import WeightSource
 
-# Older and newer writers of multimodal checkpoints; text-only ones have no prefix.
+# The prefixes in older and newer multimodal checkpoints; text-only checkpoints have none.
 _PREFIXES = ("language_model.", "model.language_model.")
 
 
@@ -46,14 +47,14 @@ class _Layer:
 
 
 class Gemma3:
-    """See the module's docstring."""
+    """The Gemma 3 decoder. See the module's docstring."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, max_seq_len: int) -> None:
         self.config = config
         root = _root(source)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embedding = source.keep(f"{root}embed_tokens.weight", (vocab, hidden))
-        # The constant is rounded to the embedding's precision, as in training.
+        # Training rounded the constant to the embedding's dtype, so it is rounded here too.
         self.scale = torch.tensor(hidden**0.5).to(self.embedding.dtype).item()
         self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]
         norm = _norm(source, f"{root}norm.weight", config)
@@ -65,22 +66,22 @@ class Gemma3:
         self.local_rope = RopeTable(local, config.head_dim, max_seq_len, source.device)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, E] of T tokens of any number of sequences, in any mixture."""
+        """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens) * self.scale
-        wide, local = self.rope.at(positions), self.local_rope.at(positions)
+        full, local = self.rope.at(positions), self.local_rope.at(positions)
         for i, layer in enumerate(self.layers):
-            x = layer(x, *(wide if self.config.window(i) is None else local), attend)
+            x = layer(x, *(full if self.config.window(i) is None else local), attend)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] in float32 of the rows [R, E] that will be sampled."""
+        """Logits [R, V], float32, for the hidden states [R, E] of the rows to be sampled."""
         logits = self.lm_head(hidden)
         cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def _root(source: WeightSource) -> str:
-    """What the names of the text model's tensors begin with."""
+    """The prefix of the text model's tensor names; the tensors of the image part are dropped."""
     for prefix in _PREFIXES:
         if source.has_prefix(prefix):
             source.drop_prefix("vision_tower.", "multi_modal_projector.")

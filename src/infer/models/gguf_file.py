@@ -1,12 +1,12 @@
 """GGUF files, llama.cpp's format: one file with metadata, tokenizer and (quantised) tensors.
 
-`GGUFFile` turns the metadata into the fields of a Hugging Face `config.json`, so that the registry
-does all checking, and hands tensors out under their Hugging Face names, so that the decoders are
-used unchanged. Four things are undone on the way: llama.cpp's order of query and key rows (Llama
-and Mistral only), GPT-2's turned weights, Gemma's `1 + w` in the norms, and Llama 3's RoPE scaling,
-which is stored as one factor for each frequency. The file stays memory-mapped; a tensor is
-dequantised when it is taken, some rows at a time. Parsing and dequantising are the `gguf`
-package's. `engine.build.assemble` opens files.
+`GGUFFile` converts the metadata to the fields of a Hugging Face `config.json`, so that the registry
+checks them. It supplies the tensors under their Hugging Face names, so that the decoders need no
+change. Four conversions of llama.cpp are undone: the order of query and key rows (Llama and Mistral
+only), GPT-2's transposed weights, the `1 + w` of Gemma's norms, and Llama 3's RoPE scaling, which
+is stored as one factor per frequency. The file stays memory-mapped. A tensor is dequantised when it
+is taken, some rows at a time. The `gguf` package parses and dequantises. The format:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
 }
 _LLAMA_ROWS = ("llama", "mistral3")
-"""Whose query and key rows llama.cpp's converter puts in another order."""
-_REQUIRED = {  # the key, without the architecture in front → the field in config.json
+"""GGUF architectures whose query and key rows llama.cpp's converter reorders."""
+_REQUIRED = {  # GGUF key without its architecture prefix → field of config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -63,7 +63,7 @@ _ROPE_SCALING = {
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }
-# Keys that change the mathematics in a way that is not supported, and the value that changes none.
+# Keys whose effect on the mathematics is not supported, each with the value that has no effect.
 _NEUTRAL = {
     **dict.fromkeys(("expert_count", "logit_scale", "attn_logit_softcapping"), 0),
     **{f"attention.{name}": 0 for name in ("scale", "clamp_kqv", "max_alibi_bias")},
@@ -102,27 +102,29 @@ _GPT2_NAMES = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
-_GPT2_TURNED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
-"""Weights that are [out, in] here and [in, out] in Hugging Face's files."""
+_GPT2_TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
+"""Weights that are [out, in] in GGUF files and [in, out] in Hugging Face checkpoints."""
 _TENSOR_NAME = re.compile(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_27B_LAYERS = 62
 _MAX_ITEMS = 2_000_000
-"""Of all arrays of a file together; the largest published vocabularies make 850,000."""
+"""Maximum number of items of all arrays of a file; the largest known vocabulary has 850,000."""
 _MAX_ENTRIES = 65_536
-"""Of keys, and of tensors."""
+"""Maximum number of keys, and maximum number of tensors."""
 _ROWS_BYTES = 1 << 26
-"""how much of a tensor is held in float32 at a time"""
+"""Size of the part of a tensor that is dequantised to float32 at a time, in bytes."""
 
 
 class GGUFFile:
-    """An open file. `metadata` has its keys with plain Python values; `config` is the model's."""
+    """An open GGUF file: its metadata, its model's config and its tensors."""
 
     metadata: dict[str, Any]
+    """The file's keys and their values as plain Python objects."""
     config: ModelConfig
+    """The config of the file's model."""
 
     def __init__(self, path: Path) -> None:
-        """`LoadError` says what is wrong with the file or not supported in it."""
+        """Raises `LoadError` if the file is damaged or holds something that is not supported."""
         self.path = path
         self.metadata, self._tensors = _open(path)
         if self.metadata.get("split.count", 1) > 1:
@@ -142,21 +144,21 @@ class GGUFFile:
         self.config = dataclasses.replace(config, rope=rope)
 
     def source(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
-        """The tensors under their Hugging Face names."""
+        """A source of the tensors under their Hugging Face names, converted to `dtype`."""
         names = {self._hugging_face_name(name): name for name in self._tensors}
 
         def read(name: str, shape: tuple[int, ...]) -> Tensor:
             stored_name = names[name]
-            is_turned = self._is_turned(stored_name)
-            values = self._read(stored_name, shape[::-1] if is_turned else shape, dtype)
-            values = values.T if is_turned else values
-            fits = tuple(values.shape) == shape  # if not, the source says so
+            is_transposed = self._is_transposed(stored_name)
+            values = self._read(stored_name, shape[::-1] if is_transposed else shape, dtype)
+            values = values.T if is_transposed else values
+            fits = tuple(values.shape) == shape  # the source reports a tensor that does not fit
             return self._as_in_hugging_face(stored_name, values) if fits else values
 
         def stored(name: str) -> Tensor:
             shape = tuple(int(size) for size in reversed(self._tensors[names[name]].shape))
             tensor = torch.empty(shape, dtype=dtype, device="meta")
-            return tensor.T if self._is_turned(names[name]) else tensor
+            return tensor.T if self._is_transposed(names[name]) else tensor
 
         source = WeightSource(names, read, dtype=dtype, device=device, stored=stored)
         if self.config.rope.frequency_divisors:
@@ -167,7 +169,7 @@ class GGUFFile:
         return self.metadata.get(f"{self._arch}.{key}")
 
     def _config_fields(self) -> dict[str, Any]:
-        """The metadata as the fields of a `config.json`."""
+        """The metadata as fields of a Hugging Face `config.json`."""
         required = _GPT2_REQUIRED if self._arch == "gpt2" else _REQUIRED
         missing = [f"{self._arch}.{key}" for key in required if self._get(key) is None]
         missing += [] if "token_embd.weight" in self._tensors else ["token_embd.weight"]
@@ -200,13 +202,13 @@ class GGUFFile:
                 )
         biased = "blk.0.attn_q.bias" in self._tensors
         return {
-            "rope_theta": 10000.0,  # these two are the format's defaults, not the family's
+            "rope_theta": 10000.0,  # this default and the next are GGUF's, not the family's
             "num_key_value_heads": heads,
             **{name: value for name, value in fields.items() if value is not None},
             "architectures": [_ARCHITECTURES[self._arch]],
             "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
             "tie_word_embeddings": "output.weight" not in self._tensors,
-            "attention_bias": biased and self._arch != "qwen2",  # which has its biases anyway
+            "attention_bias": biased and self._arch != "qwen2",  # Qwen2 always has biases
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
             "rope_scaling": self._rope_scaling(),
             "dtype": self._dtype(),
@@ -217,10 +219,10 @@ class GGUFFile:
         pattern = self._get("attention.sliding_window_pattern") or 6
         fields: dict[str, Any] = {
             "sliding_window": window,
-            # Every n-th layer is global; where there is no window, every one is.
+            # Every n-th layer is global. Without a window every layer is global.
             "sliding_window_pattern": pattern if window else 1,
             "rope_local_base_freq": self._get("rope.freq_base_swa"),
-            # The file does not say; llama.cpp goes by the number of layers too.
+            # The file does not hold this value; llama.cpp infers it from the number of layers too.
             "query_pre_attn_scalar": head_dim,
             "final_logit_softcapping": self._get("final_logit_softcapping") or None,
         }
@@ -242,7 +244,8 @@ class GGUFFile:
 
     def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
         tensor = self._tensors.get(_ROPE_FACTORS)
-        if tensor is None or self._arch not in _LLAMA_ROWS:  # a stray one is listed as unexpected
+        # In other architectures the source reports such a tensor as unexpected.
+        if tensor is None or self._arch not in _LLAMA_ROWS:
             return ()
         factors = self._read(_ROPE_FACTORS, (head_dim // 2,), torch.float32)
         if factors.is_meta or not bool((factors > 0).all()):
@@ -250,14 +253,14 @@ class GGUFFile:
         return tuple(factors.tolist())
 
     def _dtype(self) -> str:
-        """What the matrices are stored in; quantised ones are meant for bfloat16."""
+        """The dtype of the stored matrices; bfloat16 for quantised ones."""
         types = {t.tensor_type.name for t in self._tensors.values() if len(t.shape) > 1}
         if types == {"F32"}:
             return "float32"
         return "float16" if types <= {"F16", "F32"} else "bfloat16"
 
     def _hugging_face_name(self, name: str) -> str:
-        """A name that is not known stays what it is, and is then reported as unexpected."""
+        """A tensor's Hugging Face name; an unknown name is unchanged, so it will be refused."""
         match = _TENSOR_NAME.fullmatch(name)
         parts = {"gemma3": _GEMMA_NAMES, "gpt2": _GPT2_NAMES}.get(self._arch, _NAMES)
         if match is None or match[3] not in parts:
@@ -266,12 +269,15 @@ class GGUFFile:
         layer = "" if match[1] is None else f"{layers}.{match[2]}."
         return f"{layer}{parts[match[3]]}.{match[4]}"
 
-    def _is_turned(self, name: str) -> bool:
+    def _is_transposed(self, name: str) -> bool:
         part, kind = name.split(".")[-2:] if "." in name else (name, "")
-        return self._arch == "gpt2" and kind == "weight" and part in _GPT2_TURNED
+        return self._arch == "gpt2" and kind == "weight" and part in _GPT2_TRANSPOSED
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """As stored: matrices in `dtype`, vectors in float32; if of another shape, no values."""
+        """A tensor as stored: matrices in `dtype`, vectors in float32.
+
+        If the stored shape is not `shape`, the result is a meta tensor of the stored shape.
+        """
         tensor = self._tensors[name]
         full = tuple(int(size) for size in reversed(tensor.shape))
         if full != shape:
@@ -291,20 +297,21 @@ class GGUFFile:
         return out
 
     def _as_in_hugging_face(self, name: str, values: Tensor) -> Tensor:
-        """With what llama.cpp's converter does to some tensors undone."""
+        """A tensor's values with the changes of llama.cpp's converter undone."""
         if self._arch == "gemma3" and name.endswith("norm.weight"):
-            return values - 1.0  # the file has 1 + w, the decoder adds the 1
+            return values - 1.0  # the file stores 1 + w; the decoder expects w
         heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
         part = name.split(".")[-2]
         if self._arch in _LLAMA_ROWS and part in heads:
-            # Neighbouring rows are a pair to rotate there; here, the two halves of a head are.
+            # llama.cpp rotates neighbouring rows as a pair; the decoder rotates row i of the first
+            # half of a head with row i of the second half.
             pairs = values.view(heads[part], -1, 2, *values.shape[1:])
             return pairs.transpose(1, 2).reshape(values.shape)
         return values
 
 
 def _readable_types() -> list[str]:
-    """The names of the block types that the package can dequantise."""
+    """The names of the tensor types that the `gguf` package can dequantise."""
     found = []
     for kind, (_, num_bytes) in GGML_QUANT_SIZES.items():
         try:
@@ -317,17 +324,17 @@ def _readable_types() -> list[str]:
 
 
 class _Reader(GGUFReader):
-    """The package's reader, four times faster, and stopping where a damaged file does."""
+    """The `gguf` package's reader with limits for damaged files, and four times as fast."""
 
     _is_in_array = False
     _num_items = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # It takes millions of slices, which a plain array gives faster than a `memmap`.
+        # The reader takes millions of slices; a plain array makes them faster than a `memmap`.
         super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        if count and offset >= len(self.data):  # a wrong length would be read on for ever
+        if count and offset >= len(self.data):  # with a wrong length the loop would hardly end
             raise ValueError("it ends before what it announces")
         return super()._get(offset, dtype, count, override_order)
 
@@ -336,7 +343,7 @@ class _Reader(GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         if self._is_in_array:
             raise ValueError("it has an array of arrays, which no key of a model is")
-        # Each item costs 100 to 300 bytes of memory, however few it has in the file.
+        # Each item takes 100 to 300 bytes of memory, however few bytes it has in the file.
         self._num_items += int(self._get(orig_offs + 4, np.uint64)[0])
         if self._num_items > _MAX_ITEMS:
             raise ValueError(f"its arrays have more than {_MAX_ITEMS:,} items")
@@ -362,7 +369,7 @@ class _Reader(GGUFReader):
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
-    """The metadata, and the tensors by name."""
+    """The metadata and the tensors by name; `LoadError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
             magic = file.read(4)
@@ -373,7 +380,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     try:
         reader = _Reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # the package raises whatever the damage leads to
+    except Exception as error:  # the package raises many kinds of errors on damaged files
         problem = str(error) or type(error).__name__
         raise LoadError(f"{path} is cut short or damaged: {problem:.300}") from None
     if reader.byte_order != "I":

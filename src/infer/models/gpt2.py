@@ -1,7 +1,7 @@
-"""GPT-2: LayerNorm, learned positions, one fused projection, a tanh-GELU MLP, tied head.
+"""The decoder of GPT-2: LayerNorm, learned positions, tanh-GELU MLP.
 
-Its linear weights are stored [in, out] and turned when they are taken. Names come with and
-without `transformer.` in front; old checkpoints store the causal mask too, which is dropped.
+Its linear weights are stored as [in, out] and transposed when they are taken. Tensor names may have
+the prefix `transformer.`. Old checkpoints also store the causal mask, which is dropped.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class _Layer:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.norm_1 = _Norm(config, source, f"{prefix}ln_1")
         self.norm_2 = _Norm(config, source, f"{prefix}ln_2")
-        self.qkv = _turned(source, f"{prefix}attn.c_attn", hidden, 3 * hidden)
-        self.o = _turned(source, f"{prefix}attn.c_proj", hidden, hidden)
-        self.up = _turned(source, f"{prefix}mlp.c_fc", hidden, inner)
-        self.down = _turned(source, f"{prefix}mlp.c_proj", inner, hidden)
+        self.qkv = _transposed(source, f"{prefix}attn.c_attn", hidden, 3 * hidden)
+        self.o = _transposed(source, f"{prefix}attn.c_proj", hidden, hidden)
+        self.up = _transposed(source, f"{prefix}mlp.c_fc", hidden, inner)
+        self.down = _transposed(source, f"{prefix}mlp.c_proj", inner, hidden)
         source.drop(f"{prefix}attn.bias", f"{prefix}attn.masked_bias")
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
@@ -52,10 +52,10 @@ class _Layer:
 
 
 class GPT2:
-    """See the module's docstring."""
+    """The GPT-2 decoder. See the module's docstring."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, max_seq_len: int) -> None:
-        """The checkpoint's table of positions is used whole, however few `max_seq_len` are."""
+        """The checkpoint's whole position table is kept, so `max_seq_len` has no effect."""
         self.config = config
         root = "transformer." if source.has_prefix("transformer.") else ""
         hidden = config.hidden_size
@@ -66,19 +66,19 @@ class GPT2:
         self.lm_head = output_head(config, source, self.embedding, None)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, E] of T tokens of any number of sequences, in any mixture."""
+        """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens) + self.positions.index_select(0, positions)
         for layer in self.layers:
             x = layer(x, attend)
         return self.norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V] in float32 of the rows [R, E] that will be sampled."""
+        """Logits [R, V], float32, for the hidden states [R, E] of the rows to be sampled."""
         return self.lm_head(hidden)
 
 
-def _turned(source: WeightSource, name: str, width: int, rows: int) -> Linear:
-    """A linear layer whose weight is stored [in, out]."""
+def _transposed(source: WeightSource, name: str, width: int, rows: int) -> Linear:
+    """A linear layer from `width` to `rows` outputs, whose weight is stored as [in, out]."""
     weight = source.take(f"{name}.weight", (width, rows))
     bias = source.take(f"{name}.bias", (rows,))
     return make_linear(

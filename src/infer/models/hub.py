@@ -1,7 +1,7 @@
-"""Where a checkpoint is: the one that ships, a local folder or GGUF file, or the hub.
+"""Locating a checkpoint: the demo model of the package, a local folder or GGUF file, or the hub.
 
-`huggingface_hub` does the downloading and honours its own environment variables (HF_TOKEN,
-HF_HOME, HF_HUB_OFFLINE); only the files that are read are fetched.
+`huggingface_hub` downloads and honours its own environment variables (HF_TOKEN, HF_HOME,
+HF_HUB_OFFLINE). Only files that the engine reads are downloaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str]:
-    """The folder or GGUF file of a checkpoint and the name it is served under, or `LoadError`."""
+    """(folder or GGUF file, name under which it is served) of a checkpoint.
+
+    `model`: a path, a hub id `owner/name`, or None for the demo model. A hub id is downloaded at
+    `revision` unless it is in the local hub cache. `LoadError` if there is no such checkpoint.
+    """
     if model is None or model == SHIPPED_NAME:
         return SHIPPED_FOLDER, SHIPPED_NAME
     folder = Path(model).expanduser()
@@ -46,12 +50,15 @@ class CachedCheckpoint:
     """A checkpoint in the local hub cache."""
 
     name: str
+    """The hub id, `owner/name`."""
     architecture: str
+    """The first entry of `architectures` in its config, or "unknown"."""
     num_bytes: int
+    """Size of its files on disk, in bytes."""
 
 
 def cached_checkpoints() -> list[CachedCheckpoint]:
-    """The checkpoints in the local hub cache that have a config; none where there is no cache."""
+    """The checkpoints in the local hub cache that have a `config.json`, sorted by hub id."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -1,8 +1,8 @@
-"""`Model`: what the runner needs of any architecture; `build_model` makes one from a config.
+"""`Model`: the protocol of all architectures; `build_model` makes a model from a config.
 
-A model is a pure function of tokens, positions and a callable that attends; see the Llama decoder
-for the manner. `build_model` imports the decoder that the registry names and checks that every
-tensor of the checkpoint was used.
+A model is a pure function of tokens, positions and a callable that computes attention; see
+`models.decoder` for an example. `build_model` imports the decoder that the registry names and
+checks that every tensor of the checkpoint was used.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from infer.models.registry import find_architecture
 from infer.models.weights import WeightSource
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, QKRotation | None], Tensor]
-"""(layer, q [T, H, D], k [T, G, D], v [T, G, D], what q and k still need) → [T, H, D]"""
+"""(layer, q [T, H, D], k [T, G, D], v [T, G, D], head norms and rotation of q and k) → [T, H, D].
+
+The callable applies the rotation, stores k and v in the KV cache, and attends.
+"""
 
 
 class Model(Protocol):
@@ -28,17 +31,24 @@ class Model(Protocol):
 
     config: ModelConfig
     lm_head: Linear
-    """in `logits`"""
+    """The linear layer that `logits` uses, E → V."""
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """T tokens [T] at positions [T] of any sequences → [T, E], from which `logits` goes on."""
+        """Hidden states [T, E] of the tokens [T] at the positions [T], of any sequences.
+
+        `attend` is called once per layer. `logits` takes rows of the result.
+        """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V], float32, for the rows [R, E] that will be sampled."""
+        """Logits [R, V], float32, for the hidden states [R, E] of the rows to be sampled."""
 
 
 def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Model:
-    """A model of that shape with the source's weights; `LoadError` if the two do not fit."""
+    """A model of the config's shape with the source's weights.
+
+    `LoadError` if a tensor is missing, unexpected or of the wrong shape. That is found on the meta
+    device first where the source can announce shapes, before any memory is allocated.
+    """
     decoder = resolve_name(find_architecture(config.architecture).decoder)
     if rehearsal := source.rehearsal():
         decoder(config, rehearsal, 1)

@@ -1,8 +1,8 @@
-"""`ModelConfig`: what a checkpoint's `config.json` says, in one vocabulary for all families.
+"""`ModelConfig`: the content of a checkpoint's `config.json`, in the same terms for all families.
 
-`read_model_config` refuses by name what it does not support: a field that changes the mathematics
-is honoured or is an error, never ignored. Stdlib only, so that planning and the server can read a
-config without torch. `models.registry` says which architectures exist.
+A field that changes the mathematics is honoured or refused by name; none is ignored. The module
+imports the standard library only, so that planning and the server can read a config without torch.
+`models.registry` lists the architectures.
 """
 
 from __future__ import annotations
@@ -17,77 +17,109 @@ from infer.errors import LoadError
 from infer.files import MAX_CONFIG_BYTES, parse_json, read_text
 
 MAX_SIZE = 2**31 - 1
-"""Of any size in a config; what is larger is no number of a model."""
+"""Maximum of any size in a config; no model has a larger one."""
 MAX_NUMBER = 1e30
-"""Of any other number: its powers and products stay finite."""
+"""Upper bound of any other number in a config; its powers and products stay finite."""
 MAX_LAYERS = 1024
-"""The deepest published models have 126."""
+"""Maximum number of layers; the deepest published models have 126."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding: the base and how it is stretched."""
+    """Rotary position embedding: base, and scaling to longer contexts.
+
+    The fields have the meaning of `rope_scaling` in Hugging Face configs.
+    """
 
     theta: float = 10000.0
+    """Base of the frequencies, θ in θ^(-2i/D)."""
     kind: str = "default"
-    """default, linear, llama3, yarn"""
+    """Kind of scaling: default, linear, llama3 or yarn."""
     factor: float = 1.0
+    """Ratio of the extended context length to the original one."""
     low_freq_factor: float = 1.0
+    """Rotations within the original length below which a frequency is scaled in full (llama3)."""
     high_freq_factor: float = 4.0
+    """Rotations within the original length above which a frequency is not scaled (llama3)."""
     original_max_position: int = 8192
+    """Context length before scaling, in tokens (llama3, yarn)."""
     beta_fast: float = 32.0
+    """Rotations within the original length above which a frequency is not scaled (yarn)."""
     beta_slow: float = 1.0
+    """Rotations within the original length below which a frequency is scaled in full (yarn)."""
     attention_factor: float = 1.0
-    """multiplies cosines and sines (yarn)"""
+    """Factor of cosines and sines (yarn)."""
     truncate: bool = True
+    """Whether the bounds of the blended dimensions are rounded to whole ones (yarn)."""
     frequency_divisors: tuple[float, ...] = ()
-    """[D/2] what each frequency is divided by first (GGUF files); () = nothing"""
+    """Divisor of each frequency, [D/2], as GGUF files store them; (): no division."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of a decoder-only transformer."""
+    """The shape and the options of a decoder-only transformer."""
 
     architecture: str
+    """Name of the architecture in `config.json`, such as LlamaForCausalLM."""
     vocab_size: int
+    """Number of token ids, V."""
     hidden_size: int
+    """Size of the hidden states, E."""
     intermediate_size: int
+    """Size of the MLP's inner layer."""
     num_layers: int
+    """Number of decoder layers."""
     num_heads: int
+    """Number of query heads, H."""
     num_kv_heads: int
+    """Number of key/value heads, G; a divisor of H."""
     head_dim: int
+    """Size of a head, D."""
     max_seq_len: int
+    """Maximum number of positions, in tokens."""
     norm_eps: float
+    """Epsilon of RMSNorm or LayerNorm."""
     rope: RopeConfig = RopeConfig()
+    """Rotary position embedding; of the global layers where `local_rope` is set."""
     tie_embeddings: bool
+    """Whether the output head uses the embedding's weight."""
     dtype: str
-    """the checkpoint's: bfloat16, float16 or float32"""
+    """Dtype of the checkpoint: bfloat16, float16 or float32."""
     qkv_bias: bool = False
+    """Whether the q, k and v projections have biases."""
     o_bias: bool = False
+    """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
+    """Whether the MLP's projections have biases."""
     qk_norm: bool = False
-    """RMSNorm of each query and key head"""
+    """Whether each query and key head is normalised with RMSNorm."""
     windows: tuple[int | None, ...] = ()
-    """per layer: how many positions, itself included, a query sees; None = all; () = all, all"""
+    """Sliding window of each layer: the number of positions that a query sees, its own included.
+
+    None: the layer sees all positions. (): no layer has a window.
+    """
     query_scale: float | None = None
-    """what attention scores are multiplied by; None = 1/√head_dim"""
+    """Factor of attention scores; None: 1/√head_dim."""
     local_rope: RopeConfig | None = None
-    """RoPE of the layers that have a window, where it is another one"""
+    """RoPE of the layers that have a window; None: `rope`."""
     final_softcap: float | None = None
-    """logits are c · tanh(logits / c)"""
+    """Cap c of the logits, which become c · tanh(logits / c); None: no cap."""
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of attention scores."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     def window(self, layer: int) -> int | None:
-        """The sliding window of a layer."""
+        """The sliding window of a layer, in positions; None: the layer sees all positions."""
         return self.windows[layer] if self.windows else None
 
 
 class ConfigReader:
-    """Reads fields of one `config.json`, collecting everything that is wrong with it."""
+    """Reads the fields of one `config.json` and collects everything that is wrong with it.
+
+    A field that is wrong is added to `problems` and gets a harmless value, so that reading goes on.
+    """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw = raw
@@ -95,11 +127,14 @@ class ConfigReader:
         self.problems: list[str] = []
 
     def use(self, raw: Mapping[str, Any]) -> None:
-        """Read these fields from now on, in the place of the file's own."""
+        """Read the following fields from `raw` instead of from the file's own fields."""
         self.raw = raw
 
     def get(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
-        """The field's value; `null` counts as absent. Without a default it is required."""
+        """The value of a field of type `kind`. `null` counts as absent.
+
+        A field without a default is required.
+        """
         value = self.raw.get(name)
         if value is None:
             if default is ...:
@@ -117,7 +152,7 @@ class ConfigReader:
         return value
 
     def positive(self, name: str, default: float | None) -> Any:
-        """A field that must be a finite number above 0, or None where it may be left out."""
+        """The value of a field that must be a number above 0; `default` where it is absent."""
         value = self.get(name, (int, float), default)
         if value is not None and not 0 < value < MAX_NUMBER:
             self.problems.append(f"{name} must be a positive number, not {value!r:.80}")
@@ -125,7 +160,7 @@ class ConfigReader:
         return value
 
     def size(self, name: str, default: Any = ..., *, most: int = MAX_SIZE) -> int:
-        """A field that must be a positive integer, `most` at most."""
+        """The value of a field that must be an integer from 1 to `most`."""
         value = self.get(name, int, default)
         if isinstance(value, int) and not 1 <= value <= most:
             wanted = "positive" if value < 1 else f"at most {most}"
@@ -134,7 +169,7 @@ class ConfigReader:
         return value  # type: ignore[no-any-return]
 
     def only(self, name: str, supported: tuple[Any, ...], default: Any) -> Any:
-        """A field for which only some values are supported."""
+        """The value of a field that must be one of `supported`."""
         value = self.raw.get(name, default)
         if value is None:
             value = default
@@ -144,13 +179,16 @@ class ConfigReader:
         return value
 
     def finish(self) -> None:
-        """Raise `LoadError` with everything that was wrong."""
+        """Raise `LoadError` with all problems, if there are any."""
         if self.problems:
             raise LoadError(f"{self.where}: " + "; ".join(self.problems))
 
 
 def load_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file; `LoadError` names the file if there is none."""
+    """The object in a JSON file.
+
+    `LoadError` if the file is missing, longer than `max_bytes`, or not a JSON object.
+    """
     try:
         value = parse_json(read_text(path, max_bytes))
     except FileNotFoundError:

@@ -1,7 +1,8 @@
-"""The architectures that can be loaded: name in `config.json` → how its config is read.
+"""The supported architectures: for each, the reader of its config and its decoder class.
 
-Adding a family whose equations agree with an existing decoder is one row here and one function in
-`models.families`. Stdlib only: the decoder is named and imported when a model is built.
+A new family whose equations agree with an existing decoder takes one row here and one function in
+`models.families`. The module imports the standard library only: it names the decoder, which is
+imported when a model is built.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from infer.models.model_config import ConfigReader, ModelConfig, load_json
 
 @dataclass(frozen=True)
 class Architecture:
-    """One row: the family, how to read its config, the class with its equations, what it has."""
+    """One supported architecture."""
 
     family: str
+    """Name of the model family, for users."""
     read: Callable[[str, ConfigReader], ModelConfig]
+    """Function that reads the config: (architecture, reader) → config."""
     decoder: str
+    """Class with the equations, as `module:class`."""
     notes: str
+    """Features of the family, for users."""
 
 
 _DECODER = "infer.models.decoder:Decoder"
@@ -58,7 +63,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 
 
 def find_architecture(name: str) -> Architecture:
-    """The row of an architecture; `LoadError` lists the known ones."""
+    """The row of an architecture; an unknown name is a `LoadError` that lists the known ones."""
     if name not in ARCHITECTURES:
         raise LoadError(
             f"architecture {name!r:.80} is not supported; supported:"
@@ -74,7 +79,10 @@ def read_model_config(folder: Path) -> ModelConfig:
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
-    """The config that the fields of a `config.json` describe; `where` begins the error message."""
+    """The config that the fields of a `config.json` describe.
+
+    `LoadError` lists everything in it that is wrong or not supported, after the prefix `where`.
+    """
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise LoadError(f"{where}: architectures must name one architecture, not {names!r:.200}")

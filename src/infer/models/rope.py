@@ -1,7 +1,8 @@
-"""Rotary position embedding: the frequencies of a config and their table.
+"""Frequencies of rotary position embedding, and the table of their cosines and sines.
 
-`RopeTable` is made once per model; a step takes the rows of its positions from it once and every
-layer uses them. `kernels.rotary` turns the heads.
+A model makes its `RopeTable` once. Each step takes the rows of its positions from the table once,
+and every layer uses them. `kernels.rotary` rotates the heads. RoPE: Su et al. 2021,
+arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from infer.models.model_config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """[D/2] radians per position, float32."""
+    """The angle of each pair of dimensions, in radians per position, [D/2], float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     freqs: Tensor = 1.0 / (config.theta**exponents)
     if config.frequency_divisors:
@@ -30,7 +31,11 @@ def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3(freqs: Tensor, config: RopeConfig) -> Tensor:
-    """Long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Llama 3.1's scaling: low frequencies are divided by `factor` and high ones are kept.
+
+    Frequencies in between are interpolated linearly in the number of rotations that they make
+    within the original context length.
+    """
     low, high = config.low_freq_factor, config.high_freq_factor
     turns = config.original_max_position * freqs / (2 * math.pi)
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -38,10 +43,14 @@ def _llama3(freqs: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn(freqs: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
-    """Like llama3, but blended evenly over the dimensions between two numbers of turns."""
+    """YaRN's scaling (Peng et al. 2023, arXiv:2309.00071).
+
+    As in Llama 3's scaling, high frequencies are kept and low ones divided by `factor`. Frequencies
+    in between are interpolated linearly in the index of the dimension.
+    """
 
     def dimension(turns: float) -> float:
-        """The pair of dimensions that makes so many turns within the original length."""
+        """The pair of dimensions that rotates `turns` times within the original length."""
         wave = config.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(wave) / (2 * math.log(config.theta))
 
@@ -55,7 +64,7 @@ def _yarn(freqs: Tensor, config: RopeConfig, head_dim: int) -> Tensor:
 
 
 class RopeTable:
-    """Cosines and sines of every position up to `max_seq_len`."""
+    """Cosines and sines of the positions below `max_seq_len`."""
 
     def __init__(
         self, config: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device
@@ -66,5 +75,5 @@ class RopeTable:
         self._sin = (angles.sin() * config.attention_factor).to(device)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [T, D/2], float32, for the positions [T] of a step."""
+        """Cosines and sines, [T, D/2] each, float32, of the positions [T]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)

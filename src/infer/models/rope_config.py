@@ -1,7 +1,8 @@
-"""Reading RoPE from a config: two spellings, five kinds, every number checked.
+"""Reading a model's RoPE from its `config.json`.
 
-`rope_theta` + `rope_scaling` is what checkpoints on disk have; `rope_parameters` is what
-transformers 5 writes. Kinds that are not known are refused by name. Stdlib only.
+Most checkpoints have `rope_theta` and `rope_scaling`; transformers 5 writes `rope_parameters`. Both
+are read. Every number is checked, and an unknown kind of scaling is refused by name. The module
+imports the standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ _FIELDS = {"original_max_position_embeddings": "original_max_position"}
 
 
 def read_rope(reader: ConfigReader, *, max_position: int) -> RopeConfig:
-    """The RoPE of a config that has one for all layers."""
+    """The RoPE of a config that has the same RoPE in all layers.
+
+    `max_position`: the model's maximum number of positions.
+    """
     raw = reader.raw
     spec = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(spec, Mapping):
@@ -42,7 +46,7 @@ def read_rope(reader: ConfigReader, *, max_position: int) -> RopeConfig:
 def read_rope_spec(
     reader: ConfigReader, spec: Mapping[str, Any], theta: Any, *, max_position: int
 ) -> RopeConfig:
-    """The RoPE of one specification, `{"rope_type": …, "factor": …}`."""
+    """The RoPE that one specification `{"rope_type": …, "factor": …}` describes."""
     kind = spec.get("rope_type", spec.get("type", "default"))
     if kind not in KINDS:
         reader.problems.append(
@@ -67,14 +71,14 @@ def read_rope_spec(
         numbers["attention_factor"] = _yarn_attention_factor(reader, spec, numbers["factor"])
         numbers["truncate"] = bool(spec.get("truncate", True))
     if kind == "dynamic":
-        # Its frequencies change only beyond max_position_embeddings, which is where this engine's
-        # limit is: within it, dynamic is the default.
+        # Dynamic scaling starts beyond max_position_embeddings. This engine allows no position
+        # beyond it, so dynamic equals default.
         return RopeConfig(theta=numbers["theta"])
     return RopeConfig(kind=kind, **numbers)
 
 
 def _yarn_attention_factor(reader: ConfigReader, spec: Mapping[str, Any], factor: float) -> float:
-    """How much attention is sharpened for the longer context."""
+    """The factor of cosines and sines, by which YaRN sharpens attention for longer contexts."""
     scales: dict[str, float | None] = {}
     for name in ("attention_factor", "mscale", "mscale_all_dim"):
         value = scales[name] = spec.get(name)

@@ -1,9 +1,10 @@
-"""`WeightSource`: hands out a checkpoint's tensors by name and accounts for every one of them.
+"""`WeightSource`: supplies a checkpoint's tensors by name and checks that each is used.
 
-A model takes each tensor it needs with the shape it expects; `finish` then raises one `LoadError`
-that lists what was missing, misshapen or left over. `open_checkpoint` reads safetensors, single
-or sharded by index, memory-mapped: a tensor is converted when it is taken and nothing is held
-twice. `dummy_source` makes random tensors of whatever shape is asked for (`load_format=dummy`).
+A model takes each tensor that it needs with the shape that it expects. `finish` then raises one
+`LoadError` that lists every tensor that was missing, had the wrong shape or was not used.
+`open_checkpoint` reads safetensors files, one or several with an index. The files are
+memory-mapped and a tensor is converted when it is taken, so no weight is in memory twice.
+`dummy_source` makes random tensors of the requested shapes (`load_format=dummy`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class WeightSource:
-    """See the module's docstring."""
+    """A checkpoint's tensors by name; see the module's docstring."""
 
     def __init__(
         self,
@@ -45,16 +46,17 @@ class WeightSource:
         quantization: str | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        """`read(name, shape)` gives a tensor; `complete`: names outside `names` do not exist.
+        """A source of the tensors `names`, converted to `dtype` on `device`.
 
-        `stored(name)`: a tensor without memory, of the shape that the file announces.
+        `read(name, shape)` returns a tensor. `complete`: tensors outside `names` do not exist.
+        `stored(name)` returns a meta tensor of the shape that the file announces.
         """
         self.dtype = dtype
         self.device = device
         self.quantization = quantization
-        """what linear layers are to hold these weights in; None: in `dtype`"""
+        """Format in which linear layers hold the weights, such as int8; None: `dtype`."""
         self.batch_invariant = batch_invariant
-        """whether linear layers on a GPU are to compute a row alike in any company"""
+        """Whether a row's product on a GPU must not depend on the other rows of a batch."""
         self._left = set(names)
         self._complete = complete
         self._read = read
@@ -63,7 +65,10 @@ class WeightSource:
         self._misshapen: list[str] = []
 
     def with_layers(self, quantization: str | None, batch_invariant: bool = False) -> WeightSource:
-        """The same tensors, for linear layers of this kind; before any has been taken."""
+        """A source of the same tensors for linear layers of this kind.
+
+        Call it before any tensor is taken.
+        """
         return WeightSource(
             self._left,
             self._read,
@@ -76,10 +81,10 @@ class WeightSource:
         )
 
     def rehearsal(self) -> WeightSource | None:
-        """A source of the same tensors without their numbers, on the meta device; None: unknown.
+        """A source of the same tensors on the meta device; None if their shapes are not known.
 
-        A model built from it costs no memory and fails where one built from this source would, so
-        a file of a few bytes that claims to be large is refused before anything is allocated.
+        A model built from it takes no memory and fails for the same reasons. So a small file that
+        announces large tensors is refused before any memory is allocated.
         """
         if self._stored is None:
             return None
@@ -89,7 +94,10 @@ class WeightSource:
         )
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor, converted and on the device; noted if it is missing or misshapen."""
+        """The tensor `name`, converted to `dtype`, on the device.
+
+        If it is missing or has another shape, that is noted for `finish` and the result is zeros.
+        """
         if self._complete and name not in self._left:
             self._missing.append(name)
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
@@ -103,25 +111,25 @@ class WeightSource:
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def keep(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Like `take`, for a tensor that stays as it is: in memory of its own, not the file's."""
+        """Like `take`, for a tensor that the model keeps: never in the file's mapped memory."""
         tensor = self.take(name, shape)
-        # What came from a file lies on the CPU; elsewhere it is a copy already.
+        # Files are mapped on the CPU. On another device the tensor is a copy already.
         return tensor.clone() if tensor.device.type == "cpu" else tensor
 
     def has_prefix(self, prefix: str) -> bool:
-        """Whether any tensor that has not been taken begins so."""
+        """Whether the name of any tensor that has not been taken begins with `prefix`."""
         return any(name.startswith(prefix) for name in self._left)
 
     def drop_prefix(self, *prefixes: str) -> None:
-        """Tensors that begin so may be there and are not needed."""
+        """Ignore all tensors whose names begin with one of `prefixes`."""
         self._left = {name for name in self._left if not name.startswith(prefixes)}
 
     def drop(self, *names: str) -> None:
-        """These tensors may be there and are not needed."""
+        """Ignore these tensors, whether they exist or not."""
         self._left.difference_update(names)
 
     def finish(self) -> None:
-        """Raise `LoadError` with everything that was wrong, if anything was."""
+        """Raise `LoadError` if any tensor was missing, unused, or of a wrong shape or dtype."""
         problems = [
             _listed("missing", self._missing),
             _listed("unexpected", sorted(self._left)),
@@ -140,16 +148,17 @@ def _listed(what: str, names: list[str]) -> str:
 
 
 def listing(names: Sequence[str]) -> str:
-    """The first dozen names, none longer than a line."""
+    """The first 12 names, each cut to 200 characters, and the number of the others."""
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return f"{', '.join(f'{name:.200}' for name in names[:12])}{more}"
 
 
 def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> WeightSource:
-    """A source over the safetensors files in `folder`."""
+    """A source of the tensors in the safetensors files of `folder`; `LoadError` if it has none."""
     files = _files_of_names(folder)
     opened: dict[str, Any] = {}
-    # Tensors that are fused are read one after the other and used together: wait a little.
+    # The weights of a fused layer are read one after the other and then used together. So the
+    # pages of the last four tensors stay in memory.
     recent: deque[Tensor] = deque()
 
     def file_of(name: str) -> Any:
@@ -163,13 +172,13 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
             part = file_of(name).get_slice(name)
         except SafetensorError as error:
             raise LoadError(f"{folder / files[name]}: cannot read {name} ({error})") from None
-        # What type it has is looked at when its numbers are read.
+        # `take` checks the dtype when the values are read; here only the shape matters.
         return torch.empty(part.get_shape(), dtype=torch.bfloat16, device="meta")
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         file = files[name]
         if len(recent) >= 4:
-            _forget_pages(recent.popleft())
+            _release_pages(recent.popleft())
         try:
             tensor: Tensor = file_of(name).get_tensor(name)
         except SafetensorError as error:
@@ -177,16 +186,16 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
         recent.append(tensor)
         return tensor
 
-    # Old writers stored RoPE's frequencies as a buffer; they follow from the config.
+    # Old checkpoints store RoPE's frequencies as a buffer. They follow from the config.
     names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     return WeightSource(names, read, dtype=dtype, device=device, stored=stored)
 
 
-def _forget_pages(tensor: Tensor) -> None:
-    """Let go of the memory-mapped pages under a tensor that has been read.
+def _release_pages(tensor: Tensor) -> None:
+    """Release the memory-mapped pages of a tensor that has been read.
 
-    They come back from the file if somebody looks again, so this is always safe; without it, a
-    checkpoint would count twice while it is loaded.
+    The system reads a page again from the file if it is used again, so this is always safe. Without
+    it a checkpoint would take its size twice while it is loaded.
     """
     if hasattr(mmap, "MADV_DONTNEED"):
         advise(tensor, mmap.MADV_DONTNEED)
@@ -229,13 +238,16 @@ def _open(path: Path) -> Any:
 
 
 def dummy_source(dtype: torch.dtype, device: torch.device) -> WeightSource:
-    """A source of random weights: scaled so that activations stay near one, the same every time."""
+    """A source of random weights with standard deviation 1/√(input size), equal in every run.
+
+    The scale keeps activations near one. A tensor's name is the seed of its generator.
+    """
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1:
             bias = name.endswith(".bias")
             return torch.zeros(shape) if bias else torch.ones(shape)
-        # On the device itself: billions of numbers take the host's generator a minute.
+        # The device makes the numbers: the host's generator takes a minute for billions of them.
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         weight = torch.empty(shape, dtype=dtype, device=device)
         return weight.normal_(0.0, shape[-1] ** -0.5, generator=generator)

@@ -1,1 +1,1 @@
-"""From a plan to sampled tokens: the tensors of a step, the cache's storage, the sampler."""
+"""Executing a plan: the tensors of a step, the KV cache's storage, and the sampler."""

@@ -1,12 +1,12 @@
-"""The memory of a step on a device: fixed addresses, filled by one copy.
+"""Buffers for a step's numbers on a device, at fixed addresses and filled by one copy.
 
-`StepLayout` says where in a buffer of 32-bit words each column of a step lies; the same offsets
-hold on the host (pinned, two halves in turn, so that one is written while the other is still being
-copied) and on the device, whose addresses a CUDA graph can therefore hold. What has no fixed
-length, the attention's items, lies last: a step copies no more words than it uses.
+`StepLayout` says where each column of a step lies in a buffer of 32-bit words. The offsets are the
+same on the host and on the device. The device buffer keeps its address, so a CUDA graph can hold
+it. The host has two pinned buffers: one is written while the other is still being copied.
+Attention items, whose number varies, come last, so a step copies only the words that it uses.
 
-`TableRows` keeps page tables on the device: a sequence has a row of them for its life, and only
-pages that have changed are sent.
+`TableRows` keeps page tables on the device. A running sequence keeps its row, and only changed
+pages are sent.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ from torch import Tensor
 from infer.schedule.sequence import Sequence, Status
 
 _ALIGNMENT = 32
-"""words that a column begins at a multiple of: the cache line of a GPU"""
+"""Alignment of a column in 32-bit words: the cache line of a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Numbers of one kind in a step's buffer."""
+    """One array in a step's buffer."""
 
     name: str
+    """Name of the column."""
     begin: int
-    """first 32-bit word"""
+    """Index of the column's first 32-bit word."""
     shape: tuple[int, ...]
+    """Shape of the array."""
     kind: str
-    """int32, int64 or float32"""
+    """Dtype of the array: int32, int64 or float32."""
 
     @property
     def num_words(self) -> int:
-        """32-bit words that it takes."""
+        """The column's size in 32-bit words."""
         return int(np.prod(self.shape)) * (2 if self.kind == "int64" else 1)
 
     def of_host(self, words: np.ndarray) -> np.ndarray:
-        """Its part of a buffer on the host."""
+        """The column as a view of a host buffer."""
         part = words[self.begin : self.begin + self.num_words]
         return part.view(self.kind).reshape(self.shape)
 
     def of_device(self, words: Tensor) -> Tensor:
-        """Its part of a buffer on the device."""
+        """The column as a view of a device buffer."""
         part = words[self.begin : self.begin + self.num_words]
         return part.view(getattr(torch, self.kind)).view(self.shape)
 
 
 class StepLayout:
-    """The columns of steps of at most so many tokens, sampled rows, page updates and items."""
+    """The columns of a step's buffer, for steps up to a certain size."""
 
     def __init__(
         self,
@@ -62,7 +64,11 @@ class StepLayout:
         items: Seq[tuple[int, int]],
         num_fields: int,
     ) -> None:
-        """`items`: for each window of the attention, short and long items at most."""
+        """The arguments are the maxima of a step.
+
+        `num_updates`: changed entries of page tables. `items`: for each attention window (short
+        items, long items). `num_fields`: fields of an item.
+        """
         self.num_tokens, self.num_rows, self.num_updates = num_tokens, num_rows, num_updates
         self.columns: dict[str, Column] = {}
         self.num_words = 0
@@ -91,15 +97,15 @@ class StepLayout:
         self.num_words += -(-column.num_words // _ALIGNMENT) * _ALIGNMENT
 
     def host(self, words: np.ndarray) -> dict[str, np.ndarray]:
-        """The columns in a buffer on the host."""
+        """The columns by name, as views of a host buffer."""
         return {name: column.of_host(words) for name, column in self.columns.items()}
 
     def device(self, words: Tensor) -> dict[str, Tensor]:
-        """The columns in a buffer on the device."""
+        """The columns by name, as views of a device buffer."""
         return {name: column.of_device(words) for name, column in self.columns.items()}
 
     def used_words(self, items: Seq[tuple[int, int]]) -> int:
-        """Words from the beginning of the buffer that matter in a step with so many items."""
+        """The number of words, from the buffer's beginning, that a step with these items uses."""
         end = self.columns["short_0"].begin
         for window, counts in enumerate(items):
             for name, count in zip((f"short_{window}", f"long_{window}"), counts, strict=True):
@@ -110,16 +116,17 @@ class StepLayout:
 
 
 class StepBuffers:
-    """Two halves on the host, one buffer on the device, and the results' way back."""
+    """Two host buffers in turn, one device buffer, and the buffers for a step's results."""
 
     def __init__(self, num_words: int, num_rows: int, device: torch.device) -> None:
+        """`num_words`: of the largest `StepLayout`. `num_rows`: maximum of sampled rows."""
         pinned = device.type == "cuda"
         self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
         self._halves = [
             torch.zeros(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
         self._views = [half.numpy() for half in self._halves]
-        # Tokens of a step's rows, then their flags.
+        # The tokens of the sampled rows, then their flags.
         self.results = torch.zeros(2 * num_rows, dtype=torch.int32, device=device)
         self._landings = [
             torch.zeros(2 * num_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
@@ -129,8 +136,11 @@ class StepBuffers:
         self._devices: dict[int, dict[str, Tensor]] = {}
 
     def next_half(self, layout: StepLayout) -> dict[str, np.ndarray]:
-        """The columns of the half to write the next step in. It was copied two steps ago, and that
-        step's results have been waited for since."""
+        """The columns of the other host buffer, for the next step.
+
+        That buffer was copied two steps ago. The results of that step have been waited for, so the
+        copy is complete.
+        """
         self._turn ^= 1
         key = (self._turn, id(layout))
         if key not in self._hosts:
@@ -138,51 +148,56 @@ class StepBuffers:
         return self._hosts[key]
 
     def on_device(self, layout: StepLayout) -> dict[str, Tensor]:
-        """The columns on the device."""
+        """The columns of the device buffer."""
         if id(layout) not in self._devices:
             self._devices[id(layout)] = layout.device(self.words)
         return self._devices[id(layout)]
 
     def send(self, num_words: int) -> None:
-        """Copy the beginning of the half to the device; does not wait."""
+        """Copy the first `num_words` words of the host buffer to the device, without waiting."""
         half = self._halves[self._turn]
         self.words[:num_words].copy_(half[:num_words], non_blocking=True)
 
     def fetch(self, num_rows: int) -> np.ndarray:
-        """Copy the results of so many rows back; [2, rows] that are there after the copy."""
+        """Copy the results of `num_rows` rows to the host, without waiting.
+
+        The result [2, num_rows], tokens and flags, is valid once the copy is complete.
+        """
         landing = self._landings[self._turn][: 2 * num_rows]
         landing.copy_(self.results[: 2 * num_rows], non_blocking=True)
         return landing.numpy().reshape(2, num_rows)
 
 
 class TableRows:
-    """Page tables on the device, [rows, P] int32; who has which row, and what is written there."""
+    """Page tables on the device, [rows, P] int32, and the assignment of rows to sequences."""
 
     def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
-        """`num_pages`: of the longest sequence. There must be more rows than sequences in two
-        steps together."""
+        """`num_rows` must exceed the number of sequences in two consecutive steps.
+
+        `num_pages`: the number of pages of the longest sequence.
+        """
         self.width = -(-num_pages // 4) * 4
         self.tables = torch.zeros((num_rows, self.width), dtype=torch.int32, device=device)
         self.mirror = np.zeros((num_rows, self.width), np.int32)
-        """the same on the host"""
+        """Copy of `tables` on the host, [rows, P] int32."""
         self._owners: list[Sequence | None] = [None] * num_rows
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows))
         self._written: list[list[int]] = [[] for _ in range(num_rows)]
 
     def row(self, sequence: Sequence) -> int:
-        """The row of a sequence, which it keeps."""
+        """The row of a sequence, which keeps it while it is running."""
         row = self._row_of.get(id(sequence))
         if row is None:
             if not self._free:
-                self._sweep()
+                self._free_unused_rows()
             row = self._free.pop()
             self._row_of[id(sequence)] = row
             self._owners[row] = sequence
         return row
 
-    def _sweep(self) -> None:
-        """Take back the rows of those who are not running any more."""
+    def _free_unused_rows(self) -> None:
+        """Free the rows of sequences that are not running any more."""
         for row, owner in enumerate(self._owners):
             if owner is not None and owner.status is not Status.RUNNING:
                 del self._row_of[id(owner)]
@@ -190,7 +205,10 @@ class TableRows:
                 self._free.append(row)
 
     def changes(self, row: int, pages: list[int]) -> tuple[list[int], list[int]]:
-        """Places in the flattened tables to write, and the pages for them; noted as written."""
+        """(indices into the flattened tables, page numbers) to write for this row to hold `pages`.
+
+        The changes are recorded as written, so the caller must write them.
+        """
         written = self._written[row]
         if written == pages:
             return [], []

@@ -1,4 +1,4 @@
-"""torch's errors in the terms of the engine core. Used by the runners."""
+"""Translating torch's errors to those that the engine core handles; the runners use it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from infer.errors import DeviceLostError
 
 
 def translated(error: RuntimeError) -> Exception:
-    """torch's error in the core's terms: `MemoryError`, `DeviceLostError`, or as it is."""
+    """The error that the engine core handles: `MemoryError`, `DeviceLostError`, or `error`."""
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return MemoryError(str(error))
     if isinstance(error, torch.AcceleratorError):

@@ -1,13 +1,14 @@
 """`DeviceRunner`: executes plans on a GPU, one step ahead of the host.
 
-`launch` writes a step into buffers at fixed addresses, sends them with one copy, and has the work
-done: by a CUDA graph if the step has one of the captured sizes, else launch by launch. The host
-waits once a step, for the copy of the sampled tokens, and only when somebody asks for them.
+`launch` writes a step into buffers at fixed addresses, sends them with one copy and starts the
+computation: by replaying a CUDA graph if the step's size has been captured, otherwise kernel by
+kernel. The host waits once per step, for the copy of the sampled tokens, and only when the results
+are requested.
 
-Tokens that the host does not know yet are read on the device, from what the launch before has
-sampled. Rows that need more than temperature, top-k, top-p and min-p (log-probabilities, biases,
-penalties, grammars) are sampled by `runner.sampler` from the same logits; such a step is waited
-for when it is launched.
+The device reads tokens that the host does not know yet from the results of the previous step.
+`runner.sampler` samples the rows that need more than temperature, top-k, top-p and min-p
+(log-probabilities, biases, penalties, grammars) from the same logits. A step with such rows is
+waited for when it is launched.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _event() -> torch.cuda.Event:
 
 
 class DeviceFlight:
-    """A launched step."""
+    """A step that has been launched."""
 
     def __init__(
         self,
@@ -57,16 +58,18 @@ class DeviceFlight:
         special: dict[int, Sampled],
         events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
     ) -> None:
-        """`landing` [2, ≥ num_rows]: tokens and flags, once the second event has come; `special`:
-        results of rows that are known already."""
+        """`landing` [2, ≥ num_rows]: host buffer of tokens and flags, valid after the second event.
+
+        `special`: the results, by row, that are known already.
+        """
         self._landing = landing
         self._num_rows = num_rows
         self._special = special
         self.events = events
-        """on the device: before the step, and after the copy of its results"""
+        """Device events before the step and after the copy of its results; None on a CPU."""
 
     def results(self) -> list[Sampled]:
-        """Wait for the step: one result per chunk that samples."""
+        """Wait for the step; one result per chunk that samples, in the plan's order."""
         if self.events is not None:
             try:
                 self.events[1].synchronize()
@@ -81,12 +84,12 @@ class DeviceFlight:
         return results
 
     def elapsed_ms(self) -> float | None:
-        """Milliseconds of the device, after `results`."""
+        """The step's time on the device in milliseconds, known after `results`; None on a CPU."""
         return None if self.events is None else self.events[0].elapsed_time(self.events[1])
 
 
 class DeviceRunner:
-    """See the module's docstring."""
+    """The runner for GPUs. See the module's docstring."""
 
     def __init__(
         self,
@@ -102,9 +105,12 @@ class DeviceRunner:
         capture: Capture[Tensor | None],
         sizes: Iterable[int] | None = None,
     ) -> None:
-        """`caches`: the backend's keys and values, each [pages, page_size, G, D]. A step has at
-        most `max_tokens` tokens of `max_sequences` sequences. `capture`: how work is recorded.
-        `sizes`: numbers of rows that steps are padded to; None = all of `step_sizes`."""
+        """`caches`: the backend's keys and values, each [pages, page_size, G, D].
+
+        A step has at most `max_tokens` tokens of at most `max_sequences` sequences. `capture`
+        records work for replay. `sizes`: the numbers of rows to which steps are padded; None: those
+        of `step_sizes`. `ValueError` if no size has room for the largest step.
+        """
         self.model, self.backend, self.device, self.caches = model, backend, device, caches
         self._restrictions = restrictions
         self._page_size = caches[0].shape[1]
@@ -134,13 +140,15 @@ class DeviceRunner:
 
     @property
     def num_graphs(self) -> int:
-        """Sizes that have been captured."""
+        """The number of step sizes that have been captured."""
         return len(self._graphs)
 
     def rehearse(self, num_sequences: int, num_tokens: int) -> None:
-        """Compute a step of so many sequences with so many tokens each, of no request: what is
-        compiled, captured and allocated at the first step of a size is then there. It writes into
-        the first pages of the cache."""
+        """Execute a step of `num_sequences` made-up sequences of `num_tokens` tokens each.
+
+        The first step of a size compiles kernels, captures a graph and allocates memory; a
+        rehearsal does this before the first request. It overwrites the first pages of the cache.
+        """
         table = list(range(1, 1 + -(-num_tokens // self._page_size)))
         assert len(table) < self.caches[0].shape[0], "the cache is too small to rehearse"
         plan = []
@@ -152,14 +160,15 @@ class DeviceRunner:
         self.execute(tuple(plan))
 
     def execute(self, plan: Plan) -> list[Sampled]:
-        """Compute every chunk and wait for it; one result per chunk that samples."""
+        """Compute every chunk and wait; one result per chunk that samples, in the plan's order."""
         return self.launch(plan).results()
 
     def launch(self, plan: Plan) -> DeviceFlight:
-        """Begin to compute every chunk.
+        """Start computing every chunk.
 
-        Raises `MemoryError` if there is not enough memory for it, `DeviceLostError` if the device
-        has failed."""
+        Raises `MemoryError` if the step does not fit into memory, and `DeviceLostError` if the
+        device has failed.
+        """
         try:
             with torch.inference_mode():
                 return self._launch(plan)
@@ -192,7 +201,7 @@ class DeviceRunner:
         def compute() -> Tensor | None:
             hidden = self._forward(tensors, decode=decode, has_long=has_long)
             logits = self._sample(hidden, tensors, decode=decode)
-            # Nobody else looks at them: their memory is the next graph's, too.
+            # Only special rows need the logits later. Otherwise other graphs reuse their memory.
             return logits if is_special else None
 
         if wants_scores:
@@ -226,14 +235,14 @@ class DeviceRunner:
         return layout
 
     def _choose(self, num_tokens: int, num_sampled: int, decode: bool) -> StepLayout:
-        """Where a step is written."""
+        """The buffer layout to which a step is padded."""
         if decode:
             rows = padded(num_tokens, self._row_sizes)
             assert rows is not None, "more sequences than seats"
             return self._layout(rows, rows)
         tokens = padded(num_tokens, self._token_sizes)
         assert tokens is not None, "more tokens than a step may have"
-        # Few numbers of rows, since each of them is a graph for each number of tokens.
+        # Each pair (tokens, rows) is a graph of its own, so there are few numbers of rows.
         rows = padded(num_sampled, self._mixed_rows)
         assert rows is not None, "more sequences than seats"
         return self._layout(tokens, rows)
@@ -258,7 +267,7 @@ class DeviceRunner:
         return self.model.forward(ids, tensors["positions"], self.backend)
 
     def _sample(self, hidden: Tensor, tensors: dict[str, Tensor], *, decode: bool) -> Tensor:
-        """Sample every row; the logits of the rows."""
+        """Sample every row; returns the rows' logits [R, V]."""
         if not decode:
             hidden = hidden.index_select(0, tensors["sampled_rows"])
         logits = self.model.logits(hidden)
@@ -284,7 +293,10 @@ class DeviceRunner:
         logits: Tensor,
         restricting: Masks | None,
     ) -> dict[int, Sampled]:
-        """Results of the rows that the kernels cannot sample; if there are any, this waits."""
+        """The results, by row, that the kernels cannot sample; waits for the step if there are any.
+
+        `logits` [R, V] are those of the sequences `sampling` [R].
+        """
         rows = [row for row, sequence in enumerate(sampling) if not is_plain(sequence)]
         if not rows:
             return {}

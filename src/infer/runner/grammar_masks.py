@@ -1,11 +1,11 @@
-"""`Restrictions`: for the sequences of a step that have a grammar, which tokens may be next.
+"""`Restrictions`: which tokens a grammar allows next, for the sequences of a step that have one.
 
-Worked out in two threads while the model computes: llguidance lets go of the interpreter. One
-compiles; the other makes masks. A step waits for masks, but not for long: where one needs more time
-than others should wait, its sequence sits out steps until it is there, and from then on its masks
-are made beside the compiling. What a sequence may say depends on its tokens alone, so preemption,
-company, a step that is executed again and another engine that goes on with it change nothing. Used
-by the runners.
+Two threads work while the model computes, since llguidance releases the interpreter lock. One
+compiles grammars and the other makes masks. A step waits for masks only briefly. If a mask takes
+longer, its sequence skips steps until the mask is complete. While a sequence's masks are slow, the
+compiling thread makes them. The allowed tokens depend only on the sequence's own tokens. So they
+are the same after preemption, in any batch, in a repeated step, and in another engine that
+continues the request. The runners use this module.
 """
 
 from __future__ import annotations
@@ -34,101 +34,113 @@ log = logging.getLogger(__name__)
 
 FAILED = "the grammar of this request could not be followed any further"
 MASKS_S = 0.05
-"""how long a step waits for masks"""
+"""Maximum time that a step waits for masks, in seconds."""
 SLOW_S = 0.01
-"""of computing for one mask, from which on its sequence is slow"""
+"""CPU time of a mask, in seconds, above which its sequence counts as slow."""
 OTHERS_S = 0.003
-"""how long those who are not slow wait for those who are, or whose first mask is not there yet"""
+"""Maximum time that a step waits for the masks of slow or new sequences, in seconds."""
 _NICE = 5
 _Mask = Tensor | None
 
 
 @dataclass(slots=True, eq=False)
-class _Following:
-    """How a sequence follows its grammar; in `Sequence.constraint`."""
+class _GrammarState:
+    """The state of a sequence's grammar, kept in `Sequence.constraint`."""
 
     constraint: Future[Constraint]
+    """The compiled grammar."""
     is_slow: bool = True
-    """as its last mask was; until there is one it may be anything"""
+    """Whether the last mask was slow; True until there is a first one."""
     begun: Future[_Mask] | None = None
-    """the mask that no step has used: it came late, or the step failed; the tokens are the same"""
+    """Mask that no step has used, because it was late or the step failed.
+
+    It stays valid because the sequence's tokens have not changed.
+    """
 
     @property
     def is_quick(self) -> bool:
-        """Whether its mask is worth waiting for."""
+        """Whether the grammar is compiled and the last mask was not slow."""
         return self.constraint.done() and not self.is_slow
 
 
 class Masks:
-    """Those of one step, on their way: by request id [V] bool on the CPU, the tokens that are
-    forbidden, or None where the grammar has failed."""
+    """The masks of one step, which are still being made.
 
-    def __init__(self, masks: Mapping[str, tuple[_Following, Future[_Mask]]], alone: bool) -> None:
-        """`alone`: nobody in the step would wait for nothing."""
+    A mask is [V] bool on the CPU and True for forbidden tokens; None if the grammar has failed.
+    """
+
+    def __init__(
+        self, masks: Mapping[str, tuple[_GrammarState, Future[_Mask]]], alone: bool
+    ) -> None:
+        """`masks` by request id. `alone`: no sequence of the step could go on without waiting."""
         self._masks = masks
         now_s = time.monotonic()
         self._until_s = {
-            name: now_s + (MASKS_S if alone or following.is_quick else OTHERS_S)
-            for name, (following, _) in masks.items()
+            name: now_s + (MASKS_S if alone or state.is_quick else OTHERS_S)
+            for name, (state, _) in masks.items()
         }
 
     def result(self) -> dict[str, _Mask]:
-        """All of them, however long it takes."""
-        for following, mask in self._masks.values():
+        """All masks by request id; waits as long as it takes."""
+        for state, mask in self._masks.values():
             wait_for([mask])
-            following.begun = None
+            state.begun = None
         return {name: mask.result() for name, (_, mask) in self._masks.items()}
 
     def in_time(self) -> tuple[dict[str, _Mask], set[str]]:
-        """(those that came in time, request ids of the others)"""
+        """(masks that are complete in time, by request id; request ids of the others)"""
         found: dict[str, _Mask] = {}
         late: set[str] = set()
-        for name, (following, mask) in self._masks.items():
+        for name, (state, mask) in self._masks.items():
             left_s = self._until_s[name] - time.monotonic()
             if not mask.done() and left_s > 0:
                 wait_for([mask], left_s)
             if mask.done():
                 found[name] = mask.result()
-                following.begun = None
+                state.begun = None
             else:
                 late.add(name)
         return found, late
 
 
 class Restrictions:
-    """See the module's docstring."""
+    """The token masks of all sequences that have a grammar. See the module's docstring."""
 
     def __init__(self, compiler: Callable[[], Compiler]) -> None:
-        """`compiler` is called at once, in the thread; large vocabularies take it a second."""
+        """`compiler` makes the compiler; it is called at once in the compiling thread.
+
+        For a large vocabulary that takes about a second.
+        """
         self._compiling = compiling_thread("infer-grammar")
-        self._compiling.submit(_give_way)
+        self._compiling.submit(_lower_priority)
         self._masking = compiling_thread("infer-masks")
         self._compiler = self._compiling.submit(compiler)
 
     def begin(self, plan: Plan) -> Masks | None:
-        """Start on a step; None if nobody who samples in it has a grammar."""
+        """Start making the masks of a step; None if no sequence of the step has a grammar."""
         chunks = [chunk for chunk in plan if chunk.sequence.request.sampling.grammar is not None]
         if not chunks:
             return None
-        masks: dict[str, tuple[_Following, Future[_Mask]]] = {}
+        masks: dict[str, tuple[_GrammarState, Future[_Mask]]] = {}
         for chunk in chunks:
             sequence = chunk.sequence
-            following = self._following(sequence)  # those who do not sample yet are compiled
+            # Compiling starts now, even if the sequence does not sample yet.
+            state = self._state_of(sequence)
             if chunk.samples:
-                mask = following.begun or self._begin_mask(sequence, following)
-                following.begun = mask
-                masks[sequence.request_id] = (following, mask)
+                mask = state.begun or self._begin_mask(sequence, state)
+                state.begun = mask
+                masks[sequence.request_id] = (state, mask)
         alone = len(chunks) == len(plan) and not any(each.is_quick for each, _ in masks.values())
         return Masks(masks, alone)
 
-    def _following(self, sequence: Sequence) -> _Following:
-        following = sequence.constraint
-        if not isinstance(following, _Following):
+    def _state_of(self, sequence: Sequence) -> _GrammarState:
+        state = sequence.constraint
+        if not isinstance(state, _GrammarState):
             grammar = sequence.request.sampling.grammar
             assert isinstance(grammar, Grammar)
             compiled = self._compiling.submit(self._compile, grammar, sequence.request)
-            sequence.constraint = following = _Following(compiled)
-        return following
+            sequence.constraint = state = _GrammarState(compiled)
+        return state
 
     def _compile(self, grammar: Grammar, request: Request) -> Constraint:
         compiler = self._compiler.result()
@@ -137,20 +149,20 @@ class Restrictions:
             return constraint
         return BehindThoughts(constraint, compiler.token_bytes(), *request.thoughts)
 
-    def _begin_mask(self, sequence: Sequence, following: _Following) -> Future[_Mask]:
-        # Its list may go on while the mask is being made.
+    def _begin_mask(self, sequence: Sequence, state: _GrammarState) -> Future[_Mask]:
+        # A copy: the sequence's own list may grow while the mask is being made.
         tokens = sequence.tokens[sequence.num_prompt :]
-        thread = self._masking if following.is_quick else self._compiling
-        return thread.submit(self._mask, sequence.request_id, following, tokens)
+        thread = self._masking if state.is_quick else self._compiling
+        return thread.submit(self._mask, sequence.request_id, state, tokens)
 
     @staticmethod
-    def _mask(request_id: str, following: _Following, tokens: list[int]) -> _Mask:
+    def _mask(request_id: str, state: _GrammarState, tokens: list[int]) -> _Mask:
         try:
-            constraint = following.constraint.result()
+            constraint = state.constraint.result()
             started_s = time.thread_time()
             constraint.follow(tokens)
             mask = torch.from_numpy(constraint.forbidden())
-            following.is_slow = time.thread_time() - started_s > SLOW_S
+            state.is_slow = time.thread_time() - started_s > SLOW_S
         except Exception:
             log.warning("request %s: its grammar fails", request_id, exc_info=True)
             return None
@@ -163,23 +175,26 @@ class Restrictions:
         forbidden: Mapping[str, _Mask],
         late: Seq[str] | set[str] = (),
     ) -> list[Sampled]:
-        """The sampled tokens, with those marked that complete what a grammar wants; `late` are
-        requests whose masks have not come, and which have none."""
-        settled = list(sampled)
+        """The results of a step, with `completes` set where a token completes its grammar's text.
+
+        A sequence in `late`, whose mask was not complete in time, gets a result with `is_late`; one
+        whose grammar has failed gets an error.
+        """
+        results = list(sampled)
         for row, (sequence, result) in enumerate(zip(sequences, sampled, strict=True)):
-            name, following = sequence.request_id, sequence.constraint
+            name, state = sequence.request_id, sequence.constraint
             if name in late:
-                settled[row] = Sampled(0, is_late=True)
+                results[row] = Sampled(0, is_late=True)
             elif name not in forbidden or result.error:
                 continue
-            elif forbidden[name] is None or not isinstance(following, _Following):
-                settled[row] = Sampled(0, error=FAILED, is_refused=True)
-            elif following.constraint.result().take(result.token_id):
-                settled[row] = replace(result, completes=True)
-        return settled
+            elif forbidden[name] is None or not isinstance(state, _GrammarState):
+                results[row] = Sampled(0, error=FAILED, is_refused=True)
+            elif state.constraint.result().take(result.token_id):
+                results[row] = replace(result, completes=True)
+        return results
 
 
-def _give_way() -> None:
-    """Compiling is less urgent than steps are."""
+def _lower_priority() -> None:
+    """Lower this thread's priority, so that compiling does not delay steps."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,8 +1,9 @@
-"""`Graphs`: the same work on the same memory is captured once and replayed afterwards.
+"""`Graphs`: captured CUDA graphs by step size, and the sizes to which steps are padded.
 
-A step has hundreds of launches, and launching them one by one takes longer than computing them. A
-graph holds them with their addresses, so it can be replayed for every step of the same sizes: the
-numbers of a step are in its buffers. Sizes are few: steps are padded to the next one.
+A step has hundreds of kernel launches, and launching them one by one takes longer than computing
+them. A graph holds the launches with their memory addresses. The numbers of a step are in buffers
+at fixed addresses, so a graph can be replayed for every step of the same size. Steps are padded to
+a few sizes.
 """
 
 from __future__ import annotations
@@ -15,41 +16,45 @@ import torch
 
 Result = TypeVar("Result")
 Capture = Callable[[Callable[[], Result]], Callable[[], Result]]
-"""of some work: what does it again, on the same memory, with the same result object"""
+"""Function that records work and returns its replay.
+
+A replay does the work again on the same memory and returns the same result object.
+"""
 
 ROWS = (1, 2, 4, 8, *range(16, 257, 16))
-"""rows of a step in which every sequence has one token"""
+"""Sizes, in rows, of steps in which every sequence has one token."""
 MIXED_TOKENS = (16, 32, 64, 128)
-"""tokens of other steps, below the first multiple of `TOKEN_STEP`"""
+"""Sizes of other steps, in tokens, below `TOKEN_STEP`."""
 TOKEN_STEP = 256
+"""Larger sizes of other steps are the multiples of this number of tokens."""
 MIXED_ROWS = (8, 64)
-"""rows that are sampled in other steps, below the largest number"""
+"""Numbers of sampled rows of other steps, below the maximum."""
 
 
 def row_sizes(max_sequences: int) -> tuple[int, ...]:
-    """Rows that a step of single tokens is padded to."""
+    """The sizes, in rows, to which steps are padded in which every sequence has one token."""
     return (*(rows for rows in ROWS if rows < max_sequences), max_sequences)
 
 
 def token_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Tokens that any other step is padded to."""
+    """The sizes, in tokens, to which other steps are padded."""
     largest = -(-max_tokens // TOKEN_STEP) * TOKEN_STEP
     return tuple(sorted({*MIXED_TOKENS, *range(TOKEN_STEP, largest + 1, TOKEN_STEP)}))
 
 
 def step_sizes(max_tokens: int, max_sequences: int) -> list[int]:
-    """All numbers of rows that products have in steps of at most so many tokens and sequences."""
+    """The numbers of rows that matrix products can have, in steps up to this size."""
     return sorted({*row_sizes(max_sequences), *token_sizes(max_tokens)})
 
 
 def padded(count: int, sizes: tuple[int, ...]) -> int | None:
-    """The smallest of the sizes that has room; None if none has."""
+    """The smallest of the sorted `sizes` that is at least `count`; None if there is none."""
     place = bisect_left(sizes, count)
     return sizes[place] if place < len(sizes) else None
 
 
 class Graphs(Generic[Result]):
-    """See the module's docstring."""
+    """Captured work by key. See the module's docstring."""
 
     def __init__(self, capture: Capture[Result]) -> None:
         self._capture = capture
@@ -59,24 +64,29 @@ class Graphs(Generic[Result]):
         return len(self._replays)
 
     def run(self, key: Hashable, compute: Callable[[], Result]) -> Result:
-        """Do the work for this key: the first time as it is, then captured for later times."""
+        """Do the work of this key. The first call runs `compute` and captures it for later calls.
+
+        `compute` must do the same work on the same memory in every call with this key.
+        """
         replay = self._replays.get(key)
         if replay is not None:
             return replay()
-        result = compute()  # compiles, and makes what libraries make when they are first used
+        result = compute()  # compiles kernels and initialises libraries, which a capture cannot
         self._replays[key] = self._capture(compute)
         return result
 
 
 class CudaCapture(Generic[Result]):
-    """A `Capture` for CUDA. All graphs share one pool of memory: a result is good until the next
-    replay of any of them."""
+    """A `Capture` for CUDA.
+
+    All graphs share one memory pool, so a result is valid until the next replay of any graph.
+    """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Result]) -> Callable[[], Result]:
-        """Record what `compute` launches; nothing may be in flight."""
+        """Record the launches of `compute`, after waiting for all work on the device."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):

@@ -1,9 +1,10 @@
-"""`KVStorage`: the tensors behind the page numbers.
+"""`KVStorage`: the tensors of the KV cache.
 
-Per layer one tensor of keys and one of values, [pages, page_size, G, D], or in int8 with 4 bytes
-more a head, for its scale, in the attention kernel's own order. Who may use which page is
-the allocator's business (`cache/`); the two share nothing but the numbers. Page 0 is scrap: padding
-reads and writes it, and it starts as zeros so that whatever is masked out is at least finite.
+Each layer has one tensor of keys and one of values, [pages, page_size, G, D]. In int8 a head has 4
+more bytes for its scale, and the attention kernel defines the order of the bytes.
+`schedule.page_allocator` decides which sequence may use which page; it and the storage share only
+the page numbers. Page 0 belongs to no sequence: padding reads and writes it. It starts as zeros, so
+that masked values are finite.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from infer.models.model_config import ModelConfig
 from infer.threads import BackgroundThread
 
 PREPARED_BYTES = 1 << 30
-"""of a cache, in the order in which pages are first used, asked of the operating system beforehand
-(on a CPU): 2 MiB that are met for the first time cost a millisecond, which doubled the time of
-prefill's attention."""
-_CHUNK_BYTES = 2 << 20  # of one tensor: a huge page
+"""Size of the part of a cache on a CPU that is allocated before its first use, in bytes.
+
+It is the part whose pages are used first. The operating system takes a millisecond for the first
+access to 2 MiB, which doubled the time of attention in prefill.
+"""
+_CHUNK_BYTES = 2 << 20  # a huge page
 
 
 class KVStorage:
-    """See the module's docstring."""
+    """The keys and values of all layers. See the module's docstring."""
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class KVStorage:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`num_pages` counts page 0."""
+        """`num_pages` includes page 0. `page_size`: cells of a page."""
         width = cell_bytes(config.head_dim, dtype) // dtype.itemsize
         shape = (num_pages, page_size, config.num_kv_heads, width)
         layers = range(config.num_layers)
@@ -57,8 +60,8 @@ class KVStorage:
 
 
 def _prepare(tensors: Sequence[ref[Tensor]], stopping: threading.Event) -> None:
-    """Ask for the first memory of each tensor, chunk by chunk, until nobody holds them any more."""
-    # Of this thread alone: it must not take a core from the first request.
+    """Allocate the first memory of each tensor in chunks, until a tensor is freed or `stopping`."""
+    # This thread gets the lowest priority, so that it takes no core from the first request.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     for first in range(0, PREPARED_BYTES // len(tensors), _CHUNK_BYTES):
         for each in tensors:

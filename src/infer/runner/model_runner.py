@@ -1,8 +1,8 @@
 """`ModelRunner`: executes a plan with a model, an attention backend and the sampler.
 
-pack → backend.plan → model.forward → logits of the sampled rows → sample. The engine core's
-`Runner` for real models; it keeps no state between steps but the KV storage and what `Packer`
-compares with the plan before it uses it.
+The steps are: pack → backend.plan → model.forward → logits of the sampled rows → sample. The engine
+core uses it on CPUs, and on GPUs where the Triton kernels cannot run. It keeps no state between
+steps except the KV storage and the packer's page tables, which are compared with each plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infer.schedule.sequence import Plan, Sampled
 
 
 class ModelRunner:
-    """See the module's docstring."""
+    """The runner for any device. See the module's docstring."""
 
     def __init__(
         self,
@@ -34,7 +34,10 @@ class ModelRunner:
         device: torch.device,
         sampler: Sampler = sample,
     ) -> None:
-        """`caches`: the backend's keys and values, each [pages, page_size, G, D]."""
+        """`caches`: the backend's keys and values, each [pages, page_size, G, D].
+
+        `sampler`: the function that samples, in place of `runner.sampler.sample`.
+        """
         self.model = model
         self.backend = backend
         self.device = device
@@ -46,7 +49,8 @@ class ModelRunner:
     def execute(self, plan: Plan) -> list[Sampled]:
         """Compute every chunk; one result per chunk that samples, in the plan's order.
 
-        Raises `MemoryError` if there was not enough memory for it."""
+        Raises `MemoryError` if the step does not fit into memory.
+        """
         try:
             return self._execute(plan)
         except RuntimeError as error:

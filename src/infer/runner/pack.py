@@ -1,10 +1,10 @@
-"""`Packer`: a plan becomes tensors.
+"""`Packer`: converts a plan to tensors.
 
-The chunks of a step are laid one after the other on one token axis, whatever their lengths: no
-padding, no phase. Called once per step by the model runner; the only place where `Sequence`s are
-read on the tensor side. Host-side numbers are gathered in lists and copied in one go. Page tables
-stay in memory from step to step, and a row is written again when its sequence's pages are others:
-what is packed is a function of the plan alone, what it costs is not one of the context.
+The chunks of a step, whatever their lengths, follow one another on one token axis without padding.
+The model runner packs once per step. Only this module reads `Sequence`s to make the model's inputs
+on a CPU. Numbers are collected in lists and copied together. Page tables stay in memory between
+steps, and a row is rewritten only when its pages have changed. So the result depends on the plan
+alone, and the cost of packing does not grow with the context.
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ class PackedStep:
     """The tensors of one step."""
 
     tokens: Tensor
-    """[T] int64"""
+    """Token ids, [T] int64."""
     positions: Tensor
-    """[T] int64"""
+    """Positions of the tokens in their sequences, [T] int64."""
     layout: BatchLayout
+    """Layout of the step for attention."""
     sampled_rows: list[int]
-    """[R] rows of the T tokens whose hidden states are sampled from"""
+    """Rows, among the T tokens, from whose hidden states a token is sampled; [R]."""
     sampled: list[Sequence]
-    """[R] the sequences they belong to"""
+    """Sequences of the sampled rows, [R]."""
 
 
 class Packer:
-    """See the module's docstring."""
+    """Converts plans to tensors. See the module's docstring."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         self._page_size = page_size
         self._device = device
         self._tables = torch.zeros((0, 0), dtype=torch.int64)
         self._written: list[list[int]] = []
-        """the pages that are in the rows of `_tables`"""
+        """Page numbers in each row of `_tables`."""
 
     def pack(self, plan: Plan) -> PackedStep:
-        """Lay the chunks of a plan along the token axis. The next call ends the step's tensors."""
+        """The tensors of a plan. The next call reuses their memory."""
         page_size = self._page_size
         tokens: list[int] = []
         positions: list[int] = []
@@ -91,7 +92,7 @@ class Packer:
         height, width = len(tables), max(map(len, tables))
         if height > self._tables.shape[0] or width > self._tables.shape[1]:
             height, width = max(height, self._tables.shape[0]), max(width, self._tables.shape[1])
-            # Half as much again, so that growing tokens by token is rare.
+            # Room for half as much again, so that the tables rarely grow.
             self._tables = torch.zeros((height * 3 // 2, width * 3 // 2), dtype=torch.int64)
             self._written = [[]] * len(self._tables)
         rows = None

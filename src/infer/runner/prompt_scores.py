@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, for requests that want them. Used by the runners."""
+"""Log-probabilities of prompt tokens, for requests that ask for them; the runners use it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from infer.runner.sampler import score
 from infer.schedule.sequence import Plan
 
 _SCORED_ROWS = 64
-"""rows of logits that exist at the same time"""
+"""Number of rows of logits that are in memory at a time."""
 
 
 def score_prompts(plan: Plan, hidden: Tensor, model: Model) -> None:
-    """Log-probabilities of prompts whose requests want them, from the hidden states [T, E] of a
-    step; a few rows of logits at a time."""
+    """Compute the log-probabilities of prompt tokens from the hidden states [T, E] of a step.
+
+    They are stored in `Sequence.prompt_scores` of the sequences whose requests ask for them.
+    """
     begin = 0
     for chunk in plan:
         sequence, start = chunk.sequence, chunk.start

@@ -1,15 +1,15 @@
-"""`sample`: logits → tokens and log-probabilities.
+"""`sample`: logits become tokens and log-probabilities.
 
-The order, stated once: logit bias and penalties → what is not allowed (minimum length, bad words,
-allowed ids, grammar) → temperature → top-k → top-p and min-p → draw.
-Log-probabilities come from the raw logits. A step that is the same for no row is skipped, so an
-all-greedy step is one argmax. Ranks are by value, among equals by id, the lowest first.
+The order of operations is: logit bias and penalties → forbidden tokens (minimum length, bad words,
+allowed ids, grammar) → temperature → top-k → top-p and min-p → draw. Log-probabilities come from
+the raw logits. An operation that no row needs is skipped, so an all-greedy step is one argmax.
+Tokens are ranked by value; among equal values the lowest id comes first.
 
 A row's token is a pure function of its logits, its parameters, its seed and its position. The
-passes over whole rows are those of `blocks`, or a kernel's (draw.cpp). With top-k only that many
-candidates are looked at. Top-p needs no order of the row either: a token is drawn from all and kept
-if those before it have less than p; if not, it and all behind it are out, and the next is drawn
-from those before it.
+passes over whole rows are in `runner.vocab_blocks` or in a C++ kernel (draw.cpp). Top-k looks only
+at k candidates. Top-p does not sort the row either. It draws a token from all tokens and accepts it
+if the tokens of higher rank have less probability than p together. If not, it discards that token
+and all tokens of lower rank, and draws again from the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ _MASK64 = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int, attempt: int = 0) -> float:
-    """A number in [0, 1) that is a pure function of its arguments (splitmix64, repeated)."""
+    """A pseudo-random number in [0, 1), a pure function of its arguments.
+
+    It is made with repeated splitmix64 (Steele et al. 2014, "Fast splittable pseudorandom number
+    generators").
+    """
     x = _splitmix64((_splitmix64(seed & _MASK64) + position) & _MASK64)
     for _ in range(attempt):
         x = _splitmix64(x)
@@ -50,24 +54,26 @@ def _splitmix64(x: int) -> int:
 
 
 Forbidden = Mapping[str, Tensor | None]
-"""by request id: the tokens that its grammar forbids, [V] bool"""
+"""Tokens that a grammar forbids, [V] bool on the CPU, by request id; None: the grammar failed."""
 NOTHING: Forbidden = MappingProxyType({})
+"""No forbidden tokens for any request."""
 Sampler = Callable[[Tensor, Seq[Sequence], Forbidden], list[Sampled]]
-"""what `sample` is, and what `EngineConfig.sampler` may name in its place"""
+"""Signature of `sample` and of the function that `EngineConfig.sampler` may name instead."""
 
 
 def sample(
     logits: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING
 ) -> list[Sampled]:
-    """One token per row: `logits` [R, V] float32 belong to `sequences` [R]; may change `logits`.
+    """One result per row of `logits` [R, V], float32, which belong to `sequences` [R].
 
-    A row in which there is NaN or infinity, or no token that is allowed, gets an error, and no
-    other row notices."""
+    A row whose logits have NaN or infinity gets an error, and so does a row without an allowed
+    token; the other rows are not affected. `logits` may be changed.
+    """
     if not sequences:
-        return []  # no row was good
+        return []  # the recursion below passes no rows if none is finite
     rows = vocab_blocks.padded(logits)
     tops = vocab_blocks.maxima(rows)
-    finite = tops.amax(dim=-1).isfinite()  # of a row with a NaN that is the maximum
+    finite = tops.amax(dim=-1).isfinite()  # the maximum of a row with a NaN is NaN
     if not finite.all():
         good = iter(sample(logits[finite], list(compress(sequences, finite.tolist())), forbidden))
         return [next(good) if ok else Sampled(0, error=NOT_FINITE) for ok in finite.tolist()]
@@ -100,7 +106,11 @@ def sample(
 def _logprobs(
     rows: Tensor, tops: Tensor, sequences: Seq[Sequence], vocab_size: int
 ) -> Callable[[list[int]], list[TokenLogprobs | None]] | None:
-    """A function from the sampled tokens to log-probabilities; None where no row asks for them."""
+    """A function from the sampled tokens [R] to log-probabilities; None if no row needs them.
+
+    What the function needs of the raw logits is computed now, before they are adjusted, except
+    the sampled tokens' own logits, which it reads from `rows`.
+    """
     counts = {
         row: min(sequence.request.sampling.logprobs, vocab_size)
         for row, sequence in enumerate(sequences)
@@ -124,7 +134,10 @@ def _logprobs(
 def _most_probable(
     rows: Tensor, tops: Tensor, members: Tensor, k: int
 ) -> tuple[Tensor, list[tuple[list[int], list[float]]]]:
-    """log Σ exp of some rows, as a column; ids and log-probabilities of the k most probable."""
+    """(log Σ exp of the rows `members` [n], as [n, 1]; the k most probable tokens of each).
+
+    The tokens of a row are a pair (ids, log-probabilities), the most probable first.
+    """
     ones = torch.ones(len(members), device=rows.device)
     weights = vocab_blocks.weights(_rows_of(rows, members), tops[members], ones)
     total = vocab_blocks.running_sums(weights)[:, -1:].log() + tops[members].amax(
@@ -135,7 +148,10 @@ def _most_probable(
 
 
 def score(logits: Tensor, tokens: Seq[int], count: int) -> list[TokenLogprobs]:
-    """Log-probabilities of given tokens, one a row of the logits, with `count` alternatives."""
+    """The log-probability of one given token per row of `logits` [n, V].
+
+    Each has the `count` most probable tokens of its row as alternatives.
+    """
     rows = vocab_blocks.padded(logits)
     members = torch.arange(len(tokens), device=rows.device)
     count = min(count, logits.shape[1])
@@ -148,7 +164,7 @@ def score(logits: Tensor, tokens: Seq[int], count: int) -> list[TokenLogprobs]:
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Whether a row needs nothing but temperature, top-k, top-p and min-p."""
+    """Whether a sequence needs no more of the sampler than temperature, top-k, top-p and min-p."""
     return not sequence.is_special and not (
         sequence.num_output < sequence.request.sampling.min_tokens
     )
@@ -171,7 +187,10 @@ def _is_adjusted(sequence: Sequence) -> bool:
 
 
 def adjust(rows: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING) -> None:
-    """Apply logit bias, penalties and everything that is not allowed to the logits, in place."""
+    """Apply logit bias, penalties and forbidden tokens to logits, in place.
+
+    `rows` [R, ≥ V] belong to `sequences` [R]. A forbidden token's logit becomes -inf.
+    """
     bias, seen, written, ends = (_Cells(rows) for _ in range(4))
     for row, sequence in enumerate(sequences):
         params = sequence.request.sampling
@@ -194,7 +213,7 @@ def adjust(rows: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHIN
         flat.index_add_(0, *bias.tensors())
     if seen.ids:
         index, by = seen.tensors()
-        before = flat[index]  # of equal ids each gives the same result
+        before = flat[index]  # repeated ids are harmless: each writes the same result
         flat[index] = torch.where(before > 0, before / by, before * by)
     if written.ids:
         index, by = written.tensors()
@@ -215,7 +234,7 @@ def adjust(rows: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHIN
 
 
 class _Cells:
-    """Some ids of some rows with a number each, gathered to be applied in one operation."""
+    """Token ids of several rows with a number each, collected for one tensor operation."""
 
     def __init__(self, rows: Tensor) -> None:
         self.ids: list[np.ndarray] = []
@@ -223,13 +242,13 @@ class _Cells:
         self._rows = rows
 
     def add(self, row: int, ids: Seq[int], values: object) -> None:
-        """`values`: one for each id, or one for all."""
+        """Add ids of one row. `values`: one number per id, or one number for all."""
         numbers = np.frombuffer(array("q", ids), np.int64)
         self.ids.append(numbers + row * self._rows.shape[1])
         self._values.append(np.broadcast_to(np.asarray(values, np.float32), numbers.shape))
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Places in the flattened rows, and the numbers."""
+        """(indices into the flattened rows, numbers)"""
         device = self._rows.device
         ids, values = np.concatenate(self.ids), np.concatenate(self._values)
         return torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device)
@@ -241,7 +260,10 @@ class _Cells:
 def _draw(
     rows: Tensor, tops: Tensor, sequences: Seq[Sequence], drawn: list[int], vocab_size: int
 ) -> dict[int, int]:
-    """{row: token}. Rows with about the same top-k go together; 0 = without."""
+    """Draw a token for each of the rows `drawn`: {row: token}.
+
+    Rows are grouped by top-k, rounded up to a power of two; rows without top-k are a group too.
+    """
     groups: dict[int, list[int]] = defaultdict(list)
     for row in drawn:
         k = max(0, min(sequences[row].request.sampling.top_k, vocab_size))
@@ -249,20 +271,20 @@ def _draw(
     tokens: dict[int, int] = {}
     for k, group in groups.items():
         members = _tensor(group, rows, torch.int64)
-        company = [sequences[row] for row in group]
+        chosen = [sequences[row] for row in group]
         if k:
             values, ids = vocab_blocks.largest(rows, tops, members, k)
-            found = _draw_from_candidates(values, ids, company)
+            found = _draw_from_candidates(values, ids, chosen)
         elif rows.device.type == "cpu" and not isinstance(loader.library(), str):
-            found = _draw_natively(rows, tops, group, company)
+            found = _draw_natively(rows, tops, group, chosen)
         else:
-            found = _draw_from_all(_rows_of(rows, members), tops[members], company)
+            found = _draw_from_all(_rows_of(rows, members), tops[members], chosen)
         tokens.update(zip(group, found, strict=True))
     return tokens
 
 
 def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[int]:
-    """`values`, `ids` [n, k], the most probable first."""
+    """Draw one token per row from its candidates `values`, `ids` [n, k], most probable first."""
     params = [sequence.request.sampling for sequence in sequences]
     top_k, top_p, min_p = (
         _tensor(column, values, torch.float64).unsqueeze(1)
@@ -270,7 +292,7 @@ def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[Sequence]
     )
     weights = vocab_blocks.weights(values, values[:, :1], _temperatures(params, values)).double()
     weights *= torch.arange(values.shape[1], device=values.device) < top_k
-    sums = weights.cumsum(dim=-1)  # in order, so those behind a row's own k change nothing
+    sums = weights.cumsum(dim=-1)  # sequential, so zeros after a row's own k change no bit
     weights *= (sums - weights < top_p * sums[:, -1:]) & (weights >= min_p)
     sums = weights.cumsum(dim=-1)
     index = vocab_blocks.invert(sums, _points(sequences, sums) * sums[:, -1])
@@ -281,22 +303,26 @@ def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[Sequence]
 def _draw_natively(
     rows: Tensor, tops: Tensor, group: list[int], sequences: list[Sequence]
 ) -> list[int]:
-    """As `_draw_from_all`, in a fifth of the time; `group`: the sequences' rows."""
-    wishes = []
+    """The same as `_draw_from_all` in a fifth of the time, by the C++ kernel.
+
+    `group`: the rows of the sequences.
+    """
+    entries = []
     for row, sequence in zip(group, sequences, strict=True):
         p, seed = sequence.request.sampling, sequence.request.seed & _MASK64
         numbers = p.temperature, p.top_p, p.min_p, row, seed, len(sequence.tokens)
-        wishes.append(struct.pack("dddQQQ", *numbers))
+        entries.append(struct.pack("dddQQQ", *numbers))
     tokens = array("q", bytes(8 * len(group)))
     loader.loaded().infer_draw(
         *(rows.data_ptr(), tops.data_ptr(), rows.stride(0), rows.shape[1], tops.shape[1]),
-        *(b"".join(wishes), len(wishes), tokens.buffer_info()[0]),
+        *(b"".join(entries), len(entries), tokens.buffer_info()[0]),
         *(loader.parallel(), torch.get_num_threads()),
     )
     return tokens.tolist()
 
 
 def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[Sequence]) -> list[int]:
+    """Draw one token per row [n, V] without top-k; `tops` [n, blocks]: the blocks' maxima."""
     params = [sequence.request.sampling for sequence in sequences]
     weights = vocab_blocks.weights(rows, tops, _temperatures(params, rows))
     sums = vocab_blocks.running_sums(weights)
@@ -313,8 +339,13 @@ def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[Sequence]) -> lis
 
 
 def _keep_top_p(weights: Tensor, limit: float, token: int, sequence: Sequence) -> int:
-    """A token before which there is less weight than the limit; `token`: the first attempt."""
-    for attempt in count(1):  # ends: each leaves fewer, and before the most probable there are none
+    """A token for which the tokens of higher rank have less weight together than `limit`.
+
+    `token` is the first attempt.
+    """
+    # The loop ends: each attempt leaves fewer tokens, and none has a higher rank than the most
+    # probable one.
+    for attempt in count(1):
         weights = vocab_blocks.more_probable(weights, token)
         sums = vocab_blocks.running_sums(weights.unsqueeze(0))
         if not sums[0, -1].item() >= limit:
@@ -338,7 +369,7 @@ def _tensor(numbers: Seq[float], like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _rows_of(rows: Tensor, members: Tensor) -> Tensor:
-    """Some of the rows, in ascending order; without a copy if they follow one another."""
+    """The rows `members`, which are ascending; without a copy if they are consecutive."""
     first, last = int(members[0]), int(members[-1])
     if last - first < len(members):
         return rows[first : last + 1]

@@ -1,9 +1,9 @@
-"""`StepWriter`: a plan becomes numbers in a step's buffer on the host.
+"""`StepWriter`: writes a plan into a step's buffer on the host.
 
-The only place where `Sequence`s are read for a GPU. The common step, in which the same sequences
-go on by one token each, costs the host little: what follows from their requests is kept, positions
-grow by one, tokens are those that the step before samples, and cells come from a copy of the page
-tables. Any other step is written chunk by chunk.
+Only this module reads `Sequence`s to make the model's inputs on a GPU. The most frequent step, in
+which the same sequences decode one more token, costs the host little. The columns that depend on
+the requests are kept, positions grow by one, tokens are the results of the previous step, and cells
+come from a host copy of the page tables. Any other step is written chunk by chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Host = dict[str, np.ndarray]
 
 
 class StepWriter:
-    """See the module's docstring."""
+    """Writes plans into host buffers. See the module's docstring."""
 
     def __init__(
         self, backend: DeviceBackend, rows: TableRows, page_size: int, vocab_size: int
@@ -31,19 +31,23 @@ class StepWriter:
         self._backend, self._rows = backend, rows
         self._page_size, self._vocab_size = page_size, vocab_size
         self._sampled_row: dict[int, int] = {}
-        """by the id of a sequence: its row among those that the last step samples"""
+        """Row of each sequence among the sampled rows of the last step, by `id(sequence)`."""
         self._decoding: list[Sequence] = []
-        """of the last step, if each of its sequences had one token, in order"""
+        """Sequences of the last step, in order, if each had one token; otherwise empty."""
         self._table_rows = np.empty(0, np.int32)
+        """Row of each of these sequences in the page tables, [B] int32."""
         self._versions: list[int] = []
-        """of their page tables, as they were written"""
+        """Version of each of these sequences' page tables when it was written."""
         self._sampling: Host = {}
-        """columns that follow from their requests"""
+        """Columns that depend on these sequences' sampling parameters."""
 
     def write(
         self, plan: Plan, sampling: list[Sequence], layout: StepLayout, host: Host
     ) -> Seq[Items]:
-        """Write a step of any chunks; what the attention has to do in it."""
+        """Write a step of any chunks; returns its attention items, for each window.
+
+        `sampling`: the sequences that sample, in the plan's order. `host`: the columns to fill.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -73,12 +77,16 @@ class StepWriter:
         return self._write_items(starts, lengths, np.array(rows, np.int32), host)
 
     def write_decode(self, plan: Plan, layout: StepLayout, host: Host) -> Seq[Items]:
-        """Write a step in which every sequence has one token and samples the next one."""
+        """Write a step in which every sequence has one token and samples the next one.
+
+        Returns the attention items, for each window.
+        """
         sequences = [chunk.sequence for chunk in plan]
         count = len(sequences)
         positions = np.array([chunk.start for chunk in plan], np.int32)
         if sequences == self._decoding:
-            # Each goes on with what its row in the last step has sampled, known here or not.
+            # Each token is the result of the same row in the last step, which the host may not
+            # know yet.
             host["tokens"][:count] = -1 - np.arange(count, dtype=np.int32)
         else:
             host["tokens"][:count] = [self._token(chunk) for chunk in plan]
@@ -109,7 +117,7 @@ class StepWriter:
         self._sampled_row = {id(sequence): row for row, sequence in enumerate(sampling)}
 
     def _token(self, chunk: Chunk) -> int:
-        """The token that a chunk of one computes; -1 - r where it is row r of the last step."""
+        """The token of a chunk of one token; -1 - r if the last step samples it in its row r."""
         token = chunk.sequence.tokens[chunk.start]
         return -1 - self._sampled_row[id(chunk.sequence)] if token == PENDING else token
 
@@ -141,8 +149,8 @@ class StepWriter:
     ) -> None:
         places, pages = updates
         if len(places) > layout.num_updates:
-            # Rare: many long prompts at once. They are written before the step, by a copy of
-            # their own, which the device makes in order.
+            # Many long prompts at once have more updates than the buffer has room for. A separate
+            # copy writes them; the device executes it before the step.
             tables = self._rows.tables
             at = torch.tensor(places, dtype=torch.int64).to(tables.device)
             values = torch.tensor(pages, dtype=torch.int32).to(tables.device)
@@ -174,7 +182,7 @@ def _pad_tokens(host: Host, count: int) -> None:
 
 
 def _copy(columns: Host, host: Host, count: int) -> None:
-    """Columns of sampled rows; the rows behind them are greedy."""
+    """Fill the columns of the first `count` sampled rows; the padding rows become greedy."""
     for name, values in columns.items():
         host[name][:count] = values
     host["temperatures"][count:] = 0

@@ -1,12 +1,13 @@
-"""Passes over rows as long as a vocabulary: argmax, the k largest, a draw. No row is ever sorted.
+"""Operations on rows of the size of a vocabulary: argmax, the k largest, a draw; without sorting.
 
-A row is cut into blocks. One pass finds the largest number of each; the k largest of the row lie
-in the k blocks with the largest ones, so only those are looked at again. A draw sums the blocks
-first and then looks into one of them. Among equals the lowest id goes first, everywhere.
+A row is divided into blocks. One pass finds the maximum of each block. The k largest numbers of the
+row lie in the k blocks with the largest maxima, so only these blocks are read again. A draw sums
+the blocks first and then reads one of them. Among equal numbers the lowest id always comes first.
 
-What is computed for a row depends on that row alone, to the last bit. Hence sums go over blocks and
-then, in float64 and in order, over their sums: torch may cut one sum over a long row between
-threads when the row is alone, and not when it has company. Called by the sampler.
+The result of a row depends on that row alone, to the last bit. torch may divide a sum over a long
+row between threads if the row is alone in a tensor, and not if there are others. Therefore sums are
+taken over blocks first, and then over the blocks' sums, in order and in float64. The sampler uses
+this module.
 """
 
 from __future__ import annotations
@@ -19,43 +20,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
+"""Number of tokens of a block."""
 
 
 def padded(rows: Tensor) -> Tensor:
-    """Rows [R, V] filled up with -inf to whole blocks; all functions below want such rows."""
+    """Rows [R, V] padded with -inf to whole blocks, as all functions below expect them."""
     missing = -rows.shape[1] % BLOCK
     return F.pad(rows, (0, missing), value=float("-inf")) if missing else rows
 
 
-def _cut(rows: Tensor) -> Tensor:
+def _in_blocks(rows: Tensor) -> Tensor:
     return rows.view(rows.shape[0], -1, BLOCK)
 
 
 def maxima(rows: Tensor) -> Tensor:
-    """The largest of each block, [R, V / BLOCK]."""
-    return _cut(rows).amax(dim=-1)
+    """The maximum of each block, [R, V / BLOCK]."""
+    return _in_blocks(rows).amax(dim=-1)
 
 
 def argmax(rows: Tensor, tops: Tensor) -> Tensor:
-    """The id of the largest in each row, [R]; `tops`: the rows' maxima."""
+    """The id of the largest number in each row, [R]; `tops`: the blocks' maxima."""
     block = tops.argmax(dim=-1, keepdim=True)
-    inside = _cut(rows).gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).argmax(dim=-1)
+    inside = _in_blocks(rows).gather(1, block.unsqueeze(2).expand(-1, -1, BLOCK)).argmax(dim=-1)
     return torch.add(inside, block, alpha=BLOCK).squeeze(1)
 
 
 def largest(rows: Tensor, tops: Tensor, members: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Values and ids [n, k] of the k largest in the rows `members` [n], the largest first."""
+    """Values and ids, [n, k] each, of the k largest numbers in the rows `members` [n], in order."""
     tops = tops[members]
     among = torch.arange(tops.shape[1], device=rows.device)
     blocks = _first(tops, among, min(k, tops.shape[1])).unsqueeze(2)
     ids = (blocks * BLOCK + torch.arange(BLOCK, device=rows.device)).flatten(1)
-    ids = _first(_cut(rows)[members.unsqueeze(1), blocks.squeeze(2)].flatten(1), ids, k)
+    ids = _first(_in_blocks(rows)[members.unsqueeze(1), blocks.squeeze(2)].flatten(1), ids, k)
     return rows[members.unsqueeze(1), ids], ids
 
 
 def _first(values: Tensor, ids: Tensor, k: int) -> Tensor:
-    """The ids of the k largest values [n, N], in order: a larger value, then a lower id."""
-    # As integers, floats of either sign in their order; adding 0 makes -0 and 0 the same.
+    """The ids of the k largest of `values` [n, N]: larger values first, then lower ids; [n, k]."""
+    # The bits become integers that are ordered as the floats are. Adding 0 turns -0 into 0.
     bits = (values + 0.0).view(torch.int32)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (order.long() << 32) - ids
@@ -63,42 +65,49 @@ def _first(values: Tensor, ids: Tensor, k: int) -> Tensor:
 
 
 def weights(rows: Tensor, tops: Tensor, temperatures: Tensor) -> Tensor:
-    """Probabilities [R, V] up to a factor, in float32: the most probable has 1."""
-    scaled = rows - tops.amax(dim=-1, keepdim=True)  # first: no factor makes it more than 0
-    factors = math.log2(math.e) / temperatures  # torch's exp takes twice as long
+    """Probabilities up to a factor, [R, V] float32; the most probable token has weight 1.
+
+    `temperatures`: [R].
+    """
+    # The maximum is subtracted before scaling, so no exponent can exceed 0.
+    scaled = rows - tops.amax(dim=-1, keepdim=True)
+    factors = math.log2(math.e) / temperatures  # exp2 takes half the time of torch's exp
     return scaled.mul_(factors.unsqueeze(1)).exp2_()
 
 
 def running_sums(weights: Tensor) -> Tensor:
-    """Sums [R, V / BLOCK], float64, of the weights up to the end of each block."""
-    return _cut(weights).sum(dim=-1).double().cumsum(dim=-1)
+    """The sums of the weights up to the end of each block, [R, V / BLOCK], float64."""
+    return _in_blocks(weights).sum(dim=-1).double().cumsum(dim=-1)
 
 
 def pick(weights: Tensor, sums: Tensor, points: Tensor) -> Tensor:
-    """Per row the id at which the running sum passes point · total, [R]; points lie in [0, 1)."""
+    """The id in each row at which the running sum exceeds point · total, [R].
+
+    `sums`: the weights' running sums; `points` [R]: numbers in [0, 1).
+    """
     rows = torch.arange(len(weights), device=weights.device)
     targets = points * sums[:, -1]
     block = invert(sums, targets)
     before = torch.where(block > 0, sums[rows, (block - 1).clamp(min=0)], 0.0)
-    inside = _cut(weights)[rows, block].double().cumsum(dim=-1)
+    inside = _in_blocks(weights)[rows, block].double().cumsum(dim=-1)
     return block * BLOCK + invert(inside, targets - before)
 
 
 def invert(sums: Tensor, targets: Tensor) -> Tensor:
-    """Per row the first index at which the running sum [n, N] is above the target [n]."""
+    """The first index in each row at which the running sum [n, N] is above the target [n]; [n]."""
     index = torch.searchsorted(sums, targets.unsqueeze(1), right=True).squeeze(1)
-    # Rounding may put the target on the last sum: stay on the last index that has a weight.
+    # Rounding may make the target equal the last sum. The index then is the last with a weight.
     return torch.minimum(index, (sums < sums[:, -1:]).sum(dim=-1))
 
 
 def at_least(row: Tensor, weight: float, out: Tensor) -> None:
-    """Copy a part of a row of weights to `out`, with 0 for those below a weight above 0."""
-    # torch has this in one pass with "above" only.
+    """Copy a row of weights to `out`, with 0 in place of weights below `weight`, which is > 0."""
+    # torch's one-pass operation keeps numbers above a threshold, so it is the next float below.
     torch.threshold(row, float(np.nextafter(np.float32(weight), np.float32(0))), 0.0, out=out)
 
 
 def more_probable(row: Tensor, token: int) -> Tensor:
-    """A row of weights [V] with all at zero but those that go before a token."""
+    """A copy of a row of weights [V] with 0 for `token` and all tokens of lower rank."""
     kept, weight = torch.empty_like(row), row[token].item()
     at_least(row[:token], weight, kept[:token])
     torch.threshold(row[token:], weight, 0.0, out=kept[token:])

@@ -1,1 +1,1 @@
-"""What runs in the next step: integers only, no tensors, no text, no clock of its own."""
+"""Deciding what the next step computes, with integers only: no tensors, no text, no clock."""

@@ -1,8 +1,9 @@
-"""The batching modes: when may waiting requests take a seat?
+"""The batching modes: when waiting requests are admitted to the batch
 
-This is the whole difference between sequential, static and continuous batching. A door is asked
-once per step and answers with a number of seats; it knows neither tokens nor pages. A preempted
-sequence keeps its seat. Used by the scheduler only.
+This is the only difference between sequential, static and continuous batching. The scheduler calls
+`Admission.seats` once per step and gets the number of sequences that it may admit. A seat is one
+place in the batch. An admission knows neither tokens nor pages. A preempted sequence keeps its
+seat. Used by the scheduler only.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from infer.config import SchedulerConfig
 
 
 class Admission(Protocol):
-    """Decides how many newcomers may sit down now."""
+    """Decides how many waiting sequences may be admitted now."""
 
     num_seats: int
+    """maximum number of sequences in the batch"""
 
     def seats(self, now_s: float, num_waiting: int, num_seated: int) -> int:
-        """Seats for newcomers in this step."""
+        """Number of waiting sequences that may be admitted in this step."""
 
     def opens_at_s(self) -> float | None:
-        """When the door will open by itself; None if that takes an event, not time."""
+        """Time (scheduler's clock, seconds) from which sequences are admitted without a further
+        event; None if only an event can change the number of seats."""
 
 
 class ContinuousAdmission:
-    """Always open: a seat is taken again at the step after it became free.
+    """Admits a sequence in the first step after a seat has become free.
 
     With one seat this is sequential batching.
     """
@@ -34,19 +37,20 @@ class ContinuousAdmission:
         self.num_seats = num_seats
 
     def seats(self, now_s: float, num_waiting: int, num_seated: int) -> int:
-        """Every seat that is free."""
+        """Number of free seats."""
         return self.num_seats - num_seated
 
     def opens_at_s(self) -> float | None:
-        """None: it is open."""
+        """None: time alone changes nothing."""
         return None
 
 
 class StaticAdmission:
-    """Opens when the room is empty, for a batch that is full or has waited long enough.
+    """Admits a whole batch at once, when no sequence is left of the batch before.
 
-    The wait starts when somebody waits in front of an empty room, so it starts afresh between
-    batches: those who came while a batch ran get the chance to be joined by others.
+    A batch is admitted when it is full, or `wait_timeout_s` after a request first waited with no
+    batch running. That wait never begins while a batch runs, so requests that came meanwhile also
+    get the chance to be joined by others.
     """
 
     def __init__(self, num_seats: int, wait_timeout_s: float) -> None:
@@ -55,7 +59,7 @@ class StaticAdmission:
         self._waiting_since_s: float | None = None
 
     def seats(self, now_s: float, num_waiting: int, num_seated: int) -> int:
-        """All seats when a batch is formed, else none."""
+        """All seats if a batch is admitted in this step, else 0."""
         if num_seated or not num_waiting:
             self._waiting_since_s = None
             return 0
@@ -68,14 +72,14 @@ class StaticAdmission:
         return self.num_seats
 
     def opens_at_s(self) -> float | None:
-        """The end of the wait for company."""
+        """End of the wait for a full batch; None if nothing waits for one."""
         if self._waiting_since_s is None:
             return None
         return self._waiting_since_s + self.wait_timeout_s
 
 
 def make_admission(config: SchedulerConfig) -> Admission:
-    """The door of `config.batching_mode`."""
+    """The admission of `config.batching_mode`."""
     if config.batching_mode == "static":
         return StaticAdmission(config.max_batch_size, config.batch_wait_timeout_s)
     return ContinuousAdmission(1 if config.batching_mode == "sequential" else config.max_batch_size)

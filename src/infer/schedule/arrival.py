@@ -1,6 +1,6 @@
-"""What happens to a request when it comes: can it ever be served, and whom does it find before it.
+"""Checks of a request when it arrives: whether it can ever be served, and what it waits behind
 
-Functions of the scheduler's `add`.
+The functions are called by `Scheduler.add`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from infer.types import Request
 from infer.types.step_events import StepEvent
 
 MAX_NAMED = 4
-"""of those before it that a request is told about"""
+"""maximum number of requests ahead in the queue that a "queued" event names"""
 
 
 def check_fits(request: Request, max_seq_len: int, allocator: PageAllocator) -> None:
-    """Raises `RequestError` if a request can never be served, however empty the room is."""
+    """Raise `RequestError` if a request could not be served even by an idle engine.
+
+    `max_seq_len` is in tokens. The code of both errors is `context_length_exceeded`.
+    """
     num_prompt = len(request.prompt_token_ids)
     total = num_prompt + request.max_tokens
     if total > max_seq_len:
         found = f"prompt ({num_prompt}) + max_tokens ({request.max_tokens}) is {total}"
         raise too_long(max_seq_len, found, param="max_tokens")
-    # The last token is sampled but never computed, so it needs no room.
+    # The last token is sampled but never computed, so it takes no place in the cache.
     pages, usable = allocator.pages_for(total - 1), allocator.num_usable
     if pages > usable:
         raise RequestError(
@@ -37,7 +40,7 @@ def check_fits(request: Request, max_seq_len: int, allocator: PageAllocator) -> 
 
 
 def queued(sequence: Sequence, waiting: Seq[Sequence], num_running: int) -> StepEvent:
-    """The fact that it waits; `waiting` is in order of rank and does not hold it yet."""
+    """The event that a sequence waits; `waiting` is in order of rank and does not contain it."""
     place = bisect(waiting, sequence.rank, key=lambda other: other.rank)
     before = tuple(s.request_id for s in waiting[max(0, place - MAX_NAMED) : place])
     kind = "resumed" if sequence.request.num_crashes else "queued"

@@ -1,11 +1,13 @@
-"""`FairShare`: how many tokens each tenant has been given, so that the next go to who had least.
+"""`FairShare`: sharing between tenants, by counting the tokens computed for each of them
 
-Virtual token counters: every token computed for a tenant counts. A tenant that has been away comes
-back at the counter of the one who has least among those present, so nobody saves up turns, and a
-debt is not forgotten. While a tenant waits its counter stands still and the counters of those who
-are served grow, and there are only as many tenants as there are keys; so its turn comes. The
-scheduler asks only while several tenants are present; a single one costs nothing and is served as
-if there were none.
+These are the virtual token counters of "Fairness in Serving Large Language Models" (Sheng et al.,
+2024): every token computed for a tenant is added to its counter, and the tenant with the smallest
+counter goes first. A tenant is present while it has an unfinished request. When it becomes present
+again, its counter is raised to the smallest counter of those present (less one), so absence earns
+no credit; a counter is never lowered, so a debt remains. The counter of a waiting tenant stays
+constant while the counters of those served grow, and the number of tenants is bounded by the number
+of keys; therefore every tenant is served eventually. The scheduler uses this only while several
+tenants are present; for a single tenant it changes and costs nothing.
 """
 
 from __future__ import annotations
@@ -26,38 +28,45 @@ class FairShare:
 
     @property
     def several(self) -> bool:
-        """Whether there is anything to share."""
+        """Whether more than one tenant is present."""
         return self._num_present > 1
 
     def join(self, sequence: Sequence) -> None:
-        """A request has come."""
+        """Count a request that has arrived, and set its `tenant_share`."""
         tenant_share = self._by_tenant.setdefault(sequence.request.tenant, TenantShare())
         if not tenant_share.num_here:
             present = [a.num_tokens for a in self._by_tenant.values() if a.num_here]
-            # One less: who comes goes before who was served in the step before.
+            # One less, so that the newcomer goes before the tenant served in the last step.
             tenant_share.num_tokens = max(tenant_share.num_tokens, min(present, default=1) - 1)
             self._num_present += 1
         tenant_share.num_here += 1
         sequence.tenant_share = tenant_share
 
     def leave(self, sequence: Sequence) -> None:
-        """A request has ended."""
+        """Stop counting a request that has ended."""
         sequence.tenant_share.num_here -= 1
         self._num_present -= not sequence.tenant_share.num_here
 
     @staticmethod
     def next_of(waiting: Iterable[Sequence]) -> Sequence:
-        """Who is seated next: of the tenant that had least, the first in rank."""
+        """The sequence to admit next: the first in rank of the tenant with the smallest counter.
+
+        `waiting` is in order of rank and not empty.
+        """
         return min(waiting, key=lambda s: s.tenant_share.num_tokens)
 
     @staticmethod
     def ordered(offered: Iterable[Sequence]) -> list[Sequence]:
-        """Streams go on first, each wants one token; then the prompts of who had least."""
+        """Decoding sequences first (they need one token each), then prompts; within both, tenants
+        with a smaller counter first."""
         return sorted(offered, key=lambda s: (s.num_remaining > 1, s.tenant_share.num_tokens))
 
     @staticmethod
     def richest(running: Seq[Sequence]) -> tuple[Sequence, Counter[TenantShare]]:
-        """Who must give way: of the tenant with most seats, the last in rank; and all seats. The
-        first in rank of all is never chosen, unless it is alone."""
+        """The sequence to preempt, and the number of seats of each tenant.
+
+        It is the last in rank of the tenant with most seats. The first in rank of all sequences is
+        never chosen, unless it is the only one.
+        """
         seats = Counter(s.tenant_share for s in running)
         return max(running, key=lambda s: (seats[s.tenant_share], s.rank)), seats

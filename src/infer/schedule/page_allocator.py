@@ -1,24 +1,24 @@
-"""`PageAllocator`: who may use which page of the KV cache, and which pages hold what.
+"""`PageAllocator`: which sequence uses which page of the KV cache, and the prefix index over pages
 
-Owns page numbers, reference counts, the free list and the prefix index; the tensors behind the
-numbers belong to `runner.kv_storage`. Called by the scheduler only. Its rules, checked by
-`check()`:
+It owns page numbers, reference counts, the free list and the prefix index. The tensors behind the
+numbers belong to `runner.kv_storage`. Called by the scheduler only. `check()` verifies these rules:
 
 1. `refs[p]` is the number of page tables that contain page p; p is on the free list exactly when
-   that is 0. Page 0 is scrap (padding writes there) and never handed out.
+   `refs[p]` is 0. Page 0 takes the writes of padding and is never handed out.
 2. A page is indexed only when it is full and computed. An indexed page is never written again; a
    page that is not full has one owner. Hence there is no copy-on-write.
-3. The index key is (node of the parent page, the tokens in the page), under a root per cache
-   scope, compared exactly. A node is a number given to a page when it is indexed and never
+3. The index key is (node of the parent page, the tokens in the page), under one root per cache
+   scope, compared exactly. A node is a number that a page gets when it is indexed and that is never
    reused, so an entry cannot be reached through a parent that was evicted and replaced. Pages of
-   public tokens are under a root of their own; the pages behind them are in a scope again.
-4. A page that fills up with a key which is already indexed is dropped for the indexed one. Tables
-   are released tail first, so a parent page is never taken from the free list before its child.
-5. A match leaves at least one token to compute: its result is what gets sampled. So does `adopt`,
-   by which a sequence that has begun takes over what others have computed since.
+   public tokens have a root of their own; the pages after them belong to a scope again.
+4. When a page fills up and its key is already indexed, the table takes the indexed page and gives
+   its own back. Tables are released from the last page to the first, so a parent page is never
+   taken from the free list before its child.
+5. `match` and `adopt` leave at least one token to compute, because the next token is sampled from
+   its result. `adopt` lets a running sequence use pages that others have computed since it began.
 
-A free page keeps its index entry until it is taken again. The prefix cache is therefore what the
-free list remembers: it has no size and no eviction policy of its own.
+A free page keeps its index entry until it is handed out again. The prefix cache is therefore the
+set of indexed pages on the free list: it has no size and no eviction policy of its own.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 Node = int | str | tuple[str, int]
-"""A page's number in the prefix tree; at the root the cache scope's name (0 = public); behind the
-last public page the scope's name and that page's number."""
+"""A node of the prefix tree: the number of an indexed page; at a root, the name of the cache scope
+(0 = public); after the last public page, the scope's name and the number of that page."""
 Key = tuple[Node, tuple[int, ...]]
-"""What a page is found by: its parent's node and its tokens."""
+"""Key of a page in the prefix index: its parent's node and its `page_size` tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,15 +39,17 @@ class PageTable:
     """The pages of one sequence, in the order of its tokens."""
 
     pages: list[int] = field(default_factory=list)
+    """page numbers"""
     num_indexed: int = 0
-    """how many of `pages`, from the front, are full and in the index"""
+    """number of leading pages that are full and in the index"""
     node: Node = ""
-    """node of the last indexed page, or the scope's name"""
+    """node of the last indexed page; the root if none is indexed"""
     scope: str = ""
+    """cache scope of the request: only requests of one scope share pages, public ones apart"""
     num_public: int = 0
-    """how many pages, from the front, hold public tokens only"""
+    """number of leading pages that hold public tokens only"""
     version: int = 0
-    """another number whenever `pages` have changed"""
+    """counter of the changes of `pages`"""
 
 
 class PageAllocator:
@@ -65,7 +67,7 @@ class PageAllocator:
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
         self._refs = [0] * num_pages
-        # Ordered: the front is taken first. Pages worth keeping (indexed) join at the back.
+        # Pages are taken from the front. Indexed pages, which are worth keeping, go to the back.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
         self._index: dict[Key, int] = {}
         self._key_of_page: dict[int, Key] = {}
@@ -75,28 +77,28 @@ class PageAllocator:
 
     @property
     def num_usable(self) -> int:
-        """Pages that can be handed out at all."""
+        """Number of pages that can be handed out: all but page 0."""
         return self.num_pages - 1
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds; some of them may still be found by `match`."""
+        """Number of pages in no table; `match` may still find some of them."""
         return len(self._free)
 
     @property
     def num_indexed(self) -> int:
-        """Pages that `match` can find."""
+        """Number of pages that `match` can find."""
         return len(self._key_of_page)
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages that many tokens need."""
+        """Number of pages that `num_tokens` tokens take."""
         return -(-num_tokens // self.page_size)
 
     def match(self, tokens: Sequence[int], scope: str = "", num_public: int = 0) -> PageTable:
-        """A table that holds the longest indexed beginning of `tokens`, short of the last token.
-        The first `num_public` are nobody's secret: whole pages of them are shared by all scopes.
+        """A table of the longest indexed prefix of `tokens` that leaves the last token out.
 
-        The pages in it are the caller's until `release`. Costs one dict look-up per page.
+        The first `num_public` tokens are public: pages that hold only such tokens are shared by all
+        scopes. The caller owns the table's pages until `release`. Costs one dict look-up per page.
         """
         public = num_public // self.page_size
         table = PageTable(node=0 if public else scope, scope=scope, num_public=public)
@@ -104,10 +106,10 @@ class PageAllocator:
         return table
 
     def adopt(self, table: PageTable, tokens: Sequence[int]) -> Key | None:
-        """Put indexed pages in the place of those the table has yet to fill, while there are any.
+        """Replace pages that the table has yet to fill by indexed ones, as far as there are any.
 
-        Returns the key that the next page will be found by once somebody has computed it; None if
-        nobody's could be used, because the cache is off or no whole page is left to share.
+        Returns the key under which the next page will be indexed when it has been computed; None if
+        no other page can be shared, because the cache is off or less than a page is left.
         """
         if not self.enable_prefix_caching:
             return None
@@ -117,18 +119,19 @@ class PageAllocator:
             page = index.get(key)
             if page is None:
                 return key
-            self._enter(table, page)
+            self._set_indexed_page(table, page)
         return None
 
     def next_key(self, table: PageTable, tokens: Sequence[int]) -> Key | None:
-        """The key that the next page to be indexed will be found by; None as with `adopt`."""
+        """Key under which the table's next page will be indexed; None as with `adopt`."""
         start = table.num_indexed * self.page_size
         if not self.enable_prefix_caching or start + self.page_size >= len(tokens):
             return None
         return (table.node, tuple(tokens[start : start + self.page_size]))
 
     def grow(self, table: PageTable, num_tokens: int) -> bool:
-        """Extend the table to hold `num_tokens`; False, and no change, if pages are short."""
+        """Extend the table to `num_tokens` tokens; returns False and changes nothing if too few
+        pages are free."""
         missing = self.pages_for(num_tokens) - len(table.pages)
         if missing <= 0:
             return True
@@ -143,9 +146,9 @@ class PageAllocator:
         return True
 
     def commit(self, table: PageTable, tokens: Sequence[int], num_computed: int) -> None:
-        """Index the pages that have become full; `tokens[:num_computed]` are in the cache now.
+        """Index the pages that have become full; `tokens[:num_computed]` are in the cache.
 
-        May replace a page in the table by an equal one that was indexed before.
+        A page whose key is already indexed is replaced in the table by the indexed one.
         """
         if not self.enable_prefix_caching:
             return
@@ -160,18 +163,19 @@ class PageAllocator:
                 self._key_of_page[page] = key
                 self._node_of_page[page] = self._next_node
                 self._next_node += 1
-            self._enter(table, canonical)
+            self._set_indexed_page(table, canonical)
 
     def release(self, table: PageTable) -> None:
-        """Give all pages of the table back, tail first; the table is empty afterwards."""
+        """Give all pages of the table back, the last one first; the table is empty afterwards."""
         for page in reversed(table.pages):
             self._release_page(page)
         table.pages.clear()
         table.num_indexed = 0
         table.version += 1
 
-    def _enter(self, table: PageTable, page: int) -> None:
-        """Make an indexed page the table's next one; what the table had in that place goes back."""
+    def _set_indexed_page(self, table: PageTable, page: int) -> None:
+        """Put an indexed page at the table's first position that is not indexed; the page that was
+        there is given back."""
         i, pages = table.num_indexed, table.pages
         own = pages[i] if i < len(pages) else 0
         if page != own:
@@ -192,7 +196,7 @@ class PageAllocator:
         self._refs[page] -= 1
         if self._refs[page] == 0:
             self._free[page] = None
-            if page not in self._key_of_page:  # holds nothing that could be found: take it first
+            if page not in self._key_of_page:  # nothing to find in it, so it is handed out first
                 self._free.move_to_end(page, last=False)
 
     def _forget(self, page: int) -> None:
@@ -203,7 +207,7 @@ class PageAllocator:
             self.num_evictions += 1
 
     def check(self, tables: Iterable[PageTable]) -> None:
-        """Assert the rules above, given every table that is in use. For tests; O(pages)."""
+        """Assert the module's rules, given every table in use. For tests; O(pages)."""
         counted = [0] * self.num_pages
         for table in tables:
             assert len(set(table.pages)) == len(table.pages), f"a page twice in one {table}"

@@ -1,7 +1,7 @@
-"""The scheduler policies: in which order seated sequences are offered the step's tokens.
+"""The scheduler policies: the order in which running sequences are offered the step's tokens
 
-A policy only orders. Whatever it does, the scheduler first gives a token to each sequence that
-has had none for `MAX_IDLE_STEPS` steps, so no policy can starve anybody. Used by the scheduler.
+A policy only orders. Before it is applied, the scheduler gives a token to each sequence that has
+had none for `MAX_IDLE_STEPS` steps, so no policy can starve a sequence. Used by the scheduler.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from infer.config import own_function
 from infer.schedule.sequence import Sequence
 
 MAX_IDLE_STEPS = 4
-"""steps that a policy may pass a seated sequence over for"""
+"""maximum number of steps in a row in which a policy may give a running sequence no token"""
 
 Policy = Callable[[Seq[Sequence]], list[Sequence]]
-"""Seated sequences in order of rank → the order in which they are offered tokens."""
+"""Running sequences in order of rank → the order in which they are offered tokens."""
 
 
 def fcfs(seated: Seq[Sequence]) -> list[Sequence]:
-    """Older first: running streams advance before a newcomer's prompt."""
+    """Older sequences first, so running streams advance before a newcomer's prompt."""
     return list(seated)
 
 
 def prefill_first(seated: Seq[Sequence]) -> list[Sequence]:
-    """Prompts before streams: the shortest way to the first token, paid for by the others."""
+    """Prompts before streams: the shortest time to first token, at the cost of running streams."""
     return sorted(seated, key=lambda sequence: sequence.num_remaining == 1)
 
 
 def decode_round_robin(seated: Seq[Sequence]) -> list[Sequence]:
-    """Streams before prompts, taking turns where the step has fewer tokens than streams."""
+    """Streams before prompts; streams take turns if the step has fewer tokens than streams."""
     decoding = [sequence for sequence in seated if sequence.num_remaining == 1]
     prompts = [sequence for sequence in seated if sequence.num_remaining != 1]
     return sorted(decoding, key=attrgetter("last_turn")) + prompts
@@ -42,9 +42,10 @@ POLICIES: Mapping[str, Policy] = {
     "prefill_first": prefill_first,
     "decode_round_robin": decode_round_robin,
 }
-"""By the names in `config.SCHEDULER_POLICIES`."""
+"""The policies by name; the names are those in `config.SCHEDULER_POLICIES`."""
 
 
 def find_policy(name: str) -> Policy:
-    """The policy of a name, or of `module:function`; raises `ConfigError` if it cannot be found."""
+    """The policy called `name`, or the function `module:function`; raises `ConfigError` if there is
+    none."""
     return POLICIES[name] if name in POLICIES else own_function("scheduler_policy", name)

@@ -1,20 +1,23 @@
-"""`Scheduler`: which sequences move forward in the next step, and by how many tokens.
+"""`Scheduler`: which sequences move forward in the next step, and by how many tokens
 
-Three resources with three owners, handled in three passes over the seated sequences: pages (the
-allocator; a sequence that needs one more may preempt those behind it), seats (the door; newcomers
-sit down if the pages for their whole prompt are there), tokens (the step budget, offered in the
-policy's order). A step that has been launched moves the numbers (`advance`); its sampled tokens are
-then pending. `commit` puts the tokens in, makes pages shareable, decides finish reasons and gives
-pages back. A runner that works ahead has the next step scheduled and launched in between.
+A step distributes three resources in three passes. Pages belong to the allocator: a running
+sequence that needs one more page may preempt those behind it. Seats are places in the batch; the
+admission decides how many waiting sequences get one, and a sequence takes it only if the pages for
+all its tokens are free. Tokens come from the step's budget and are offered in the policy's order.
+
+`advance` moves the numbers of a step that has been launched; its sampled tokens are then pending.
+`commit` stores the tokens, indexes full pages, decides finish reasons and gives pages back. A
+runner that works ahead has the next step scheduled and launched between the two.
 
 Liveness. Sequences are totally ordered by rank, and only finitely many ever go before a given one
-(`Sequence.rank`). `add` refuses a request whose longest possible form does not fit the whole pool.
-The first in rank of those seated can preempt all others, so it always gets its pages; no seated
-sequence is passed over for long (`_hand_out_tokens`); so it finishes, and its seat and pages go to
-the first in rank of those who wait, whom nobody passes at the door. So everybody's turn comes.
-Between tenants the door and the tokens go by what each has been given (`schedule.fair_share`).
+(`Sequence.rank`). `add` refuses a request whose maximum length does not fit the whole pool. The
+first in rank of the running sequences can preempt all others, so it always gets its pages, and no
+running sequence is passed over for long (`_hand_out_tokens`). So it finishes. Its seat and pages
+then go to the first in rank of those that wait, because admission never skips a sequence. So every
+sequence is served eventually. Between tenants, `schedule.fair_share` decides about seats and tokens
+by the number of tokens that each tenant has been given.
 
-Called by `engine.core` only. Knows no tensors, no text, no threads; its clock is injected.
+Called by `engine.core` only. It knows no tensors, no text and no threads; its clock is injected.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class Scheduler:
             Status.PREEMPTED: self.preempted,
         }
         self.pending_events: list[StepEvent] = []
-        """since the last step; whoever steps takes it away"""
+        """events since the last step; the caller that steps takes them and clears the list"""
         self._fair_share = FairShare()
         self._admission = make_admission(config)
         self._policy = find_policy(config.scheduler_policy)
@@ -80,17 +83,17 @@ class Scheduler:
         self._planned_s = 0.0
         self._held: list[PageTable] = []
         self._launched: tuple[Advanced, ...] = ()
-        """the step that was launched last, until it is committed"""
+        """chunks of the step launched last; empty after it has been committed"""
         self._batch_lengths: list[int] = []
 
     @property
     def num_seats(self) -> int:
-        """Sequences that may be seated at the same time."""
+        """Maximum number of sequences in the batch."""
         return self._admission.num_seats
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._by_id)
 
     @property
@@ -107,10 +110,10 @@ class Scheduler:
         return sequence
 
     def add(self, request: Request) -> Sequence:
-        """Let a request wait for a seat.
+        """Put a request into the waiting queue.
 
-        Raises `OverloadedError` if the queue is full, `UnprocessableError` if the request can
-        never fit, `RequestError` if its id is in use.
+        Raises `OverloadedError` if the queue is full, `RequestError` if the request can never fit
+        or its id is in use.
         """
         if request.request_id in self._by_id:
             raise RequestError(f"a request with id {request.request_id!r} is already running")
@@ -132,11 +135,11 @@ class Scheduler:
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT
     ) -> StepOutput | None:
-        """End a request now, wherever it is; None, and nothing happens, if it is not here."""
+        """End a request now, in whatever queue it is; None, and no change, for an unknown id."""
         return self._end(request_id, reason)
 
     def fail(self, request_id: str, error: ErrorRecord) -> StepOutput | None:
-        """Like `abort`, for a request that cannot be gone on with."""
+        """Like `abort`, for a request that failed with `error`."""
         return self._end(request_id, FinishReason.ERROR, error)
 
     def _end(
@@ -146,11 +149,14 @@ class Scheduler:
         if sequence is None:
             return None
         self._finish(sequence, reason)
-        self._settle_batch()
+        self._end_batch()
         return StepOutput(request_id, None, reason, num_cached=sequence.num_cached, error=error)
 
     def schedule(self, *, flush: bool = False) -> Plan:
-        """Decide the next step. `flush`: nobody else will come, so do not wait for company."""
+        """Decide the next step.
+
+        `flush`: no further request will arrive, so a static batch that is not full need not wait.
+        """
         if self._step_budget:
             self._planned_s = self.clock()
         self._grow_running()
@@ -158,13 +164,14 @@ class Scheduler:
         return self._hand_out_tokens()
 
     def wait_s(self) -> float | None:
-        """Seconds until time alone lets something happen; None if only an event can."""
+        """Seconds until a step may do something without a further event; None if only an event can
+        change anything."""
         opens_at_s = self._admission.opens_at_s()
         if opens_at_s is None:
             return None
         return max(0.0, opens_at_s - self.clock())
 
-    # Pages: in order of rank, so that whoever must give way is behind whoever needs the page.
+    # Pages. In order of rank, so that the sequence preempted is behind the one that needs the page.
 
     def _grow_running(self) -> None:
         running, grow, page_size = self.running, self.allocator.grow, self.allocator.page_size
@@ -182,8 +189,10 @@ class Scheduler:
                 self.preempt(victim, sequence)
 
     def preempt(self, sequence: Sequence, needed_by: Sequence | None = None) -> None:
-        """Take a running sequence's pages; it keeps its tokens and recomputes. It keeps its seat
-        too, unless there are other tenants who may have a better right to it."""
+        """Take a running sequence's pages; it keeps its tokens and recomputes their keys and values
+        later. It keeps its seat unless other tenants are present, who may go first.
+
+        `needed_by`: the sequence that gets the pages, for the event."""
         assert sequence.status is Status.RUNNING
         self.running.remove(sequence)
         others = () if needed_by is None else (needed_by.request_id,)
@@ -200,7 +209,7 @@ class Scheduler:
             sequence.status = Status.PREEMPTED
             insort(self.preempted, sequence, key=_rank)
 
-    # Seats: those who had to leave come back first; nobody overtakes anybody.
+    # Seats. Preempted sequences come back first; no sequence is skipped.
 
     def _admit(self, flush: bool) -> None:
         while self.preempted:
@@ -214,15 +223,16 @@ class Scheduler:
             several = self._fair_share.several
             sequence = self._fair_share.next_of(self.waiting) if several else self.waiting[0]
             while seats <= 0 or not self._seat(sequence):
-                if not several or not self._make_way(sequence):
+                if not several or not self._free_seat(sequence):
                     return
                 seats += 1
             self.waiting.remove(sequence)
             seats -= 1
 
-    def _make_way(self, sequence: Sequence) -> bool:
-        """Take a seat from a tenant that will still not have fewer than the newcomer's; so seats
-        are shared evenly by those who want them, and no two can take one from each other."""
+    def _free_seat(self, sequence: Sequence) -> bool:
+        """Preempt a sequence of the tenant with most seats, if that tenant then still has at least
+        as many as the newcomer's tenant gets. So seats are shared evenly, and two tenants can never
+        take the same seat from each other in turn."""
         if not self.running or self.config.batching_mode == "static":
             return False
         victim, seats = self._fair_share.richest(self.running)
@@ -232,14 +242,14 @@ class Scheduler:
         return True
 
     def _seat(self, sequence: Sequence) -> bool:
-        """Give a sequence the pages for all its tokens and a place in the batch, if they fit."""
+        """Admit a sequence if the pages for all its tokens are free; returns whether it was."""
         if sequence.is_pending:
-            return False  # it was preempted; it can be computed anew when its token is known
+            return False  # it was preempted and can be recomputed only when its token is known
         allocator = self.allocator
         request = sequence.request
         table = allocator.match(sequence.tokens, request.cache_scope, request.num_public)
         needed = allocator.pages_for(len(sequence.tokens)) - len(table.pages)
-        # Leave a page to each running sequence that will want one, or they would preempt at once.
+        # Leave a page for each running sequence that will need one; else it would preempt at once.
         reserve = sum(1 for running in self.running if self._wants_pages(running))
         if needed + reserve > allocator.num_free:
             allocator.release(table)
@@ -260,11 +270,11 @@ class Scheduler:
         return True
 
     def _skip_cached(self, sequence: Sequence) -> None:
-        """Go on behind the pages that were found in the index."""
+        """Move `num_computed` to the end of the pages that were found in the index."""
         num_cached = sequence.table.num_indexed * self.allocator.page_size
         if num_cached > sequence.num_computed:
             spared = min(num_cached, sequence.num_prompt) - sequence.num_computed
-            if not sequence.num_preemptions and spared > 0:  # of what was its own, nothing counts
+            if not sequence.num_preemptions and spared > 0:  # pages it computed itself do not count
                 sequence.num_cached += spared
                 self.stats.num_cached_tokens += spared
             sequence.num_computed = num_cached
@@ -273,14 +283,14 @@ class Scheduler:
         final = sequence.num_prompt + sequence.request.max_tokens - 1
         return self.allocator.pages_for(final) > len(sequence.table.pages)
 
-    # Tokens: one for each that was passed over for too long, then as the policy says.
+    # Tokens. First one for each sequence that was passed over too long, then by the policy.
     #
-    # Of several sequences whose next page is the same, one computes it, and the others sit by until
-    # they find it in the index: only a sequence that computes in this very step is waited for, so
-    # if it leaves, another takes its place at once. That counts as a turn: the page comes nearer.
-    # Whoever has had no turn for MAX_IDLE_STEPS is owed a token. The debts are paid in order of
-    # the last turn, at least one a step, before anything else. So with S seats everybody's turn
-    # comes within MAX_IDLE_STEPS + S steps, whatever the policy and the budget.
+    # If several sequences have the same next page, one computes it and the others wait until it is
+    # in the index. They wait only for a sequence that computes the page in this very step; if that
+    # one ends, another takes its place at once. Such a wait counts as a turn, because it makes
+    # progress. A sequence that has had no turn for MAX_IDLE_STEPS is owed a token. Owed tokens are
+    # given first, in order of the last turn, at least one per step. So with S seats every sequence
+    # gets a turn within MAX_IDLE_STEPS + S steps, whatever the policy and the budget.
 
     def _hand_out_tokens(self) -> Plan:
         allocator = self.allocator
@@ -305,9 +315,8 @@ class Scheduler:
         idle = [s for s in running if s.last_turn < turn - MAX_IDLE_STEPS]
         owed = sorted(idle, key=_last_turn)[:budget]
         budget -= len(owed)
-        step_budget = (
-            self._step_budget if streams else None
-        )  # else nobody waits for the end of the step
+        # Without streams no client waits for the end of this step, so its length is not bounded.
+        step_budget = self._step_budget if streams else None
         prompt_limit, num_prompt = budget, 0
         computing = self._keys_being_computed()
         chunks = []
@@ -328,7 +337,7 @@ class Scheduler:
                     prompt_limit = min(prompt_limit, step_budget.limit(sequence.num_computed))
                     room = max(0, min(room, prompt_limit - num_prompt))
                 if first not in (None, sequence.tenant_share):
-                    room = 0  # another tenant's first token is not to wait for this chunk
+                    room = 0  # this chunk would delay another tenant's first token
             num_tokens = own + min(sequence.num_remaining - own, room)
             if not num_tokens:
                 continue
@@ -344,14 +353,15 @@ class Scheduler:
         return tuple(chunks)
 
     def _all_may_decode(self, running: Seq[Sequence]) -> bool:
-        """Whether every sequence wants one token and the budget has one for each: then there is
-        nothing to decide."""
+        """Whether every sequence needs one token and the budget suffices for all of them, so that
+        there is nothing to decide."""
         budget = self.config.max_num_batched_tokens
         budget = min(budget, self.config.max_tokens_beside_streams or budget)
         return len(running) <= budget and all(s.num_remaining == 1 for s in running)
 
     def _keys_being_computed(self) -> dict[Key, Sequence]:
-        """The next page of each prompt that the launched step computes, and whose it is."""
+        """The key of the next page of each prompt that the launched step computes, with the
+        sequence that computes it."""
         computing: dict[Key, Sequence] = {}
         for advanced in self._launched:
             sequence = advanced.chunk.sequence
@@ -363,7 +373,8 @@ class Scheduler:
         return computing
 
     def advance(self, plan: Plan) -> tuple[Advanced, ...]:
-        """Move the numbers of a step that has been launched; what it samples is pending."""
+        """Move the numbers of a step that has been launched; the tokens it samples are `PENDING`
+        until `commit`. Returns the step's chunks for `commit`."""
         step, total = [], 0
         for chunk in plan:
             sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
@@ -387,9 +398,11 @@ class Scheduler:
     def commit(
         self, step: Seq[Advanced], sampled: Seq[Sampled], step_ms: float | None = None
     ) -> list[StepOutput]:
-        """Record a step that has been computed; `sampled` has one entry per chunk that samples.
+        """Store the results of a step that has been computed; returns one output per sequence that
+        got a token or failed.
 
-        `step_ms`: how long it took; None: the time since it was planned."""
+        `sampled` has one entry per chunk that samples, in the plan's order. `step_ms` is how long
+        the step took, in milliseconds; None means the time since it was scheduled."""
         outputs: list[StepOutput] = []
         results: Iterator[Sampled] = iter(sampled)
         stats, allocator = self.stats, self.allocator
@@ -404,7 +417,7 @@ class Scheduler:
             sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
             result = next(results) if advanced.samples else None
             if sequence.status is Status.FINISHED:
-                # It ended while this was being computed; its pages are somebody else's already.
+                # It ended while this was computed; its pages may already belong to others.
                 stats.num_late_tokens += result is not None
                 continue
             if sequence.num_preemptions == advanced.num_preemptions:
@@ -436,7 +449,7 @@ class Scheduler:
                 self._finish(sequence, reason)
         stats.num_steps += 1
         stats.num_sampled_tokens += sum(output.token_id is not None for output in outputs)
-        self._settle_batch()
+        self._end_batch()
         return outputs
 
     @staticmethod
@@ -468,8 +481,8 @@ class Scheduler:
         self._fair_share.leave(sequence)
         self.stats.num_finished[reason] += 1
 
-    def _settle_batch(self) -> None:
-        """When the room is empty: give held pages back, and note what padding would have cost."""
+    def _end_batch(self) -> None:
+        """When the batch has ended, give held pages back and count what padding would cost."""
         if self.running or self.preempted:
             return
         for table in self._held:
@@ -480,7 +493,7 @@ class Scheduler:
             self._batch_lengths.clear()
 
     def check(self) -> None:
-        """Assert the invariants that tie sequences, pages and counts together. For tests."""
+        """Assert the invariants between sequences, pages and counters. For tests."""
         seated = [*self.running, *self.preempted]
         assert len(seated) <= self.num_seats
         for status, queue in self._queues.items():

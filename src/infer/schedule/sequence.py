@@ -1,4 +1,4 @@
-"""`Sequence`: one generation in flight, and `Chunk` / `Plan`: what one step does.
+"""`Sequence`: an unfinished request in the scheduler; `Chunk` and `Plan`: the work of one step
 
 A sequence is a list of tokens and a number: how many of them have been computed. A step moves
 some of those numbers forward; whenever a number reaches the end of its list, one token is sampled
@@ -15,13 +15,16 @@ from infer.schedule.page_allocator import PageTable
 from infer.types import ErrorRecord, Request, TokenLogprobs
 
 PENDING = -1
-"""in `Sequence.tokens`: a token that a step which is still being computed samples"""
+"""placeholder in `Sequence.tokens` for a token whose step is still being computed"""
 ARRIVALS_PER_PRIORITY = 256
-"""how many later requests may overtake one, for each level of priority that they are above it"""
+"""number of later requests that may overtake a request, per level of priority between them"""
 
 
 class Status(Enum):
-    """Where a sequence is. WAITING → RUNNING ⇄ PREEMPTED, and from anywhere to FINISHED."""
+    """State of a sequence: WAITING → RUNNING ⇄ PREEMPTED, and from each of them to FINISHED.
+
+    With several tenants a preempted sequence becomes WAITING.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -31,51 +34,57 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False)
 class TenantShare:
-    """What one tenant has been given; kept by `schedule.fair_share`."""
+    """Counters of one tenant, kept by `schedule.fair_share`."""
 
     num_tokens: int = 0
+    """tokens computed for the tenant, raised when it becomes present; see `FairShare`"""
     num_here: int = 0
-    """its requests that have not ended"""
+    """number of the tenant's unfinished requests"""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request being worked on."""
+    """The state of one unfinished request."""
 
     request: Request
+    """request as it was added"""
     arrival: int
-    """order of arrival"""
+    """number of requests added before it"""
     tokens: list[int]
-    """prompt and output"""
+    """token ids of prompt and output"""
     num_prompt: int
+    """number of prompt tokens"""
     num_computed: int = 0
-    """how many of `tokens` have their keys and values in the cache"""
+    """number of leading tokens whose keys and values are in the cache"""
     table: PageTable = field(default_factory=PageTable)
+    """pages that hold its keys and values"""
     status: Status = Status.WAITING
     num_cached: int = 0
-    """prompt tokens that it found computed by others, up to its first preemption"""
+    """prompt tokens taken from the prefix cache before its first preemption"""
     num_preemptions: int = 0
+    """times it lost its pages"""
     last_turn: int = 0
-    """the step in which it last moved forward"""
+    """number of the step in which it last made progress"""
     admitted_s: float | None = None
+    """time of its first admission (scheduler's clock, seconds); None before it"""
     tenant_share: TenantShare = field(default_factory=TenantShare)
-    """its tenant's"""
+    """counters of its tenant, shared by all sequences of that tenant"""
     end_token_ids: frozenset[int] = frozenset()
-    """end-of-sequence and stop tokens of the request, for one quick look-up per token"""
+    """end-of-sequence and stop tokens of the request, in one set for one look-up per token"""
     prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
     """log-probabilities of prompt tokens by position, as far as the runner has computed them"""
     max_length: int = 0
-    """of `tokens`, when it has all that were asked for"""
+    """maximum number of `tokens`: prompt and `max_tokens`"""
     is_special: bool = False
-    """whether sampling it takes more than temperature, top-k, top-p and min-p (and `min_tokens`)"""
+    """whether sampling needs more than temperature, top-k, top-p, min-p and `min_tokens`"""
     reads_output: bool = False
-    """whether its next token can be sampled only when the numbers of all before are known"""
+    """whether sampling needs the ids of all tokens before (grammar, penalties, bad words)"""
     constraint: object = None
-    """the runner's, of a request with a grammar; it follows from the tokens and is never asked"""
+    """the runner's state of the request's grammar; a function of `tokens`, never read here"""
 
     @classmethod
     def from_request(cls, request: Request, arrival: int) -> Sequence:
-        """A fresh sequence that waits."""
+        """A new sequence that waits."""
         sampling = request.sampling
         reads_output = bool(
             sampling.grammar is not None
@@ -106,22 +115,22 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Position in the total order: smaller goes first, and preempts larger.
+        """Position in the total order; a smaller rank goes first and may preempt a larger one.
 
-        A level of priority is worth so many places in the order of arrival, and no more. That is
-        the ageing: nothing has to be updated, and only a finite number of requests, those that
-        arrive before `arrival + ARRIVALS_PER_PRIORITY * levels`, ever go before a given one.
+        One level of priority is worth `ARRIVALS_PER_PRIORITY` places in the order of arrival. This
+        is a form of ageing that needs no updates: only the finitely many requests that arrive
+        before `arrival + ARRIVALS_PER_PRIORITY * levels` ever go before a given one.
         """
         return (self.arrival + ARRIVALS_PER_PRIORITY * self.request.priority, self.arrival)
 
     @property
     def num_output(self) -> int:
-        """Tokens generated so far, a pending one included."""
+        """Number of output tokens, a pending one included."""
         return len(self.tokens) - self.num_prompt
 
     @property
     def known_output(self) -> tuple[int, ...]:
-        """Tokens generated so far, without a pending one."""
+        """Output tokens without a pending one."""
         tokens = self.tokens[self.num_prompt :]
         return tuple(tokens[:-1] if self.is_pending else tokens)
 
@@ -132,24 +141,25 @@ class Sequence:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it has all its tokens, the last of them perhaps pending."""
+        """Whether it has its maximum number of tokens; the last one may be pending."""
         return len(self.tokens) >= self.max_length
 
     def prompt_logprobs(self, num_output: int) -> tuple[TokenLogprobs, ...] | None:
-        """With the first token (`num_output` 1), if they are wanted."""
+        """Log-probabilities of the prompt tokens from position 1, to be sent with the first output
+        token (`num_output` 1); None with later ones or if the request does not want them."""
         if self.request.sampling.prompt_logprobs is None or num_output != 1:
             return None
         return tuple(self.prompt_scores[position] for position in range(1, self.num_prompt))
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to compute before the next one can be sampled; 1 while decoding."""
+        """Number of tokens to compute before the next can be sampled; 1 while decoding."""
         return len(self.tokens) - self.num_computed
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """The next `num_tokens` tokens of a sequence, from `start`, are computed in this step."""
+    """A range of one sequence's tokens, `[start, start + num_tokens)`, to compute in a step."""
 
     sequence: Sequence
     start: int
@@ -157,57 +167,62 @@ class Chunk:
 
     @property
     def samples(self) -> bool:
-        """Whether this chunk reaches the end of the list, so that a token is sampled."""
+        """Whether the chunk reaches the end of the sequence, so that a token is sampled."""
         return self.start + self.num_tokens == len(self.sequence.tokens)
 
 
 Plan = tuple[Chunk, ...]
-"""The scheduler's decision for one step: at most one chunk a sequence; plain data."""
+"""The scheduler's decision for one step: at most one chunk per sequence."""
 
 
 @dataclass(slots=True, eq=False)
 class Advanced:
-    """A chunk of a step that is being computed, as it was when the step was launched."""
+    """A chunk of a step that has been launched, with its sequence's state at the launch."""
 
     chunk: Chunk
     samples: bool
+    """whether a token is sampled from it"""
     is_prompt: bool
-    """whether it is (a part of) a prompt, not the one token of a stream"""
+    """whether it is part of a prompt, not the single token of a decoding sequence"""
     num_preemptions: int
-    """of its sequence until then: if there are more by now, its pages have gone"""
+    """`Sequence.num_preemptions` at the launch; a larger number at `commit` means that the pages
+    are lost"""
 
     @property
     def end(self) -> int:
-        """Tokens of the sequence that are computed after it."""
+        """Number of the sequence's tokens that are computed when the chunk is."""
         return self.chunk.start + self.chunk.num_tokens
 
 
 NOT_FINITE = "the model gave this request no finite numbers to choose a token from"
+"""error of a sequence whose logits are NaN or infinite"""
 NONE_LEFT = (
     "no token is left to choose: what the grammar, allowed_token_ids, bad_words and min_tokens of"
     " this request leave has nothing in common"
 )
+"""error of a sequence whose constraints exclude every token"""
 
 
 @dataclass(slots=True)
 class Sampled:
-    """What the runner returns for a chunk that samples."""
+    """The runner's result for a chunk that samples."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
+    """log-probabilities of the token and its alternatives, if the request wants them"""
     error: str = ""
-    """why there is no token; the request fails with it"""
+    """reason why there is no token, with which the request fails; empty if there is one"""
     is_refused: bool = False
-    """whether that error is the request's own doing, and not the engine's"""
+    """whether the request caused the error, not the engine"""
     completes: bool = False
-    """nothing may follow this token"""
+    """whether the grammar allows no token after this one"""
     is_late: bool = False
-    """whether there is no token because what it takes to choose one was not there in time; the
-    sequence samples in another step"""
+    """whether there is no token because the grammar's mask was not ready in time; the sequence
+    samples in a later step"""
 
     @property
     def error_record(self) -> ErrorRecord | None:
-        """The error as the caller gets it."""
+        """The error in the form in which the caller gets it; None if there is none."""
         if not self.error:
             return None
         kind = RequestError if self.is_refused else EngineError

@@ -1,13 +1,13 @@
-"""`StepBudget`: how many prompt tokens may ride along with running streams, learned from step
-times.
+"""`StepBudget`: how many prompt tokens a step with streams may compute, learned from step times
 
-Assumed of the machine: beside the same streams n prompt tokens take a time(n) that never shrinks
-with n, while time(n) / n never grows (a step reads the weights and decodes the streams anyway). So
-if n tokens took t, n · T / t tokens take at most T: a limit that is scaled by T / t after each step
-rises to the right one without passing it, and falls at once when a step took too long. A token
-costs more the more context it attends to, at most in proportion: there is a limit for each power
-of two of context, and the first guess for one that was never met is half of the one before it.
-Used by the scheduler if `max_step_ms` is set. Knows no clock: it is told how long a step took.
+The assumption about the machine: with the same streams, the time(n) of a step with n prompt tokens
+never decreases with n, and time(n) / n never increases (a step reads the weights and decodes the
+streams anyway). So if n tokens took t, n · T / t tokens take at most T. A limit that is scaled by
+T / t after each step therefore rises to the right value without exceeding it, and falls at once
+when a step took too long. The cost of a token grows with the context it attends to, at most in
+proportion. There is one limit for each power of two of context; the first guess for a new one is
+half the limit of the power below. The scheduler uses this if `max_step_ms` is set. It has no clock:
+`record` gets the time that a step took.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from collections.abc import Sequence as Seq
 from infer.schedule.sequence import Advanced
 
 MIN_CHUNK = 16
-"""prompt tokens that may always ride along, or prompts would starve; also the cautious start"""
+"""prompt tokens that always fit, because prompts would starve otherwise; also the first limit"""
 AIM = 0.9
-"""share of the bound that is aimed at: the rest is for what differs from step to step"""
+"""fraction of `max_step_ms` that is aimed at; the rest allows for variation between steps"""
 MAX_FACTOR = 2.0
-"""the most that a limit grows by in one step; a single slow step shrinks it by no more either"""
+"""largest factor by which one step may raise or lower a limit"""
 SMALL_CONTEXT = 10
-"""below 2 ** 10 tokens attention is a small part of a token's cost: one limit for all of them"""
+"""log2 of the context (tokens) below which all contexts share one limit, because attention is a
+small part of the cost there"""
 
 
 class StepBudget:
@@ -34,7 +35,8 @@ class StepBudget:
         self._limits: dict[int, float] = {}
 
     def limit(self, context: int) -> int:
-        """Prompt tokens for a step that decodes, if the last of them attend to so much context."""
+        """Maximum number of prompt tokens in a step that also decodes, if the last of them attend
+        to `context` tokens."""
         return int(self._limit(_band(context)))
 
     def _limit(self, band: int) -> float:
@@ -47,7 +49,8 @@ class StepBudget:
         return limits[min(limits)] if limits else MIN_CHUNK
 
     def record(self, step: Seq[Advanced], step_ms: float) -> None:
-        """Learn from a step; one without streams or without prompts is ignored."""
+        """Learn from a step that took `step_ms` milliseconds; a step without streams or without
+        prompts is ignored."""
         prompts = [advanced.chunk for advanced in step if advanced.is_prompt]
         if not prompts or len(prompts) == len(step):
             return
@@ -56,7 +59,7 @@ class StepBudget:
         limit, aim_ms = self._limit(band), AIM * self.max_step_ms
         found = num_tokens * aim_ms / max(step_ms, 1e-3)
         if num_tokens < int(limit) and step_ms <= aim_ms:
-            found = max(found, limit)  # a small step in time says nothing against a larger one
+            found = max(found, limit)  # a small step within the bound says nothing of larger ones
         found = min(max(found, limit / MAX_FACTOR, MIN_CHUNK), limit * MAX_FACTOR)
         # More context never allows more.
         for other, value in self._limits.items():

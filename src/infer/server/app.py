@@ -334,5 +334,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state = State({"metrics": endpoints.metrics, "traces": endpoints.traces})
+    paths = frozenset(api.path for api in generating)
+    state = {"metrics": endpoints.metrics, "traces": endpoints.traces, "generating_paths": paths}
+    app.state = State(state)
     return app

@@ -31,7 +31,7 @@ from types import FrameType
 
 import uvicorn
 
-from infer.config import EngineConfig
+from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
 from infer.engine.process.launch import Loads
@@ -41,8 +41,9 @@ from infer.server.app import create_app, layers
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import Connections, connection_limits
 from infer.server.multi_model import ModelRouter
-from infer.server.observe.logs import JsonLines, LogWriter, access
-from infer.server.settings import DEFAULT_HOST, DEFAULT_PORT, ServerSettings
+from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
+from infer.server.settings import ServerSettings
+from infer.server.turn_away import TurnAway
 
 log = logging.getLogger("infer.server")
 
@@ -203,15 +204,22 @@ class Server(uvicorn.Server):
     ) -> None:
         settings = settings or ServerSettings()
         limits = connection_limits()
+        turn_away: TurnAway | None = None
+        if isinstance(engine, ModelRouter):
+            app = engine.make_app(layers(settings, (engine.seen,)))
+        else:
+            app = create_app(engine, settings)
+            if settings.api_keys is None:
+                on_end = (app.state.metrics.seen, log_request)
+                turn_away = TurnAway(engine, app.state.generating_paths, on_end)
         super().__init__(
             uvicorn.Config(
-                engine.make_app(layers(settings, (engine.seen,)))
-                if isinstance(engine, ModelRouter)
-                else create_app(engine, settings),
+                app,
                 http=functools.partial(  # type: ignore[arg-type]
                     BoundedProtocol,
                     write_stall_s=settings.write_stall_s,
                     places=Connections(limits),
+                    turn_away=turn_away,
                 ),
                 ws="none",
                 lifespan="on",

@@ -7,49 +7,47 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from infer.config import check_fields, option
+from infer.config import NonNegativeInt, at_least, check_fields, option
 from infer.errors import ConfigError
-
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8000
-LOG_FORMATS = ("text", "json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """See the module's docstring."""
 
-    drain_timeout_s: float = option(
-        30.0, "At SIGTERM: how long what runs may take to finish.", low=0
+    drain_timeout_s: Annotated[float, at_least(0)] = option(
+        30.0, "At SIGTERM: how long what runs may take to finish."
     )
-    write_stall_s: float = option(
-        30.0, "A client that takes nothing for so long is cancelled.", low=0.01
+    write_stall_s: Annotated[float, at_least(0.01)] = option(
+        30.0, "A client that takes nothing for so long is cancelled."
     )
-    request_timeout_s: float = option(
-        600.0, "A request that is not done by then is ended.", low=0.001
+    request_timeout_s: Annotated[float, at_least(0.001)] = option(
+        600.0, "A request that is not done by then is ended."
     )
-    hang_s: float = option(120.0, "A step of the engine that takes longer is a hang.", low=1)
-    load_timeout_s: float = option(
-        3600.0, "An engine that is not ready by then is given up.", low=1
+    hang_s: Annotated[float, at_least(1)] = option(
+        120.0, "A step of the engine that takes longer is a hang."
     )
-    unknown_params: str = option(
+    load_timeout_s: Annotated[float, at_least(1)] = option(
+        3600.0, "An engine that is not ready by then is given up."
+    )
+    unknown_params: Literal["refuse", "ignore"] = option(
         "refuse",
         "Fields of a body that nobody knows; ignore = leave out, and list in X-Ignored-Params.",
-        one_of=("refuse", "ignore"),
     )
     load_on_first_use: bool = option(False, "Of several models: not at the start.")
-    idle_unload_s: float | None = option(
-        None, "Of several models: one that nobody uses for so long is unloaded.", low=0.1
+    idle_unload_s: Annotated[float, at_least(0.1)] | None = option(
+        None, "Of several models: one that nobody uses for so long is unloaded."
     )
-    keep_alive_s: float = option(
-        15.0, "A stream in which nothing happens gets a comment so often; 0 = never.", low=0
+    keep_alive_s: Annotated[float, at_least(0)] = option(
+        15.0, "A stream in which nothing happens gets a comment so often; 0 = never."
     )
     metrics_prefix: str = option(
         "infer", "Names in /metrics begin with it; vllm = dashboards made for vLLM work."
     )
-    log_format: str = option(
-        "text", "json = a line of JSON for each event and each request.", one_of=LOG_FORMATS
+    log_format: Literal["text", "json"] = option(
+        "text", "json = a line of JSON for each event and each request."
     )
     tracing: bool = option(
         False, "Send a span for each request as OTEL_EXPORTER_OTLP_* say (extra: otel)."
@@ -75,12 +73,12 @@ class ServerSettings:
     sessions: str | None = option(
         None, "Database URL of the sessions; default: a SQLite file in the user's state folder."
     )
-    max_sessions: int = option(1000, "Sessions that a key may keep here.", low=0)
-    max_session_messages: int = option(
-        100_000, "Messages that the sessions of a key may have, all together.", low=0
+    max_sessions: NonNegativeInt = option(1000, "Sessions that a key may keep here.")
+    max_session_messages: NonNegativeInt = option(
+        100_000, "Messages that the sessions of a key may have, all together."
     )
-    max_session_bytes: int = option(
-        64 * 1024 * 1024, "Bytes that the sessions of a key may have, all together.", low=0
+    max_session_bytes: NonNegativeInt = option(
+        64 * 1024 * 1024, "Bytes that the sessions of a key may have, all together."
     )
     cors_origins: str | None = option(
         None, "Origins, separated by commas, whose pages in a browser may use this server."

@@ -1,5 +1,6 @@
-"""Between the strings callers see and token ids: tokenizers, chat templates, stop strings.
+"""Conversion between text and token ids: tokenizers, chat templates, stop strings, tool calls.
 
-`Tokenizer` is the way in. Façades, server and command line use it; the engine's core does not know
-that it exists. It needs `tokenizers` and `jinja2`, and reproduces what transformers gives.
+`Tokenizer` is the main class. The façades, the server and the command line use it; the engine's
+core works on token ids only. It uses `tokenizers` and `jinja2`, and gives the same results as
+transformers.
 """

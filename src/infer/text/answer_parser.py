@@ -1,9 +1,9 @@
-"""`AnswerParser`: an answer's text told apart into reasoning, content and tool calls.
+"""`AnswerParser`: divides an answer's text into reasoning, content and tool calls.
 
-It is fed with pieces and gives what is certain; all it gives together depends on the text alone,
-never on how it was cut, so a stream and a plain answer go through the same code. `formats` is the
-table of the formats that it reads. What does not parse as a call stays content: nothing is lost. A
-call is given when it is complete.
+The parser takes the text in pieces and returns the parts that are certain. The result as a whole
+depends on the text alone and not on how it was divided, so a streamed answer and a whole answer
+take the same code. `text.tools.formats` is the table of the formats that it reads. Text that does
+not parse as a call stays content, so no text is lost. A call is returned when it is complete.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ _CALL_HEAD = '{"name": '
 
 
 class Parts(NamedTuple):
-    """A piece of an answer, told apart."""
+    """The parts of an answer that a piece of text has added."""
 
     reasoning: str = ""
+    """Further text of the reasoning."""
     content: str = ""
+    """Further text of the content."""
     calls: tuple[ToolCall, ...] = ()
+    """Calls that are complete now."""
 
 
 def forced_format(way: ToolFormat | None) -> ToolFormat:
-    """The format of calls that a grammar makes, for a model with this one.
+    """The format of calls that a grammar enforces, for a model whose own format is `way`.
 
-    Grammars make JSON; a model whose own calls are none writes plain objects.
+    Grammars enforce calls in JSON. A model whose own format is not JSON writes plain objects.
     """
     return way if way in (HERMES, BARE) else _OBJECTS
 
@@ -50,7 +53,11 @@ _OBJECTS = ToolFormat("objects", {}, lambda calls: "; ".join(write_json(calls)),
 
 
 def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Grammar:
-    """What an answer that must call some of the tools looks like."""
+    """The grammar of an answer that must be a call of one of the tools.
+
+    `tools`: tools of the OpenAI API, whose parameters are JSON schemas. `parallel`: up to
+    `MAX_FORCED_CALLS` calls are allowed.
+    """
     opening, closing = way.forced
     begin, end = (opening and f"{opening}\n"), (closing and f"\n{closing}")
     rules, names = [], []
@@ -69,11 +76,11 @@ def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, paralle
 
 
 def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCall] | None:
-    """The calls of a text that a grammar of `forced_calls` has begun and that was cut short.
+    """The calls in a text that follows a grammar of `forced_calls` and was cut off.
 
-    The last one has its arguments as far as they go, which is no JSON. A name that is not complete
-    is taken for the only one that it can become; where there are several, there is no last call.
-    None for a text that is not the beginning of such calls.
+    The last call has incomplete arguments, which are not valid JSON. An incomplete name is
+    completed if only one of `names` is possible; otherwise the last call is left out. None if the
+    text is not the beginning of such calls.
     """
     calls = list[ToolCall]()
     while True:
@@ -98,7 +105,7 @@ def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCa
 
 
 class AnswerParser:
-    """For one answer."""
+    """Parses one answer. See the module's docstring."""
 
     def __init__(
         self,
@@ -111,12 +118,13 @@ class AnswerParser:
         opened: bool = False,
         forced: bool = False,
     ) -> None:
-        """`thinks`: a text may begin with thoughts; `inside`: the prompt has begun them.
+        """`tools`: the format of tool calls; None: the text has no calls.
 
-        `thoughts` are the marks around them. `names` are those of the request's tools: without a
-        mark nothing else is a call; None: any name is one. `opened`: the prompt has ended with the
-        mark of `tools.prompt_opens`. `forced`: the text was made by a grammar of `forced_calls`;
-        where it is cut short, so is the last call.
+        `thinks`: the answer may begin with reasoning. `inside`: the prompt ends inside the
+        reasoning. `thoughts`: the marks around the reasoning. `names`: the names of the request's
+        tools, to which calls without a mark are limited; None: any name. `opened`: the prompt ends
+        with the mark `tools.prompt_opens`. `forced`: a grammar of `forced_calls` made the text; if
+        it was cut off, the last call is incomplete.
         """
         self._tools = tools
         self._thoughts = thoughts
@@ -125,7 +133,7 @@ class AnswerParser:
         self._forced = forced
         self._held = ""
         self._before = ""
-        """white space and the mark before a block that is being read"""
+        """White space and mark before the block of calls that is being read."""
         self._reading: Reading | None = None
         self._trim = inside
         self._state = "reasoning" if inside else "begin" if thinks else "first"
@@ -135,7 +143,7 @@ class AnswerParser:
         self._has_called = False
 
     def push(self, text: str, *, end: bool = False) -> Parts:
-        """What is certain with this further piece; `end`: it is the last one."""
+        """Take a further piece of text; returns what has become certain. `end`: the last piece."""
         self._held += text
         while self._advance(end):
             pass
@@ -145,18 +153,18 @@ class AnswerParser:
         return parts
 
     def _advance(self, end: bool) -> bool:
-        """Do what the state can do; whether another one goes on with what is held."""
+        """Make one step in the current state; returns whether held text is left for the next."""
         tools = self._tools
         if self._state == "begin":
             seen, opening = self._held.lstrip(), self._thoughts.opening
             if seen.startswith(opening):
-                self._go("reasoning", seen.removeprefix(opening))
+                self._enter("reasoning", seen.removeprefix(opening))
                 return True
             if opening.startswith(seen) and not end:
                 return False
             self._state = "first"
         if self._state == "reasoning":
-            return self._until([self._thoughts.closing], self._reasoning, end)
+            return self._read_until_mark([self._thoughts.closing], self._reasoning, end)
         if self._state == "first":
             self._state = "content"
             if tools is not None and tools.is_bare:
@@ -166,13 +174,13 @@ class AnswerParser:
                 self._state, self._reading = "block", reading(self._names)
         if self._state == "content":
             if tools is not None and tools.openings:
-                return self._until(list(tools.openings), self._content, end)
-            self._give(self._content, self._held)
+                return self._read_until_mark(list(tools.openings), self._content, end)
+            self._output(self._content, self._held)
             self._held = ""
             return False
-        return self._block(end)
+        return self._read_block(end)
 
-    def _block(self, end: bool) -> bool:
+    def _read_block(self, end: bool) -> bool:
         assert self._reading is not None
         block = self._reading.read(self._held, end=end)
         if block is None:
@@ -184,41 +192,45 @@ class AnswerParser:
             if cut or (cut is not None and self._has_called):
                 calls, rest = cut, ""
         if calls is None:
-            self._give(self._content, self._before + self._held[: block.size])
+            self._output(self._content, self._before + self._held[: block.size])
             self._state, self._held = "content", rest
         else:
             self._calls += calls
             self._has_called = True
-            self._go("content", rest)
+            self._enter("content", rest)
         return bool(rest)
 
-    def _until(self, marks: list[str], given: list[str], end: bool) -> bool:
-        """Give what stands before the first of the marks, without the white space around it."""
+    def _read_until_mark(self, marks: list[str], given: list[str], end: bool) -> bool:
+        """Output the text before the first of the marks, without the white space around it."""
         held = self._held
         found = min(((at, mark) for mark in marks if (at := held.find(mark)) >= 0), default=None)
         if found is not None:
             at, mark = found
             before = held[:at].rstrip()
-            self._give(given, before)
+            self._output(given, before)
             if self._state == "reasoning":
-                self._go("first", held[at + len(mark) :])
+                self._enter("first", held[at + len(mark) :])
             else:
                 assert self._tools is not None
                 self._before = held[len(before) : at] + mark
                 self._reading = self._tools.openings[mark](self._names)
                 self._state, self._held = "block", held[at + len(mark) :]
             return True
-        if not end:  # hold back what may be the beginning of one
-            begun = max(map(self._num_begun, marks))
+        if not end:  # hold back an end that may be the beginning of a mark
+            begun = max(map(self._num_possible_mark_chars, marks))
             held = held[: len(held) - begun].rstrip()
-        elif self._forced and self._state == "content" and self._is_cut(held.strip(), marks[0]):
+        elif (
+            self._forced
+            and self._state == "content"
+            and self._ends_in_cut_call(held.strip(), marks[0])
+        ):
             held, self._held = "", ""
-        self._give(given, held)
+        self._output(given, held)
         self._held = self._held[len(held) :]
         return False
 
-    def _is_cut(self, held: str, mark: str) -> bool:
-        """Whether a forced call was cut within its mark, and what it is a call of is known."""
+    def _ends_in_cut_call(self, held: str, mark: str) -> bool:
+        """Whether a forced call was cut off within its opening mark and its tool is known."""
         if not mark.startswith(held):
             return False
         names = list(self._names or ())
@@ -226,18 +238,18 @@ class AnswerParser:
             self._calls.append(ToolCall(names[0], ""))
         return self._has_called or len(names) == 1
 
-    def _num_begun(self, mark: str) -> int:
-        """How many characters at the end of what is held may be the beginning of a mark."""
+    def _num_possible_mark_chars(self, mark: str) -> int:
+        """The number of characters at the end of the held text that may begin a mark."""
         tail = self._held[1 - len(mark) :]
         at = tail.find(mark[0])
         while at >= 0 and not mark.startswith(tail[at:]):
             at = tail.find(mark[0], at + 1)
         return len(tail) - at if at >= 0 else 0
 
-    def _go(self, state: str, rest: str) -> None:
+    def _enter(self, state: str, rest: str) -> None:
         self._state, self._held, self._trim, self._before = state, rest, True, ""
 
-    def _give(self, given: list[str], text: str) -> None:
+    def _output(self, given: list[str], text: str) -> None:
         if self._trim:
             text = text.lstrip()
             self._trim = not text
@@ -252,9 +264,9 @@ def parser_for(
     names: Names = None,
     forced: bool = False,
 ) -> AnswerParser:
-    """The parser of an answer to a prompt that this chat template has made.
+    """The parser of an answer to a prompt that the chat template `template` has rendered.
 
-    `prompt_end`: the last characters of the prompt. The others as for `AnswerParser`.
+    `prompt_end`: the last characters of the prompt. The other arguments are `AnswerParser`'s.
     """
     thoughts, prompt_end = thoughts_in(template), prompt_end.rstrip()
     return AnswerParser(

@@ -1,10 +1,11 @@
-"""Renders a checkpoint's Jinja chat template, in the environment transformers gives it.
+"""`ChatTemplate`: renders a checkpoint's Jinja chat template as transformers does.
 
-Templates come with checkpoints, so they run in Jinja's immutable sandbox: no files, no time but
-`strftime_now`, limited ranges, repetitions and output. A template that does not compile is a
-`LoadError`; whatever goes wrong while rendering is the messages' fault, a `RequestError`. Messages
-are copied as plain JSON, so that a template meets no object with methods. Used by `Tokenizer`,
-which also keeps control tokens out of messages; this module knows no tokens.
+Templates come with checkpoints and are not trusted, so they run in Jinja's immutable sandbox. They
+have no access to files, no clock except `strftime_now`, and limits on ranges, repetitions and
+output. A template that does not compile is a `LoadError`. An error in rendering is attributed to
+the messages and is a `RequestError`. Messages are copied as plain JSON, so a template gets no
+object with methods. `Tokenizer` uses this module and also keeps control tokens out of messages;
+this module knows no tokens.
 """
 
 from __future__ import annotations
@@ -29,19 +30,22 @@ from infer.text.tools.formats import ToolFormat
 from infer.text.tools.tool_messages import adapted
 
 MAX_UNITS, UNITS_PER_CHAR = 20_000_000, 256
-"""Of work, for a prompt of few words, and for each character that the template is given. Published
-templates need 2 to 20 a character; the whole budget is seconds of CPU and 250 MB."""
+"""Maximum units of work of a rendering: a base, and an addition per character of the input.
+
+Published templates need 2 to 20 units per character. The whole base takes seconds of CPU time and
+250 MB.
+"""
 MAX_RENDER_S = 10.0
-"""Of CPU, for a prompt of any length."""
+"""Maximum CPU time of a rendering, in seconds."""
 MAX_PROBE_S = 1.0
-"""Of CPU, for the few words with which a template is tried at the start."""
+"""Maximum CPU time, in seconds, of each probe with which a template is tried at the start."""
 MAX_TEMPLATE_CHARS = 2_000_000
-"""Of a template's source; the longest published one has 20,000."""
+"""Maximum length of a template's source in characters; the longest published one has 20,000."""
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 class _TemplateRefusal(TemplateError):
-    """The template called `raise_exception`; its message is meant for the caller."""
+    """The template called `raise_exception` with a message for the caller."""
 
 
 class _GenerationTag(Extension):
@@ -94,13 +98,17 @@ def _refusal(message: str) -> RequestError:
 
 
 class ChatTemplate:
-    """One compiled template together with the special tokens it may name (`bos_token`, …)."""
+    """A compiled chat template with the special tokens that it may use (`bos_token`, …)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """`special_tokens`: text of each token by the name of its variable.
+
+        `LoadError` if the template is too long, does not compile, or takes too much work.
+        """
         self.source = source
         self._special_tokens = dict(special_tokens)
         self._words = frozenset(_WORD.findall(source))
-        """among them the names of the variables that it reads"""
+        """All identifiers in the source, which include the variables that it reads."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise LoadError(
                 f"the chat template has {len(source):,} characters; at most"
@@ -114,24 +122,26 @@ class ChatTemplate:
             line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
             problem = getattr(error, "message", None) or error
             raise LoadError(f"the chat template does not compile: {line}{problem}") from None
-        self.abilities = find_abilities(self._run_as_given, self._words)
-        """what it takes, as it was found out"""
+        self.abilities = find_abilities(self._render_probe, self._words)
+        """What the template supports (tools, parts, …), as probes have found out."""
 
-    def _run_as_given(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
-        beside = {"messages": list(messages), "add_generation_prompt": False}
+    def _render_probe(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
+        fixed = {"messages": list(messages), "add_generation_prompt": False}
         try:
             return self._rendered(
-                {**self._standing(), "tools": None, **variables, **beside}, MAX_UNITS, MAX_PROBE_S
+                {**self._common_variables(), "tools": None, **variables, **fixed},
+                MAX_UNITS,
+                MAX_PROBE_S,
             )
         except WorkError as error:
             raise LoadError(f"the chat template cannot be used: a few words in, {error}") from None
 
-    def _standing(self) -> dict[str, Any]:
-        """The variables that every prompt has."""
-        standing: dict[str, Any] = {"documents": None, **self._special_tokens}
-        if "datetime" in self._words:  # Firefunction's wants it, and no client knows of it
-            standing["datetime"] = datetime.datetime.now().strftime("%B %d %Y %H:%M:%S")
-        return standing
+    def _common_variables(self) -> dict[str, Any]:
+        """The variables that are the same for every prompt."""
+        common: dict[str, Any] = {"documents": None, **self._special_tokens}
+        if "datetime" in self._words:  # Firefunction's template needs it; clients do not send it
+            common["datetime"] = datetime.datetime.now().strftime("%B %d %Y %H:%M:%S")
+        return common
 
     def render(
         self,
@@ -144,13 +154,14 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **extra: Any,
     ) -> str:
-        """The prompt as text. `extra` are further variables of the template.
+        """The prompt as text. `extra`: further variables of the template.
 
-        Entries of a message that are None count as absent. Calls, their results and tools are given
-        to the template as it takes them; `tool_format` is the format of those calls that it does
-        not write itself (default: its own if it has one, else a generic one). With
-        `continue_final_message` the text ends where the last message's content ends. Raises
-        `RequestError` for anything the template refuses or cannot render, with `param="messages"`.
+        Entries of a message that are None count as absent. Tools, calls and results are given to
+        the template in the form that it supports. `tool_format` is the format of calls that the
+        template does not render itself; the default is the template's own format or else a generic
+        one. With `continue_final_message` the text ends where the last message's content ends.
+        Raises `RequestError` with `param="messages"` for anything that the template refuses or
+        cannot render.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -171,7 +182,9 @@ class ChatTemplate:
         if continue_final_message:
             (mark,) = free_noncharacters([turns, tools, extra, self.source], 1)
             _tag_final(turns[-1], mark)
-        variables = self._standing() | {name: _plain(value, name) for name, value in extra.items()}
+        variables = self._common_variables() | {
+            name: _plain(value, name) for name, value in extra.items()
+        }
         variables |= {"messages": turns, "add_generation_prompt": add_generation_prompt, **shown}
         text = self._run(variables)
         return _cut_at(text, mark) if mark else text
@@ -185,7 +198,7 @@ class ChatTemplate:
         )
         if not isinstance(turn.get("role"), str):
             raise _refusal(f"{where} has no `role` (a string)")
-        # Templates read the reasoning of earlier turns under either of two names.
+        # Templates read the reasoning of earlier turns as `thinking` or as `reasoning_content`.
         for name in ("reasoning_content", "thinking", "reasoning"):
             if name in turn:
                 turn = {"thinking": turn[name], **turn, "reasoning_content": turn[name]}
@@ -193,7 +206,7 @@ class ChatTemplate:
         content = turn.get("content")
         if isinstance(content, list) and not self.abilities.takes_parts:
             only_text = all(_kind_of(part) == "text" for part in content)
-            # What a tool gives back may be a list of anything; templates write it out as JSON.
+            # A tool's result may be a list of anything, which templates render as JSON.
             if only_text or turn["role"] not in ("tool", "ipython"):
                 turn["content"] = "\n".join(_text_of(part, where) for part in content)
         return turn
@@ -225,7 +238,8 @@ class ChatTemplate:
             raise _refusal(str(error)) from None
         except Exception as error:
             reason = f" ({type(error).__name__}); check their roles, order and fields"
-            # These three name a field or an operation of the template, nothing of the server.
+            # The messages of these errors name a field or an operation of the template. They do
+            # not reveal anything of the server.
             if isinstance(error, (UndefinedError, SecurityError, TypeError)):
                 reason = f": {error}"
             raise _refusal(
@@ -235,11 +249,14 @@ class ChatTemplate:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON's types only, exactly these and no subclasses."""
+    """A copy that consists of JSON's types only, without subclasses.
+
+    `RequestError` if `value`, which the message calls `where`, has other types or is too deep.
+    """
     if value is None or isinstance(value, bool):
         return value
     try:
-        if isinstance(value, str):  # enumerations and the like: the string they are
+        if isinstance(value, str):  # also an enumeration whose members are strings
             return str.__str__(value)
         if isinstance(value, int):
             return int.__int__(value)
@@ -269,7 +286,10 @@ def _text_of(part: Any, where: str) -> str:
 
 
 def _tag_final(turn: dict[str, Any], mark: str) -> None:
-    """Puts the mark and a space behind the content: a template that trims takes the space off."""
+    """Append the mark and a space to the content of the last message, in place.
+
+    The space is missing from the prompt if the template strips white space from contents.
+    """
     content = turn.get("content")
     if isinstance(content, str):
         turn["content"] = content + mark + " "
@@ -282,6 +302,7 @@ def _tag_final(turn: dict[str, Any], mark: str) -> None:
 
 
 def _cut_at(text: str, mark: str) -> str:
+    """The text before the mark of `_tag_final`."""
     kept, found, rest = text.rpartition(mark)
     if not found:
         raise _refusal(

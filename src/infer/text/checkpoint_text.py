@@ -1,8 +1,8 @@
-"""Reads the text side of a checkpoint folder: tokenizer, its configuration, chat templates.
+"""Reading a checkpoint folder's text files: tokenizer, its configuration, chat templates.
 
-`read_text_files` gives what the files say, in the order of precedence transformers 5 has, or a
-`LoadError` that lists everything missing or malformed at once. It opens files by fixed names in
-one folder, follows no name found in a file, and builds nothing; `Tokenizer.from_folder` does.
+`read_text_files` returns the content of the files, in transformers 5's order of precedence. Its
+`LoadError` lists everything that is missing or malformed. It opens files with fixed names in one
+folder and no file that another file names. `Tokenizer.from_folder` builds the tokenizer.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "v
 
 @dataclass(frozen=True, slots=True)
 class TextFiles:
-    """What the files of a checkpoint say about text; nothing is resolved to ids yet."""
+    """The content of a checkpoint's text files; tokens are not resolved to ids yet."""
 
     tokenizer_json: str
+    """Text of tokenizer.json."""
     named_tokens: Mapping[str, str]
-    """`bos_token` and so on, those that are set"""
+    """Text of each named token that is set, by name (`bos_token`, …)."""
     eos_token_ids: tuple[int, ...]
-    """from generation_config.json, then config.json"""
+    """End-of-sequence ids from generation_config.json, then from config.json."""
     templates: Mapping[str, str]
-    """chat templates by name; the usual one is called `default`"""
+    """Chat templates by name; the usual one is called `default`."""
     extra_special_tokens: tuple[str, ...] = ()
+    """Texts of further special tokens."""
     added_tokens: tuple[Mapping[str, Any], ...] = ()
-    """`added_tokens_decoder` of tokenizer_config.json, by id"""
+    """Entries of `added_tokens_decoder` in tokenizer_config.json, in the order of their ids."""
     tokenizer_class: str | None = None
-    """transformers' name for the kind of tokenizer; told to clients, nothing here depends on it"""
+    """transformers' class of the tokenizer, which clients may ask for; it has no effect here."""
     tool_parser: str | None = None
-    """the name of the format of tool calls, where the operator has named one"""
+    """Name of the format of tool calls, if the operator has set one."""
 
 
 def read_text_files(path: Path) -> TextFiles:
-    """Everything about text in the folder. Raises `LoadError` with all that is wrong with it."""
+    """The text files in the folder `path`. `LoadError` lists everything that is wrong with them."""
     if not path.is_dir():
         raise LoadError(
             f"{path} is not a folder; a tokenizer is loaded from the folder of a checkpoint,"
@@ -59,14 +61,14 @@ def read_text_files(path: Path) -> TextFiles:
 
 
 def _content(token: Any) -> str | None:
-    """A token as configuration files write it: its text, or an object with the text inside."""
+    """The text of a token, which files write as a string or as an object with `content`."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
 
 
 class _Folder:
-    """A folder, and what was found wrong in it so far."""
+    """A folder and the problems found in it so far."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -77,7 +79,7 @@ class _Folder:
         if tokenizer_json is None and not self.problems:
             self.problems.append(self.missing_tokenizer())
         config = self.json_object("tokenizer_config.json")
-        if "added_tokens_decoder" not in config:  # only checkpoints older than that need the map
+        if "added_tokens_decoder" not in config:  # only older checkpoints need the map
             config = config | self.json_object("special_tokens_map.json")
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
         extra = list(extra.values()) if isinstance(extra, Mapping) else extra
@@ -157,7 +159,7 @@ class _Folder:
             config = self.json_object(name)
             value = config.get("eos_token_id")
             if value is None and isinstance(config.get("text_config"), dict):
-                value = config["text_config"].get("eos_token_id")  # models that also see pictures
+                value = config["text_config"].get("eos_token_id")  # multimodal models
             values = value if isinstance(value, list) else [] if value is None else [value]
             if all(type(one) is int and 0 <= one < 2**31 for one in values):
                 ids += values
@@ -169,7 +171,10 @@ class _Folder:
         return tuple(dict.fromkeys(ids))
 
     def templates(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Files of their own win over the entry in tokenizer_config.json, as in transformers."""
+        """Chat templates by name.
+
+        Template files take precedence over the entry in tokenizer_config.json, as in transformers.
+        """
         names = {"default": "chat_template.jinja"}
         for file in sorted(self.path.glob("additional_chat_templates/*.jinja")):
             names[file.stem] = f"additional_chat_templates/{file.name}"

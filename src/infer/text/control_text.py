@@ -1,13 +1,18 @@
-"""Keeps control tokens typed by a caller from becoming control tokens of the prompt.
+"""Control tokens in a caller's text: keeping them from becoming control tokens of the prompt.
 
-The sealed tokenizer has the vocabulary, ids and rules of the checkpoint's, but control tokens go by
-sealed names, private-use characters with a random part: text encoded with it becomes ordinary
-tokens whatever it spells. In a chat, the literals that the template means get their sealed names.
-Templates trim, split and join, so `mark` surrounds the literals in callers' strings with a pair of
-Unicode noncharacters *before* rendering (and puts one behind an end that what follows could
-complete to a literal); `seal` takes what is marked for text and what is not for the template's own.
-Limits: a template that composes literals from pieces of messages cut elsewhere than at whitespace
-or at literals is not seen through, and role names are taken for part of the template.
+The sealed tokenizer has the same vocabulary, ids and rules as the checkpoint's tokenizer. But each
+control token has a sealed name, which consists of private-use characters with a random part. So
+the sealed tokenizer encodes any text as ordinary tokens. In a chat, only literals of the template
+itself get their sealed names.
+
+Templates may trim, split and join strings. Therefore `mark` surrounds the literals in callers'
+strings with a pair of Unicode noncharacters before rendering. It also puts a noncharacter after a
+string whose end, together with following text, could form a literal. Then `seal` takes marked
+literals as text and all others as the template's own.
+
+There are two limits. A template may form a literal by joining pieces of messages that it has cut
+at other places than white space or literals; this is not detected. Role names count as part of the
+template.
 """
 
 from __future__ import annotations
@@ -24,14 +29,14 @@ import tokenizers
 from infer.errors import RequestError
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
-"""Code points that Unicode promises never to assign: nobody's text, but everybody's string."""
-_PRIVATE_USE = range(0xF0000, 0xFFFFE)  # plane 15: characters that normalizers leave alone
-# Some checkpoints flag these special too; sealing them would keep text from using them.
+"""Code points that Unicode will never assign. Text has no use for them, but strings allow them."""
+_PRIVATE_USE = range(0xF0000, 0xFFFFE)  # plane 15, which normalizers do not change
+# Some checkpoints also flag these tokens as special. If they were sealed, text could not use them.
 _NO_CONTROL = re.compile(r"\s*|<0x[0-9A-Fa-f]{2}>")
 
 
 def sealed_names(tokens: Iterable[str]) -> dict[str, str]:
-    """A name for each control token: 64 random bits, then a number. All of the same length."""
+    """The sealed name of each control token: 64 random bits and a number; all of one length."""
     nonce = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(4))
     literals = sorted(token for token in set(tokens) if not _NO_CONTROL.fullmatch(token))
     names = {}
@@ -42,7 +47,7 @@ def sealed_names(tokens: Iterable[str]) -> dict[str, str]:
 
 
 def sealed_tokenizer(description: dict[str, Any], names: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """The tokenizer of a parsed `tokenizer.json` with tokens renamed; changes it in place."""
+    """The tokenizer of a parsed `tokenizer.json` with tokens renamed; changes `description`."""
     for token in description["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     model = description["model"]
@@ -52,7 +57,7 @@ def sealed_tokenizer(description: dict[str, Any], names: Mapping[str, str]) -> t
         model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    if "merges" in model:  # without those that yield or use one of the tokens
+    if "merges" in model:  # merges that use or make a renamed token are left out
         prefix = model.get("continuing_subword_prefix") or ""
         model["merges"] = [
             (left, right)
@@ -63,7 +68,7 @@ def sealed_tokenizer(description: dict[str, Any], names: Mapping[str, str]) -> t
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every string in a JSON-like value, keys too."""
+    """Every string in a JSON-like value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -74,7 +79,10 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def free_noncharacters(values: Any, count: int) -> tuple[str, ...]:
-    """`count` noncharacters that occur in none of the strings, so they can serve as marks."""
+    """`count` noncharacters that occur in no string of `values`, so they can serve as marks.
+
+    `RequestError` if there are not enough of them.
+    """
     others = [string for string in strings_in(values) if not string.isascii()]
     free = [char for char in NONCHARACTERS if not any(char in string for string in others)]
     if len(free) < count:
@@ -87,10 +95,10 @@ def free_noncharacters(values: Any, count: int) -> tuple[str, ...]:
 
 
 def _one_of(literals: Iterable[str]) -> str:
-    """A regular expression for any of the literals, of several that begin alike the longest.
+    """A regular expression for any of the literals; it matches the longest possible one.
 
-    A tree by common beginnings: there can be thousands, and a text full of `<` must not cost a
-    comparison with each of them at each character.
+    It is a tree of common prefixes. There can be thousands of literals, and a text full of `<` must
+    not be compared with each of them at each character.
     """
     groups: dict[str, list[str]] = {}
     for literal in literals:
@@ -98,7 +106,7 @@ def _one_of(literals: Iterable[str]) -> str:
     ends_here = groups.pop("", None) is not None
     branches = []
     for first in sorted(groups):
-        # All that they have in common at once: literals may be as long as they like.
+        # The whole common prefix at once, so long literals do not make the recursion deep.
         begin = _common_beginning(groups[first])
         branches.append(re.escape(begin) + _one_of(one[len(begin) :] for one in groups[first]))
     if not branches:
@@ -117,22 +125,27 @@ def _common_beginning(literals: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Values of a caller with the control literals in them marked."""
+    """A caller's values with the control literals in them marked."""
 
     values: tuple[Any, ...]
+    """Copies of the values with marks; the values themselves if there was nothing to mark."""
     opening: str
+    """Noncharacter before a literal."""
     closing: str
+    """Noncharacter after a literal, or after an end that could begin one."""
     found: bool
-    """whether there was anything to mark; if not, `values` are as they came"""
+    """Whether there was anything to mark."""
 
 
 class ControlText:
-    """The control literals of one tokenizer, e.g. `<|im_start|>`, and where they occur in text."""
+    """Finds the control literals of one tokenizer, such as `<|im_start|>`, in text."""
 
     def __init__(self, sealed_names: Mapping[str, str]) -> None:
+        """`sealed_names`: the sealed name of each control literal."""
         self._sealed_names = sealed_names
         self._pattern = _one_of(sealed_names)
-        # Any case: a template may change it (`content | lower`), and marking too much is harmless.
+        # Case is ignored, because a template may change it (`content | lower`), and because marking
+        # too much is harmless.
         self._literal = re.compile(self._pattern, re.IGNORECASE)
         self._meant = re.compile(self._pattern)
         self._beginnings = frozenset(
@@ -145,7 +158,10 @@ class ControlText:
         return self._literal.search(text) is not None
 
     def mark(self, *values: Any) -> Marked:
-        """Copies of the values (JSON-like: strings, mappings, lists) with literals marked."""
+        """Copies of JSON-like values (strings, mappings, lists) with control literals marked.
+
+        `RequestError` if they are nested too deeply or leave no noncharacters for marks.
+        """
         try:
             strings = strings_in(values)
             if not any(self.occurs_in(one) or self._open_end(one) is not None for one in strings):
@@ -157,7 +173,7 @@ class ControlText:
         return Marked(marked, opening, closing, found=True)
 
     def _open_end(self, string: str) -> int | None:
-        """Where an end that begins a literal stops, white space after it left aside."""
+        """Where a string ends whose end could begin a literal, without trailing white space."""
         kept = string.rstrip()
         tail = kept[-self._longest_beginning :].lower()
         begun = any(tail[start:] in self._beginnings for start in range(len(tail)))
@@ -179,14 +195,14 @@ class ControlText:
         return value
 
     def seal(self, rendered: str, marked: Marked) -> tuple[str, str]:
-        """(the text without marks, the same with the template's own literals sealed)."""
-        if not marked.found:  # no literal is the caller's, so all of them are meant
+        """(rendered text without marks, the same with the template's own literals sealed)"""
+        if not marked.found:  # no literal is the caller's, so all are the template's own
             names = self._sealed_names
             return rendered, self._meant.sub(lambda match: names[match[0]], rendered)
         opening, closing = marked.opening, marked.closing
         pattern = re.compile(
             f"{opening}(?P<typed>(?i:{self._pattern})){closing}"
-            f"|[{opening}{closing}]"  # a mark whose other half the template cut off
+            f"|[{opening}{closing}]"  # a mark whose counterpart the template has cut off
             f"|(?P<meant>{self._pattern})"
         )
         sealed = pattern.sub(

@@ -1,10 +1,10 @@
-"""From a stream of token ids to a stream of text, each piece of it final.
+"""Incremental detokenizers: a stream of token ids becomes a stream of final pieces of text.
 
-Invariant: what `push` gave so far is a prefix of what decoding all ids at once gives, and with
-`finish` it is equal to it. So nothing is given that a later token could still change: an
-incomplete UTF-8 character is held back, and with byte-fallback tokenizers the whole run of byte
-tokens, because their decoder replaces all bytes of a run when any of them is invalid. What one
-token stands for, `pieces_for` reads off the checkpoint's decoder, once for all streams.
+Invariant: the pieces from `push` are together a prefix of the text that decoding all ids at once
+gives, and with the piece from `finish` they are equal to it. So text that a later token could
+change is held back. That is an incomplete UTF-8 character. With byte-fallback tokenizers it is a
+whole run of byte tokens, because their decoder replaces all bytes of a run if one is invalid.
+`pieces_for` derives the text of each token from the checkpoint's decoder, once for all streams.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import tokenizers
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = "<0x([0-9A-Fa-f]{2})>"
 TokenOf = Callable[[int], str | None]
-"""a token as the vocabulary spells it; None: there is no such id"""
+"""Function from a token id to the token as the vocabulary spells it; None: no such id."""
 
 
 class ByteLevelPieces:
-    """Byte-level BPE: every token is a string of bytes, not necessarily whole characters."""
+    """The bytes of each token of byte-level BPE; they need not be whole characters."""
 
     def __init__(self, token_of: TokenOf) -> None:
-        # GPT-2's one printable character per byte: Latin-1 as it is, the rest from U+0100 on.
+        # GPT-2 writes each byte as a printable character: that of Latin-1 or one from U+0100 on.
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         moved = [byte for byte in range(0x100) if byte not in printable]
         self._alphabet = {chr(byte): byte for byte in printable}
@@ -39,14 +39,18 @@ class ByteLevelPieces:
         token = self._token_of(token_id) or ""
         try:
             return bytes([self._alphabet[char] for char in token])
-        except KeyError:  # an added token, which is written as it is
+        except KeyError:  # an added token, which is not written in that alphabet
             return token.encode("utf-8")
 
 
 class FallbackPieces:
-    """Sentencepiece-like: a token is a piece of text, or (`<0xE6>`) one byte of a character."""
+    """The text or byte of each token of a sentencepiece-like vocabulary.
+
+    A token is a piece of text, or one byte of a character (`<0xE6>`).
+    """
 
     def __init__(self, token_of: TokenOf, steps: Sequence[Mapping[str, Any]]) -> None:
+        """`steps`: the decoders of `tokenizer.json`, in order."""
         by_kind = {step["type"]: step for step in steps}
         self._token_of = token_of
         self._replacements = [
@@ -62,9 +66,9 @@ class FallbackPieces:
         self._byte_token = re.compile(_BYTE_TOKEN if "ByteFallback" in by_kind else "(?!)")
         strip = by_kind.get("Strip", {"content": "", "start": 0})
         self.strip: tuple[str, int] = (strip["content"], strip["start"])
-        """a character, and how many of it are taken off the start of the whole text at most"""
+        """A character, and how many of it are removed at most from the start of the text."""
         self.piece_of: Callable[[int, bool], str | bytes | None] = functools.cache(self._look_up)
-        """(id, is it the first token of all) → its text, or its byte, or None: no such id"""
+        """(token id, whether it is the text's first) → its text or its byte; None: no such id."""
 
     def _look_up(self, token_id: int, first: bool) -> str | bytes | None:
         token = self._token_of(token_id)
@@ -78,7 +82,7 @@ class FallbackPieces:
         return bytes.fromhex(byte[1]) if byte else token
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The bytes of a token in the middle of a text."""
+        """The bytes of a token that is not the first of a text."""
         piece = self.piece_of(token_id, False) or b""
         return piece.encode("utf-8") if isinstance(piece, str) else piece
 
@@ -86,39 +90,43 @@ class FallbackPieces:
 def pieces_for(
     decoder: Mapping[str, Any] | None, token_of: TokenOf
 ) -> ByteLevelPieces | FallbackPieces | None:
-    """What tokens stand for to a decoder of `tokenizer.json`; None: only the library knows."""
+    """The text of each token for a decoder of `tokenizer.json`.
+
+    None for a decoder that only the `tokenizers` library can apply.
+    """
     steps: list[Any] = [decoder] if decoder else []
     if decoder and decoder["type"] == "Sequence":
         steps = decoder["decoders"]
     kinds = " ".join(step["type"] for step in steps)
     if kinds == "ByteLevel":
         return ByteLevelPieces(token_of)
-    # In this order only: other orders mean other texts.
+    # The order matters: decoders in another order give another text.
     known = "Metaspace|Replace( Replace)*( ByteFallback)?( Fuse( Strip)?)?"
     for step in steps:
         if step.get("stop") or "Regex" in step.get("pattern", ()):
-            return None  # takes off the end of the text, or searches in it
+            return None  # it strips the end of the text, or needs a search in it
     return FallbackPieces(token_of, steps) if re.fullmatch(known, kinds) else None
 
 
 class IncrementalDetokenizer(Protocol):
-    """One generation's text. Not shared between generations, not reused after `finish`."""
+    """The text of one generation. It serves one generation and cannot be used after `finish`."""
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; gives the text that is now certain, often one token behind."""
+        """Take the next token; returns the text that is certain now, often one token behind."""
 
     def finish(self) -> str:
-        """No more tokens: gives what was held back, U+FFFD for what stayed incomplete."""
+        """End the text; returns what was held back, with U+FFFD for incomplete characters."""
 
 
 class ByteLevelDetokenizer:
-    """For byte-level BPE: each token is some bytes, and the text is their UTF-8. Exact."""
+    """The detokenizer of byte-level BPE: the text is the UTF-8 of all tokens' bytes. Exact."""
 
     def __init__(self, pieces: ByteLevelPieces, skipped: frozenset[int]) -> None:
+        """`skipped`: ids of tokens that have no text."""
         self._bytes_of = pieces.bytes_of
         self._skipped = skipped
-        # Python's decoder and the one in `tokenizers` agree on what they replace by one U+FFFD:
-        # each maximal part of an ill-formed sequence (Unicode chapter 3, as the web does it).
+        # Python's decoder and that of `tokenizers` both replace each maximal subpart of an
+        # ill-formed sequence by one U+FFFD (Unicode, chapter 3, "U+FFFD Substitution").
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def push(self, token_id: int) -> str:
@@ -129,63 +137,65 @@ class ByteLevelDetokenizer:
 
 
 class FallbackDetokenizer:
-    """For sentencepiece-like vocabularies: a token is a piece of text or a single byte. Exact."""
+    """The detokenizer of sentencepiece-like vocabularies with single-byte tokens. Exact."""
 
     def __init__(self, pieces: FallbackPieces, skipped: frozenset[int]) -> None:
+        """`skipped`: ids of tokens that have no text."""
         self._piece_of = pieces.piece_of
         self._skipped = skipped
-        self._at_start = True  # no token was taken yet
-        self._run = bytearray()  # byte tokens since the last other one
+        self._at_start = True  # no token has been taken yet
+        self._run = bytearray()  # bytes of the byte tokens since the last other token
         self._strip_char, self._strip_left = pieces.strip
 
     def push(self, token_id: int) -> str:
         piece = None if token_id in self._skipped else self._piece_of(token_id, self._at_start)
         if piece is None:
-            return ""  # left out before decoding, so it does not even end a run of bytes
+            return ""  # the token is removed before decoding, so it does not end a run of bytes
         self._at_start = False
         if isinstance(piece, bytes):
             self._run += piece
             return ""
-        return self._after_run(piece) if self._run or self._strip_left else piece
+        return self._end_run(piece) if self._run or self._strip_left else piece
 
     def finish(self) -> str:
-        return self._after_run("")
+        return self._end_run("")
 
-    def _after_run(self, text: str) -> str:
+    def _end_run(self, text: str) -> str:
         try:
             text = self._run.decode("utf-8") + text
-        except UnicodeDecodeError:  # as the decoder does: all of them
+        except UnicodeDecodeError:  # the library's decoder replaces all bytes of the run too
             text = _REPLACEMENT * len(self._run) + text
         self._run.clear()
         while self._strip_left and text.startswith(self._strip_char):
             text = text[1:]
             self._strip_left -= 1
-        if text:  # the first other character ends it
+        if text:  # the first other character ends the stripping
             self._strip_left = 0
         return text
 
 
 class WindowDetokenizer:
-    """For any other decoder: decodes a short window again with each token, and gives what grew.
+    """The detokenizer for any other decoder: with each token it decodes a short window again.
 
-    Exact as far as the text of a token depends only on the token before it (WordPiece); a decoder
+    It is exact if the text of a token depends only on the token before it (WordPiece). A decoder
     that looks back further cannot be streamed.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
+        """`skipped`: ids of tokens that have no text."""
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._window: list[int] = []
-        self._anchor = 0  # how many tokens of the window are only there for what follows
-        self._given = ""  # text of these
+        self._anchor = 0  # number of tokens at the window's start whose text has been returned
+        self._given = ""  # the text of these tokens
 
     def push(self, token_id: int) -> str:
         if token_id in self._skipped or self._tokenizer.id_to_token(token_id) is None:
             return ""
         self._window.append(token_id)
         text = self._decode()
-        unsettled = text.endswith(_REPLACEMENT) or len(text) < len(self._given)
-        return "" if unsettled else self._advance(text)
+        is_incomplete = text.endswith(_REPLACEMENT) or len(text) < len(self._given)
+        return "" if is_incomplete else self._advance(text)
 
     def finish(self) -> str:
         return self._advance(self._decode()) if self._window else ""
@@ -206,7 +216,7 @@ def make_detokenizer(
     tokenizer: tokenizers.Tokenizer,
     skipped: frozenset[int],
 ) -> IncrementalDetokenizer:
-    """For one generation; `skipped`: tokens that have no text."""
+    """The detokenizer of one generation; `skipped`: ids of tokens that have no text."""
     if isinstance(pieces, ByteLevelPieces):
         return ByteLevelDetokenizer(pieces, skipped)
     if pieces is not None:

@@ -1,10 +1,10 @@
-"""The text side of a GGUF file: its vocabulary as a `tokenizer.json`, its chat templates.
+"""Text files made from a GGUF file: its vocabulary as a `tokenizer.json`, and its chat templates.
 
-`text_files` takes the file's metadata as plain Python values and gives the `TextFiles` that a
-checkpoint folder would have given, so that `Tokenizer` needs to know nothing about GGUF. Two kinds
-of vocabulary exist in the families served here: byte-level BPE ("gpt2"), whose pre-tokeniser is
-named by `tokenizer.ggml.pre`, and sentencepiece's BPE ("llama"), which stores a score for each
-piece instead of merges. Other kinds and names are refused: a wrong split gives wrong ids silently.
+`text_files` takes the file's metadata as plain Python values and returns the same `TextFiles` as a
+checkpoint folder, so `Tokenizer` does not know about GGUF. The supported model families have two
+kinds of vocabulary. Byte-level BPE ("gpt2") names its pre-tokenizer in `tokenizer.ggml.pre`.
+Sentencepiece's BPE ("llama") stores a score for each piece instead of merges. Other kinds and names
+are refused, because a wrong pre-tokenizer would silently give wrong ids.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ _NAMED_IDS = {
     "pad_token": "padding_token_id",
     "mask_token": "mask_token_id",
 }
-_LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # where a "llama" file names none
-# Tokens that end a turn, by text: files name only one of theirs, models use several.
+_LLAMA_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}  # defaults of "llama" vocabularies
+# Tokens that end a turn. A file names only one of them, but its model may use several.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>",
          "<end_of_turn>")  # fmt: skip
 
 
 def _tekken_pattern() -> str:
-    """What Mistral's newer models cut text with: words end where capitals begin, each digit is
-    alone, and slashes stay with the punctuation before them."""
+    """The split pattern of Mistral's newer models.
+
+    A word ends before a capital letter, each digit is separate, and slashes stay with the
+    punctuation before them.
+    """
     capital, small = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     first = r"[^\r\n\p{L}\p{N}]?"
     return (
@@ -47,11 +50,14 @@ def _tekken_pattern() -> str:
 
 
 _MAX_CUT_CHARS = 1 << 26
-"""Characters of all ways to cut all pieces in two; Gemma's 262,000 pieces have 2²⁴."""
+"""Maximum number of characters of all ways to divide all pieces in two.
+
+Gemma's 262,000 pieces have 2²⁴.
+"""
 
 
 def _llama3_pattern(max_digits: str) -> str:
-    """What Llama 3 and Qwen2 cut text with; they differ in how many digits stay together."""
+    """The split pattern of Llama 3 and Qwen2, which differ in how many digits stay together."""
     return (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + max_digits +
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -64,19 +70,21 @@ def _split(pattern: str) -> Sequence:
 
 
 PATTERNS = frozenset({_llama3_pattern("{1,3}"), _llama3_pattern(""), _tekken_pattern()})
-"""That take no longer than a text is long."""
+"""Split patterns that are known to take time linear in the length of the text."""
 
 
 @dataclass(frozen=True)
 class _Pre:
-    """How a byte-level vocabulary is used: what cuts a text, and what else goes by its name."""
+    """The pre-tokenizer of a byte-level vocabulary, and options that its name implies."""
 
     splits: PreTokenizer
+    """Pre-tokenizer that divides the text into words."""
     add_bos: bool = False
-    """where the file does not say"""
+    """Whether BOS is added if the file does not say."""
     ignore_merges: bool = False
-    """a word that is a token is one, whatever the merges would make of it"""
+    """Whether a word that is a token becomes that token without applying merges."""
     normalizer: normalizers.Normalizer | None = None
+    """Normalizer of the text."""
 
 
 _WORDS = ByteLevel(add_prefix_space=False)
@@ -100,11 +108,11 @@ _PRE_TOKENIZERS = {
         _GPT2,
     ),
 }  # fmt: skip
-"""By the name that llama.cpp gives; those that cut a text alike have one entry under many names."""
+"""Pre-tokenizers by the name that llama.cpp gives them; several names may mean the same one."""
 
 
 class _Vocabulary:
-    """`tokenizer.ggml.*` of one file, checked as it is read."""
+    """The keys `tokenizer.ggml.*` of one file, which are checked when they are read."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         self.metadata = metadata
@@ -114,12 +122,12 @@ class _Vocabulary:
             raise self.error(f"model {self.kind!r} is not supported (supported: 'gpt2', 'llama')")
         self.tokens: list[str] = self.need("tokens", list)
         self.types: list[int] = self.aligned("token_type")
-        if self.kind == "llama":  # a user-defined piece is looked for in the text as it was typed
+        if self.kind == "llama":  # user-defined pieces are matched in the text before `▁` is used
             self.tokens = [
                 token.replace("▁", " ") if self.types[i] == _USER_DEFINED else token
                 for i, token in enumerate(self.tokens)
             ]
-        self.ids = {  # without unused ones, which have no text
+        self.ids = {  # unused tokens have no text
             token: i for i, token in enumerate(self.tokens) if token and self.types[i] != _UNUSED
         }
         defaults = _LLAMA_IDS if self.kind == "llama" else {}
@@ -137,7 +145,7 @@ class _Vocabulary:
         return value
 
     def aligned(self, name: str) -> list[Any]:
-        """A list with one entry for each token."""
+        """A list of the metadata that has one entry per token."""
         values: list[Any] = self.need(name, list)
         if len(values) != len(self.tokens):
             raise self.error(f"{name} has {len(values)} entries for {len(self.tokens)} tokens")
@@ -150,12 +158,15 @@ class _Vocabulary:
         return value
 
     def is_added(self, token_id: int) -> bool:
-        """Matched in the text before anything else, so no text and no piece of a word."""
+        """Whether a token is an added one, which is matched before the text is divided."""
         return self.types[token_id] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
 
 
 def text_files(metadata: Mapping[str, Any], where: str) -> TextFiles:
-    """What the metadata says about text; `where` begins the message of a `LoadError`."""
+    """The text files of a GGUF file with this metadata.
+
+    `LoadError` if a key is missing, malformed or not supported; its message begins with `where`.
+    """
     vocabulary = _Vocabulary(metadata, where)
     build = _byte_level_bpe if vocabulary.kind == "gpt2" else _sentencepiece_bpe
     tokenizer = build(vocabulary)
@@ -174,7 +185,7 @@ def text_files(metadata: Mapping[str, Any], where: str) -> TextFiles:
         named_tokens={
             name: vocabulary.tokens[i]
             for name, i in vocabulary.named_ids.items()
-            # Some files name an ordinary token as padding; it must not turn into a special one.
+            # Some files name an ordinary token as padding, which must not become a special token.
             if name in ("bos_token", "eos_token") or vocabulary.is_added(i)
         },
         eos_token_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
@@ -216,10 +227,10 @@ def _sentencepiece_bpe(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Every way to put a piece together from two, pieces with the highest score first.
+    """The merges of sentencepiece's BPE: every pair of pieces that forms a piece, best score first.
 
-    Sentencepiece joins whichever neighbours make the piece with the best score, however it is
-    cut; so each cut is a merge, and a piece's score is the rank of all of its cuts.
+    Sentencepiece joins the two neighbours that form the piece with the best score, whatever the two
+    are. So each way to divide a piece in two is a merge, and all of them have the piece's rank.
     """
     scores = vocabulary.aligned("scores")
     pieces = {t: i for t, i in vocabulary.ids.items() if vocabulary.types[i] == _NORMAL}
@@ -236,7 +247,10 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 
 def _bpe(vocabulary: _Vocabulary, merges: list[Any], *, add_bos: bool, **options: Any) -> Tokenizer:
-    """With BOS and EOS around a text, where the file or else its kind of vocabulary says so."""
+    """A BPE tokenizer that adds BOS and EOS to a text if the file says so.
+
+    `add_bos`: the default for BOS. `LoadError` if tokens and merges do not fit each other.
+    """
     try:
         model = models.BPE(vocab=vocabulary.ids, merges=merges, **options)
     except Exception as error:  # the library raises plain Exception

@@ -1,7 +1,7 @@
-"""`ThoughtTokens`: how many tokens of an answer are thoughts, the marks around them left out.
+"""`ThoughtTokens`: counts the tokens of an answer's reasoning, without the marks around it.
 
-A token counts that begins behind the opening mark and before the closing one. Marks need not be
-tokens of their own, so the text decides; behind the closing mark nothing is looked at any more.
+A token is counted if its text begins between the opening mark and the closing mark. Marks need not
+be single tokens, so the text decides. Tokens after the closing mark are not read.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ from infer.text.tools.formats import Thoughts
 
 
 class ThoughtTokens:
-    """For one answer."""
+    """Counts the reasoning tokens of one answer. See the module's docstring."""
 
     def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, *, inside: bool) -> None:
-        """`inside`: the prompt has begun the thoughts."""
+        """`thoughts`: the marks around the reasoning. `inside`: the prompt has opened it."""
         self.count = 0
+        """Number of reasoning tokens so far."""
         self._detokenizer = tokenizer.new_detokenizer(skip_special_tokens=False)
         self._thoughts = thoughts
         self._state = "inside" if inside else "begin"
         self._text = ""
-        """as far as a mark may stand in it"""
+        """End of the answer's text so far, as much as may hold a part of a mark."""
         self._starts: list[int] = []
-        """where in that text the tokens begin that have been counted"""
+        """Places in that text at which counted tokens begin."""
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """The next tokens of the answer."""
+        """Take the next tokens of the answer."""
         for token_id in token_ids:
             if self._state == "done":
                 return

@@ -1,9 +1,10 @@
-"""`BoundedEnvironment`: Jinja's immutable sandbox, in which a rendering has a budget of work.
+"""`BoundedEnvironment`: Jinja's immutable sandbox with a budget of work for each rendering.
 
-Templates come with checkpoints, and Jinja's own sandbox limits neither time nor memory. Here every
-round of a loop, every call, filter and operator that makes something takes from a budget, before
-it is made where its size can be known; when the budget or the thread's time of CPU is used up, the
-rendering ends with a `WorkError`. Knows no messages and no tokens; used by `chat_template`.
+Templates come with checkpoints and are not trusted, and Jinja's own sandbox limits neither time nor
+memory. Here every iteration of a loop, every call, every filter, and every operator that makes a
+value spends a part of a budget. It is spent before the value is made, if its size is known then. A
+rendering that has used up its budget or its CPU time ends with a `WorkError`. `chat_template` uses
+this module, which knows no messages and no tokens.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_RENDERED_CHARS = 16_000_000
-"""Of a whole prompt; longer than any context, short enough not to hurt."""
+"""Maximum length of a rendered prompt in characters, which is longer than any context."""
 MAX_RANGE = 10_000
-"""Of a range, and of any width or number of copies that a template names."""
+"""Maximum length of a range, and maximum of any width or count that a template gives."""
 _MAX_BITS = 4096
-"""Of an integer that a template computes."""
+"""Maximum size of an integer that a template computes, in bits."""
 ROUND_UNITS, NODE_UNITS, LIST_UNITS = 20, 8, 16
-"""Of work: for a round of a loop or a call; for a value in a container; for each character of a
-text of which a list is made. A character that is made costs one."""
+"""Units of work of an iteration or call, of a value in a container, and of a listed character.
+
+The last is for each character of a text that becomes a list. Each character that is made takes one
+unit.
+"""
 _WIDE = frozenset({"center", "indent", "batch", "slice", "round", "tojson", "wordwrap", "truncate"})
 _PADDING = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _REFUSED_METHODS = frozenset({"translate", "maketrans", "to_bytes"})
@@ -43,19 +47,22 @@ _PERCENT = re.compile(r"%(?:\(\w*\))?[-+ #0-9.*]*")
 
 
 class WorkError(SecurityError):
-    """A rendering has taken too much time or memory, or would."""
+    """A rendering has taken too much time or memory, or would take too much."""
 
 
 class _Budget(threading.local):
-    """Of the rendering in this thread."""
+    """The budget of the rendering in this thread."""
 
     units = 0.0
+    """Units of work that are left."""
     ends_s = float("inf")
+    """CPU time of the thread at which the rendering must have ended, in seconds."""
     unchecked = 0.0
+    """Units of work that were spent since the CPU time was last checked."""
 
 
 class _Namespace(Namespace):
-    """A namespace without underscore names, through which sandboxes have been left before."""
+    """A namespace without names that begin with an underscore; such names have broken sandboxes."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -64,7 +71,7 @@ class _Namespace(Namespace):
 
 
 class _Generator(CodeGenerator):
-    """Has containers and joined texts made by the environment, which counts them."""
+    """Generates code in which the environment counts containers and joined texts."""
 
     @optimizeconst
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
@@ -93,13 +100,16 @@ class _Generator(CodeGenerator):
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """See the module's docstring. Rendering outside of `limited` has no budget and fails."""
+    """A sandbox with a budget; see the module's docstring.
+
+    Rendering outside `limited` has no budget and fails.
+    """
 
     code_generator_class = _Generator
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(finalize=self._shown, **options)
+        super().__init__(finalize=self._finalized, **options)
         self._budget = _Budget()
         self.concat = self._concatenated  # type: ignore[method-assign]
         self.globals["range"] = _limited_range
@@ -110,12 +120,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.filters = {name: self._bounded(name, each) for name, each in self.filters.items()}
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """A filter of the caller's, which is counted like Jinja's own."""
+        """Add a filter of the caller's, which is counted like Jinja's own filters."""
         self.filters[name] = self._bounded(name, function)
 
     @contextlib.contextmanager
     def limited(self, units: float, cpu_s: float) -> Iterator[None]:
-        """A budget for what is rendered inside, by this thread: units of work, seconds of CPU."""
+        """A context in which this thread's renderings have a budget.
+
+        `units`: units of work; `cpu_s`: CPU time in seconds.
+        """
         budget = self._budget
         before = budget.units, budget.ends_s, budget.unchecked
         budget.units, budget.unchecked = units, 0.0
@@ -126,7 +139,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             budget.units, budget.ends_s, budget.unchecked = before
 
     def spend(self, units: float) -> None:
-        """Take from the budget; `WorkError` when it is used up."""
+        """Spend units of work; `WorkError` if the budget or the CPU time is used up."""
         budget = self._budget
         budget.units -= units
         budget.unchecked += units
@@ -139,24 +152,27 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     @property
     def tick(self) -> bool:
-        """Reading it counts as a round of a loop; it stands in each of them. Always true."""
+        """True; reading it spends the units of one iteration. The body of every loop reads it."""
         self.spend(ROUND_UNITS)
         return True
 
     def counted(self, container: Any) -> Any:
-        """The container, once each value that it would show has been counted."""
+        """The container, after spending units for all values in it."""
         self._walk(container, chars=0)
         return container
 
     def joined(self, parts: Sequence[Any]) -> str:
-        """The parts as one text (`~`)."""
+        """The parts as one text, which the operator `~` makes."""
         for part in parts:
             self._walk(part, chars=1)
         return "".join(map(str, parts))
 
     def _walk(self, value: Any, chars: float) -> None:
-        """Spend for a value with all that is in it, as often as it is in it; `chars`: for each
-        character. What refers to itself in many places costs as much as its text would."""
+        """Spend units for a value and all values in it, however often each occurs.
+
+        `chars`: units per character. So a container that holds itself many times costs as much as
+        its text would.
+        """
         waiting = [value]
         while waiting:
             one = waiting.pop()
@@ -174,7 +190,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             else:
                 self.spend(NODE_UNITS)
 
-    def _shown(self, value: Any) -> Any:
+    def _finalized(self, value: Any) -> Any:
         if not isinstance(value, str):
             self._walk(value, chars=1)
         return value
@@ -205,7 +221,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return found
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Counts what operators make before it is made."""
+        """Apply an operator, after spending units for its result."""
         numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
         if operator == "**" and (not numbers or abs(left) > 10_000 or abs(right) > 100):
             raise WorkError("the template computes a number too large")
@@ -251,9 +267,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, (str, bytes, int, list, tuple, dict)):
             args = __self._check_method(owner, __obj.__name__, args, kwargs)
         made = super().call(__context, __obj, *args, **kwargs)
-        return __self._paid(made)
+        return __self._counted_result(made)
 
-    def _paid(self, made: Any) -> Any:
+    def _counted_result(self, made: Any) -> Any:
         if isinstance(made, (str, bytes)):
             self.spend(len(made))
         elif isinstance(made, (list, tuple, dict)):
@@ -263,7 +279,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _check_method(
         self, owner: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """Spend for a method of a built-in type before it is called."""
+        """Spend units for a method of a built-in type before it is called; returns its arguments.
+
+        `join` gets a list instead of an iterator, since counting consumes an iterator.
+        """
         if name in _REFUSED_METHODS:
             raise WorkError(f"the template calls {name}")
         if name in _PADDING:
@@ -271,14 +290,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name == "expandtabs":
                 self.spend(_length(owner) * 8 * MAX_RANGE if args or kwargs else 8 * len(owner))
         elif name == "join" and args:
-            args = (self._joinable(owner, args[0]), *args[1:])
+            args = (self._counted_parts(owner, args[0]), *args[1:])
         elif name == "replace" and len(args) > 1:
             self._spend_replacing(owner, args[0], args[1])
         inputs = (_length(owner), *map(_length, args))
         self.spend(sum(inputs) * (LIST_UNITS if name in _MAKING_LISTS else 0.125))
         return args
 
-    def _joinable(self, separator: Any, parts: Any) -> list[Any]:
+    def _counted_parts(self, separator: Any, parts: Any) -> list[Any]:
         kept = []
         for part in parts:
             self._walk(part, chars=1)
@@ -298,7 +317,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._walk(values, chars=1 + template.count("%"))
 
     def _check_format(self, template: str, values: Any) -> None:
-        with contextlib.suppress(ValueError):  # what it raises, formatting raises as well
+        with contextlib.suppress(ValueError):  # formatting will raise the same error
             for _, _, spec, _ in string.Formatter().parse(template):
                 if spec and "{" in spec:
                     raise WorkError("the template formats with a width that is a variable")
@@ -315,10 +334,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @functools.wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             given = list(args)
-            # Jinja itself passes one of these first to some filters.
+            # Some filters get one of these objects from Jinja as their first argument.
             first = int(bool(given) and isinstance(given[0], _PASSED))
             self._check_filter(name, given, first, kwargs)
-            return self._paid(function(*given, **kwargs))
+            return self._counted_result(function(*given, **kwargs))
 
         return bounded
 
@@ -335,7 +354,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if name == "join":
             separator = next((each for each in others if isinstance(each, str)), "")
             if value is not None and not isinstance(value, str):
-                given[first] = self._joinable(separator, value)
+                given[first] = self._counted_parts(separator, value)
             else:
                 self.spend(_length(value) * (1 + len(separator)))
         elif name in ("string", "tojson", "pprint", "trim", "lower", "upper", "capitalize", "title",

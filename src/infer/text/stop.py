@@ -1,9 +1,9 @@
-"""Stop strings in a stream of text: what may be shown now, and whether the end was reached.
+"""`StopMatcher`: finds stop strings in a stream of text and holds back what may begin one.
 
-The rule: the stop string that is completed first wins; if several are completed by the same
-character, the longest of them (the earliest start). Text from the start of the match on is dropped,
-with `include_stop` from its end on. The result depends on the text alone, never on how it was cut
-into pieces, and no piece of a stop string that goes on to be completed is ever shown before.
+The stop string that is completed first ends the text. If the same character completes several, the
+longest of them counts. Text from the start of the match on is dropped, or with `include_stop` text
+after its end. The result depends on the text alone and not on how it was divided into pieces. No
+part of a stop string that is completed later is ever returned.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ import functools
 from collections.abc import Sequence
 
 _MAX_KEPT = 4
-"""lists of stop strings whose beginnings are kept: up to 4,096 strings each"""
+"""Number of lists of stop strings whose prefixes are cached; a list has up to 4,096 strings."""
 
 
 @functools.lru_cache(_MAX_KEPT)
 def _beginnings_of(stop: tuple[str, ...]) -> frozenset[str]:
-    """Shared by the choices of a request: they come one right after the other."""
+    """All proper prefixes of the stop strings; cached for the choices of one request."""
     return frozenset(string[:end] for string in stop for end in range(len(string)))
 
 
 class StopMatcher:
-    """Fed with pieces of text; keeps the longest end of the text that begins a stop string."""
+    """Finds stop strings in one text; see the module's docstring.
+
+    It holds back the longest end of the text that is a prefix of a stop string.
+    """
 
     def __init__(self, stop: Sequence[str], include_stop: bool = False) -> None:
-        """`stop`: strings of at least one character."""
+        """`stop`: strings of at least one character. `include_stop`: the match is returned too."""
         self._stop = stop
         self._include_stop = include_stop
         self._starts = frozenset(string[0] for string in self._stop)
@@ -35,16 +38,16 @@ class StopMatcher:
         self._reached = False
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Takes the next piece; gives the text that may be shown now and whether a stop was hit.
+        """Take the next piece; returns (text that is certain now, whether a stop string was found).
 
-        After a stop was hit, everything that still comes is dropped: `("", True)`.
+        After a stop string was found, all further text is dropped: `("", True)`.
         """
         if self._reached:
             return "", True
         if not self._open and self._starts.isdisjoint(text):  # nearly always
             return text, False
         seen = self._open + text
-        # A stop string that is shown anyway is not held back.
+        # With `include_stop` stop strings are returned, so they are not held back.
         shown = len(self._open) if self._include_stop else 0
         matches = [
             (start + len(string), start)
@@ -62,6 +65,6 @@ class StopMatcher:
         return seen[shown : None if self._include_stop else start], False
 
     def finish(self) -> str:
-        """The text ends here: what was held back was no stop string after all."""
+        """End the text; returns the text that was held back."""
         held, self._open = self._open, ""
         return "" if self._include_stop else held

@@ -1,9 +1,9 @@
-"""What a chat template takes: found once, by rendering it with messages made for this.
+"""Probing what a chat template supports, by rendering it once with short test chats.
 
-Published templates differ in what they want. Beside calls the content must be text, or null, or
-absent; arguments are an object, or the text of one; some refuse ids of another length than nine;
-some write no calls, know no role `tool`, or are shown tools by another variable. Each question is
-one rendering of a short chat, and the answer is whether its words are found in the prompt.
+Published templates differ in their requirements. In a message with calls the content must be text,
+null or absent. Arguments are an object or its JSON text. Some templates refuse ids that have not
+nine characters. Some render no calls, do not know the role `tool`, or take tools from another
+variable. Each probe renders a short chat and checks whether its words occur in the prompt.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat, format_that_reads
 
 Render = Callable[[Sequence[dict[str, Any]], dict[str, Any]], str]
-"""(messages, variables of the template) → prompt; raises `RequestError`."""
+"""Function (messages, variables of the template) → prompt, which may raise `RequestError`."""
 Message = dict[str, Any]
 
 _TOOL_VARIABLES = ("tools", "xml_tools", "functions", "custom_tools", "available_tools")
-"""Names that published templates have for it, in the order in which they are tried."""
+"""Names of the variable for tools in published templates, in the order in which they are tried."""
 MAX_PROBING_S = 5.0
-"""Published templates need a hundredth of it; one that is slow on purpose is not asked again."""
+"""Maximum time of all probes, in seconds; later probes count as failed.
+
+Published templates need a hundredth of it.
+"""
 _MAX_PROBED_CHARS = 100_000
 _NAME, _KEY, _VALUE = "probe_function", "probe_argument", "probe-value"
 _QUESTION, _SAID, _RESULT = "probe-question", "probe-said", "probe-result"
@@ -42,54 +45,55 @@ _FULL_TOOL: Message = {
     },
 }
 _ID = "call_0123456789abcdef0123456789abcdef_0_0"
-"""As long as those of the server's own answers."""
+"""An id as long as those in the server's own answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a message's calls must be given to a template."""
+    """The form in which a template expects a message's calls."""
 
     content: str | None
-    """beside calls where there is no text: "" or None; `ABSENT`: no content at all"""
+    """Content of a message that has calls and no text: "", None, or `ABSENT` for no content."""
     takes_content: bool
-    """whether calls are written where there is text beside them"""
+    """Whether the template renders calls of a message that also has text."""
     arguments_are_text: bool
+    """Whether arguments must be JSON text instead of an object."""
     short_ids: bool
-    """whether ids must have nine characters"""
+    """Whether ids must have nine characters."""
     one_at_a_time: bool
-    """whether a message may have one call only"""
+    """Whether a message may have only one call."""
 
 
 ABSENT = "\0absent"
-"""In the place of a message's content: there is none."""
+"""Value of `CallStyle.content` that means a message without content."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """See the module's docstring."""
+    """What one chat template supports. See the module's docstring."""
 
     takes_parts: bool
-    """whether a message's content may be a list of parts"""
+    """Whether a message's content may be a list of parts."""
     wants_parts: bool
-    """whether it shows such a list only, and no content that is text"""
+    """Whether a message's content must be a list of parts."""
     takes_system: bool
-    """whether there may be a system message"""
+    """Whether the template renders system messages."""
     tools_variable: str | None
-    """by which it is shown tools; None: it shows none"""
+    """Name of the variable for tools; None: the template renders no tools."""
     tools_are_text: bool
-    """whether that variable is JSON text"""
+    """Whether that variable must be JSON text."""
     fills_tools: bool
-    """whether each tool needs a description and parameters"""
+    """Whether each tool must have a description and parameters."""
     calls: CallStyle | None
-    """None: it does not write calls"""
+    """Form of a message's calls; None: the template renders no calls."""
     takes_results: bool
-    """whether it shows messages of the role `tool`"""
+    """Whether the template renders messages with the role `tool`."""
     format: ToolFormat | None
-    """in which it writes calls; None: it writes none, or in a format that we do not know"""
+    """Format in which the template renders calls; None: it renders none or in an unknown one."""
 
 
 def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
-    """`variables`: the names that the template may read, which can be too many."""
+    """Probe a template. `variables`: names that may be its variables; it need not read all."""
     probes = _Probes(render)
     question: Message = {"role": "user", "content": _QUESTION}
     name, is_text, fills = _tools_variable(probes, question, variables)
@@ -99,7 +103,7 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
     style, way = _call_style(probes, question, tools)
     part = {"type": "text", "text": "probe-of-parts"}
     parts = probes.shown([{"role": "user", "content": [part]}], {})
-    # not the list itself, as Python or JSON
+    # The text of the part must occur, and not the list itself as Python or JSON.
     takes_parts = part["text"] in parts and "'text'" not in parts and '"text"' not in parts
     result: Message = {"role": "tool", "content": _RESULT, "tool_call_id": _ID, "name": _NAME}
     if style is not None and style.short_ids:
@@ -121,21 +125,24 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
 def shown_tools(
     tools: Sequence[Message], variable: str | None, *, as_text: bool = False
 ) -> dict[str, Any]:
-    """The variables by which a template is shown tools."""
+    """The template variables that hold the tools; none if `variable` is None.
+
+    `as_text`: the tools are JSON text instead of a list.
+    """
     if variable is None:
         return {}
     return {variable: json.dumps(list(tools), ensure_ascii=False) if as_text else list(tools)}
 
 
 def short_id(call_id: str) -> str:
-    """Nine letters and digits for an id, always the same ones."""
+    """Nine letters and digits that are a function of an id; the id itself if it has that form."""
     if len(call_id) == 9 and call_id.isascii() and call_id.isalnum():
         return call_id
     return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 class _Probes:
-    """Renders; what cannot be rendered is an empty prompt, and so is what comes too late."""
+    """Renders probes. A probe that fails, or comes after `MAX_PROBING_S`, has an empty prompt."""
 
     def __init__(self, render: Render) -> None:
         self._render = render
@@ -153,7 +160,7 @@ class _Probes:
 def _tools_variable(
     probes: _Probes, question: Message, variables: Collection[str]
 ) -> tuple[str | None, bool, bool]:
-    """(the variable, whether it is text, whether tools must be complete)"""
+    """(variable for tools or None, whether it must be JSON text, whether tools must be complete)"""
     others = sorted(name for name in variables if "tool" in name and name not in _TOOL_VARIABLES)
     names = [name for name in (*_TOOL_VARIABLES, *others) if name in variables]
     system: Message = {"role": "system", "content": _SAID}
@@ -168,25 +175,29 @@ def _tools_variable(
 def _call_style(
     probes: _Probes, question: Message, tools: dict[str, Any]
 ) -> tuple[CallStyle | None, ToolFormat | None]:
-    """The style in which the call is read back; else the first in which it is shown."""
+    """(form of a message's calls, format in which the template renders them).
+
+    It is the first form whose rendered call a known format reads back. If there is none, it is the
+    first form in which the call occurs in the prompt, and the format is None.
+    """
     said = {"role": "assistant", "content": _SAID}
     plain = probes.shown([question, said], tools)
-    head = _behind(_QUESTION, plain).partition(_SAID)[0]
+    head = _text_after(_QUESTION, plain).partition(_SAID)[0]
     shown: CallStyle | None = None
     for is_short, is_text in itertools.product((False, True), (False, True)):
         read: list[tuple[int, int, CallStyle, ToolFormat]] = []
         for i, content in enumerate(("", None, ABSENT)):
             style = CallStyle(content, True, is_text, is_short, False)
-            text = _behind(_QUESTION, probes.shown([question, _message(style, _ID)], tools))
+            text = _text_after(_QUESTION, probes.shown([question, _message(style, _ID)], tools))
             if not all(word in text for word in (_NAME, _KEY, _VALUE)):
                 continue
             way = format_that_reads(text, [_CALL], head)
             if way is not None:
                 read.append((len(text), i, style, way))
-            # The text of the text of an object, or Python's words for one, are nobody's format.
+            # No format has arguments that are JSON text encoded twice, or the text of a dict.
             elif shown is None and f'\\"{_KEY}' not in text and f"{{'{_KEY}'" not in text:
                 shown = style
-        if read:  # a longer text has the word None in it, or an empty answer behind the call
+        if read:  # a longer text has the word None in it, or an empty answer after the call
             _, _, style, way = min(read, key=lambda one: one[:2])
             return _refined(probes, question, tools, style), way
     return (None if shown is None else _refined(probes, question, tools, shown)), None
@@ -195,12 +206,12 @@ def _call_style(
 def _refined(
     probes: _Probes, question: Message, tools: dict[str, Any], style: CallStyle
 ) -> CallStyle:
-    """With what remains to be known about it."""
+    """The style with `takes_content` and `one_at_a_time` probed."""
     said = {**_message(style, _ID), "content": _SAID}
-    text = _behind(_QUESTION, probes.shown([question, said], tools))
+    text = _text_after(_QUESTION, probes.shown([question, said], tools))
     two = _message(style, _ID)
     two["tool_calls"] = [*two["tool_calls"], *_message(style, _ID[:-1] + "1")["tool_calls"]]
-    both = _behind(_QUESTION, probes.shown([question, two], tools))
+    both = _text_after(_QUESTION, probes.shown([question, two], tools))
     return CallStyle(
         style.content,
         takes_content=_VALUE in text,
@@ -211,7 +222,7 @@ def _refined(
 
 
 def _message(style: CallStyle, call_id: str) -> Message:
-    """A message with the probe's call in this style."""
+    """A message with the test call in this style."""
     arguments = _CALL.arguments if style.arguments_are_text else json.loads(_CALL.arguments)
     call = {
         "id": short_id(call_id) if style.short_ids else call_id,
@@ -224,5 +235,5 @@ def _message(style: CallStyle, call_id: str) -> Message:
     return message
 
 
-def _behind(mark: str, text: str) -> str:
+def _text_after(mark: str, text: str) -> str:
     return text.rpartition(mark)[2]

@@ -1,10 +1,10 @@
-"""The tokenizer of a checkpoint folder: text to token ids and back, and chats to prompts.
+"""`Tokenizer`: converts text to token ids and back, and chats to prompts, for one checkpoint.
 
-Ids are those transformers' fast tokenizers give for the same folder; whether a BOS is added is the
-post-processor's decision in `tokenizer.json` (like transformers 5, `add_bos_token` in the
-configuration is not read where that file exists). One promise goes beyond: text from a caller never
-becomes a control token (`control_text.py`). Objects are immutable after loading and
-safe to share between threads. Used by the façades, the server and the command line.
+The ids are those of transformers' fast tokenizers for the same folder. The post-processor in
+`tokenizer.json` decides whether BOS is added; as in transformers 5, `add_bos_token` in the
+configuration is not read. There is one more promise: text from a caller never becomes a control
+token (`text.control_text`). A `Tokenizer` is immutable after loading, and threads may share it. The
+façades, the server and the command line use it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ from infer.text.tools.tool_use import ToolUse, find_tool_use
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 LONG_CHARS = 8192
+"""Length, in characters or tokens, above which the interpreter lock is released for a text."""
 MAX_ADDED_TOKENS = 20_000
-"""Gemma 3 has 6,400. Each of them costs 0.1 ms of the start."""
+"""Maximum number of added tokens; Gemma 3 has 6,400. Each takes 0.1 ms at the start."""
 
 
 class Tokenizer:
-    """See the module. Made by `from_folder`.
+    """The tokenizer of one checkpoint; see the module's docstring. `from_folder` makes it.
 
-    `vocab_size` counts ids up to the highest one, added tokens and gaps included; a model's logits
-    may be padded beyond it. `eos_token_ids` are those of generation_config.json, config.json and
-    the tokenizer, in this order. `special_token_ids` are what `skip_special_tokens` leaves out.
-    `named_tokens` (`bos_token`, …, those that are set) and `tokenizer_class` are as in the files.
+    `vocab_size` is the highest id plus one, so it includes added tokens and gaps; a model may have
+    more logits. `eos_token_ids` are those of generation_config.json, config.json and the tokenizer,
+    in this order. `special_token_ids` are the tokens that `skip_special_tokens` leaves out.
+    `named_tokens` (those of `bos_token`, … that are set) and `tokenizer_class` are as in the files.
     """
 
     def __init__(self, files: TextFiles) -> None:
+        """Raises `LoadError` if the files are malformed."""
         with reading("the tokenizer"):
             self._load(files)
 
@@ -66,11 +68,11 @@ class Tokenizer:
         self.chat_template: ChatTemplate | None = templates.get("default")
         self.tool_template = templates.get("tool_use", self.chat_template)
         self.tool_use: ToolUse | None = None
-        """how tools are shown and called; None: there is no chat template"""
+        """How tools are described to the model and called; None: there is no chat template."""
         if self.tool_template is not None:
             self.tool_use = find_tool_use(self.tool_template, files.tool_parser)
 
-        # An end-of-sequence token is a control token even where the files forgot to say so.
+        # An end-of-sequence token is a control token even if the files do not mark it as special.
         control_ids = self.special_token_ids | added.keys() & set(self.eos_token_ids)
         names = sealed_names(added[i].content for i in control_ids)
         self._control = ControlText(names)
@@ -80,28 +82,33 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Raises `LoadError` that lists everything missing or malformed."""
+        """The tokenizer of a checkpoint folder.
+
+        `LoadError` lists everything that is missing or malformed.
+        """
         return cls(read_text_files(Path(folder)))
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special_tokens: bool = False
     ) -> list[int]:
-        """Token ids of a text. `add_special_tokens`: BOS and the like, as the checkpoint says.
+        """The token ids of a text.
 
-        `<|end|>` typed in the text is ordinary text, unless `parse_special_tokens`, for trusted
-        text only. Raises `RequestError` for what is no Unicode text (lone surrogates).
+        `add_special_tokens`: add BOS and other tokens as the checkpoint defines. A control literal
+        in the text, such as `<|end|>`, is ordinary text, unless `parse_special_tokens` is set,
+        which is for trusted text only. Raises `RequestError` for invalid Unicode (lone surrogates).
         """
         tokenizer = self._parser if parse_special_tokens else self._sealed
         return _encode(tokenizer, text, add_special_tokens=add_special_tokens, param=None)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids; ids without a token (padding of the vocabulary) have no text.
+        """The text of token ids; ids without a token (padding of the vocabulary) have no text.
 
-        No "clean-up" of spaces is done, even if the configuration asks for it: it loses text.
+        Spaces are never "cleaned up", even if the configuration asks for it, because that loses
+        text. Raises `RequestError` for numbers that cannot be ids.
         """
         ids = list(token_ids)
         try:
-            if len(ids) > LONG_CHARS:  # other threads of this program can run meanwhile
+            if len(ids) > LONG_CHARS:  # the batch functions release the interpreter lock
                 (text,) = self._parser.decode_batch([ids], skip_special_tokens=skip_special_tokens)
                 return str(text)
             return self._parser.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -114,21 +121,24 @@ class Tokenizer:
         return self._parser.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def to_json(self) -> str:
-        """The `tokenizer.json` of what encodes and decodes here."""
+        """This tokenizer as the text of a `tokenizer.json`."""
         return self._parser.to_str()
 
     def token_piece(self, token_id: int) -> str:
-        """A token as the vocabulary spells it: `Ġworld`, `▁world`, `<0x0A>`; no such id: ""."""
+        """A token as the vocabulary spells it, such as `Ġworld`, `▁world`, `<0x0A>`.
+
+        "" if there is no such id.
+        """
         return self._spelling(token_id) or ""
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Exact bytes of one token inside a text; None where the checkpoint does not tell."""
+        """The exact bytes of one token inside a text; None if they or the id are not known."""
         if self._pieces is None or self._spelling(token_id) is None:
             return None
         return self._pieces.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token as it is inside a text, U+FFFD where its bytes are no character."""
+        """The text of one token inside a text, with U+FFFD for bytes that are no character."""
         if self._pieces is None and self._spelling(token_id) is not None:
             return self._parser.decode([token_id], skip_special_tokens=False)
         return (self.token_bytes(token_id) or b"").decode("utf-8", errors="replace")
@@ -141,10 +151,11 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> tuple[str, list[int]]:
-        """The prompt of a chat: its text and its token ids. `options` as in `ChatTemplate.render`.
+        """The prompt of a chat: (text, token ids). `options`: as for `ChatTemplate.render`.
 
-        The template writes BOS and control tokens itself, so none is added. Control literals in
-        messages, tools and options stay text. Raises `RequestError` with `param="messages"`.
+        The template itself writes BOS and control tokens, so none is added. Control literals in
+        messages, tools and options stay text. Raises `RequestError` with `param="messages"` if the
+        template cannot render the messages.
         """
         template = self.tool_template if tools else self.chat_template
         if template is None:
@@ -157,21 +168,21 @@ class Tokenizer:
         messages, tools, options = marked.values
         way = self.tool_use.format if self.tool_use and template is self.tool_template else None
         rendered = template.render(messages, way, tools=tools, **options)
-        # Even where no literal was found: a normaliser may make one of other text.
+        # This is needed even if no literal was found: a normalizer may turn other text into one.
         text, prompt = self._control.seal(rendered, marked)
         return text, _encode(self._sealed, prompt, add_special_tokens=False, param="messages")
 
     def special_ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
-        """The ids of those of the marks that are special tokens."""
+        """The sorted ids of those `marks` that are special tokens."""
         ids = {self._parser.token_to_id(mark) for mark in marks} - {None}
         return tuple(sorted(self.special_token_ids & ids))
 
     def new_detokenizer(
         self, *, skip_special_tokens: bool = True, shown_token_ids: Iterable[int] = ()
     ) -> IncrementalDetokenizer:
-        """For one generation; what it gives adds up to `decode` of all its ids.
+        """A detokenizer for one generation; its pieces together equal `decode` of all ids.
 
-        `shown_token_ids` are shown although they are special tokens.
+        `shown_token_ids`: special tokens that are not left out.
         """
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         if shown := frozenset(shown_token_ids):
@@ -193,10 +204,10 @@ def _encode(
     try:
         if len(text) <= LONG_CHARS:
             return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # Other threads of this program can run meanwhile, and no offsets are made.
+        # The batch functions release the interpreter lock, and this one computes no offsets.
         (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
-    except BaseException as error:  # a panic in Rust, as of a pattern that gives up
+    except BaseException as error:  # a panic in Rust, such as that of a pattern's work limit
         if type(error).__name__ != "PanicException":
             raise
         raise RequestError(
@@ -205,14 +216,14 @@ def _encode(
 
 
 def _library_tokenizer(files: TextFiles) -> tokenizers.Tokenizer:
-    """The tokenizer as the files describe it, completed as transformers does it."""
+    """The library's tokenizer for these files, with the same additions as transformers makes."""
     try:
         tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the library raises plain Exception
         raise LoadError(
             f"tokenizer.json cannot be used with tokenizers {tokenizers.__version__}: {error}"
         ) from None
-    # Left-overs of training runs in some checkpoints; a prompt is never cut or padded here.
+    # Some checkpoints have these settings left from training; prompts are not cut or padded here.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}

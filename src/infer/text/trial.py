@@ -1,9 +1,9 @@
-"""Tries a tokenizer's patterns on short texts, in a process that may die.
+"""Trying a tokenizer's regular expressions on short texts, in a process with a time limit.
 
-A pattern of a `tokenizer.json` can take longer than anybody waits over a few hundred characters,
-in native code that nothing interrupts. `try_patterns` has a process with a limit of CPU time encode
-such texts; patterns that published families have are known and not tried. Used by
-`engine.build.checkpoint`, before anything else is encoded.
+A regular expression of a `tokenizer.json` may take unlimited time for a few hundred characters, in
+native code that cannot be interrupted. `try_patterns` starts a process that encodes such texts with
+limited CPU time. The patterns of published model families are known and not tried.
+`engine.build.checkpoint` calls it before any other text is encoded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from infer.errors import LoadError
 from infer.text.gguf_vocab import PATTERNS
 
 LOADING_S, TRIAL_S = 20, 3
-"""Of CPU: for reading the tokenizer, and for all texts together, which take milliseconds."""
+"""Maximum CPU time in seconds: for reading the tokenizer, and for all texts together.
+
+The texts usually take milliseconds.
+"""
 _MAX_WAIT_S = 120.0
 _PATTERN = re.compile(r'"Regex"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 def try_patterns(tokenizer_json: str) -> None:
-    """Raises `LoadError` if the patterns of a `tokenizer.json` take too long over short texts."""
+    """Raise `LoadError` if the patterns of a `tokenizer.json` take too long for short texts."""
     if all(_known(found) for found in _PATTERN.findall(tokenizer_json)):
         return
     try:
@@ -53,7 +56,7 @@ def _known(pattern: str) -> bool:
 
 
 def main() -> None:
-    """Encode; ended by a signal, or by the library's own limit, where it takes too long."""
+    """Encode the texts; a signal or the library's own limit ends the process after too long."""
     import resource
 
     import tokenizers
@@ -62,7 +65,7 @@ def main() -> None:
     try:
         tokenizer = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
     except Exception:
-        return  # what is wrong with it is told by who reads it next
+        return  # `Tokenizer` will report what is wrong with the file
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit = int(used.ru_utime + used.ru_stime) + TRIAL_S
     resource.setrlimit(resource.RLIMIT_CPU, (limit, LOADING_S + 1))

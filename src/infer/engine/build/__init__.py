@@ -1,1 +1,1 @@
-"""From a configuration to an engine: checkpoint, hardware, memory plan, assembly."""
+"""Making an engine from a configuration: checkpoint, hardware, memory plan, assembly."""

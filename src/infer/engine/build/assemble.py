@@ -1,8 +1,8 @@
-"""The composition root: settings in, an engine out.
+"""The composition root: makes an engine from settings
 
-The only module that names concrete parts: which decoder, attention backend, storage, runner,
-scheduler. Everything else receives what it works with. A problem is a `LoadError` or `ConfigError`
-here, before anything is served.
+It is the only module that names concrete parts: decoder, attention backend, storage, runner and
+scheduler. All other modules get their parts through constructors. Problems are raised here as
+`LoadError` or `ConfigError`, before anything is served.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ from infer.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 SHARE_AFTER_FULL_STEP = 0.92
-"""of the memory of a GPU that a full step leaves free, what the KV cache takes"""
+"""fraction of the GPU memory left free by a full step that the KV cache takes"""
 DEAD_ENGINE_S = 15.0
-"""how long an engine waits for the memory of the one before it"""
+"""seconds for which a new engine waits until a dead one's GPU memory is free"""
 SMALL_MODEL_BYTES = 16 << 20
-"""of weights, up to which a server has as much to do for a token as its engine, and so a core"""
+"""size of the weights up to which one core is left to the server, whose work per token is then as
+large as the engine's"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """An engine that is ready to be stepped, and what its façade needs."""
+    """An engine that is ready to step, and the other parts of a façade."""
 
     core: EngineCore
     input_processor: InputProcessor
@@ -69,7 +70,7 @@ class EngineParts:
 
 
 def assemble(config: EngineConfig) -> EngineParts:
-    """Load the model and put an engine together; `LoadError` / `ConfigError` if that cannot be."""
+    """Load the model and make an engine; raises `LoadError` or `ConfigError`."""
     blueprint = prepare(config)
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
@@ -80,7 +81,11 @@ def assemble(config: EngineConfig) -> EngineParts:
 
 
 def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
-    """All that can be known, and refused, before the weights are loaded."""
+    """Do everything that needs no weights, and return the engine's blueprint.
+
+    `beside_server`: a server process shares the machine. Raises `LoadError` for a checkpoint that
+    cannot be read, `ConfigError` for settings that are impossible or do not fit into memory.
+    """
     machine.keep_freed_memory()
     checkpoint = find_checkpoint(
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
@@ -93,7 +98,7 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         plan = make_plan(config, checkpoint.config, checkpoint.name)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
-        time.sleep(0.2)  # an engine that has died may still be giving its memory back
+        time.sleep(0.2)  # the memory of a dead engine may not be free yet
         plan = make_plan(config, checkpoint.config, checkpoint.name)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
@@ -108,8 +113,10 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
 
 
 def _pinned(core: EngineCore, device: torch.device) -> dict[str, Any]:
-    """On a GPU the size of the cache follows from what was free: the next engine, which has the
-    requests of this one to go on with, gets as many pages."""
+    """Settings that an engine which replaces this one must keep.
+
+    On a GPU the size of the cache follows from the memory that was free. The next engine continues
+    the same requests, so it gets the same number of pages."""
     if device.type != "cuda":
         return {}
     scheduler = core.scheduler
@@ -120,7 +127,7 @@ def _pinned(core: EngineCore, device: torch.device) -> dict[str, Any]:
 
 
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
-    """`prepare` for `engine.process.child`, which gets the settings as plain data."""
+    """`prepare` for `engine.process.child`, from the fields of an `EngineConfig`."""
     return prepare(EngineConfig(**settings), beside_server=True)
 
 
@@ -134,8 +141,8 @@ def _build(
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
     model_config = checkpoint.config
-    # A second's work for a large vocabulary, most of it with the interpreter's lock: beside the
-    # weights it costs little, beside the first request a second.
+    # For a large vocabulary this takes a second, most of it with the interpreter's lock. While the
+    # weights are loaded it costs little; later the first request would wait for it.
     restrictions = Restrictions(
         lambda: Compiler(
             Vocabulary.of(Tokenizer(text_of(checkpoint, config)), model_config.vocab_size)
@@ -151,12 +158,12 @@ def _build(
         log.warning("%s", problem)
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
-    workshop = _Workshop(config, plan, model, restrictions, device, seats)
+    factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
     num_pages = plan.num_pages
     if device.type == "cuda":
-        num_pages = _pages_that_fit(config, plan, workshop, device)
-    runner = workshop.runner(num_pages)
-    if workshop.launches:
+        num_pages = _pages_that_fit(config, plan, factory, device)
+    runner = factory.runner(num_pages)
+    if factory.launches:
         _warm_up(runner, seats)
     allocator = PageAllocator(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
@@ -184,7 +191,7 @@ def _log_ready(
     num_pages: int,
     started_s: float,
 ) -> None:
-    """What was planned, and what it has become."""
+    """Log the planned and the actual sizes."""
     log.info(
         "%s: %s on %s, weights %s (planned %s), KV cache %s, %s (planned %s) for %s tokens,"
         " ready in %.1f s",
@@ -204,7 +211,7 @@ def _log_ready(
 def _scheduler_config(
     config: EngineConfig, plan: MemoryPlan, device: torch.device
 ) -> SchedulerConfig:
-    """The scheduler's settings, with what depends on the model and the machine resolved."""
+    """The scheduler's settings, with defaults that depend on model and machine resolved."""
     beside = CUDA_TOKENS_BESIDE_STREAMS if device.type == "cuda" else CPU_TOKENS_BESIDE_STREAMS
     return SchedulerConfig(
         max_batch_size=config.max_batch_size or machine.default_seats(device),
@@ -220,8 +227,11 @@ def _scheduler_config(
     )
 
 
-class _Workshop:
-    """Makes runners over caches of any size for one model."""
+class _RunnerFactory:
+    """Makes runners for one model, with caches of any size.
+
+    On a GPU a runner is made twice: with a small cache to measure a full step, then to serve.
+    """
 
     def __init__(
         self,
@@ -258,11 +268,11 @@ class _Workshop:
 
     @property
     def launches(self) -> bool:
-        """Whether its runners work on a device of their own, one step ahead."""
+        """Whether the runners are `LaunchingRunner`s, which work one step ahead."""
         return self.device.type == "cuda" and self.obstacle is None
 
     def runner(self, num_pages: int) -> Any:
-        """A runner with so many pages (without page 0) of cache."""
+        """Make a runner with a cache of `num_pages` pages and page 0."""
         plan, shape, device = self.plan, self.model.config, self.device
         held = getattr(torch, plan.kv_cache_dtype)
         storage = KVStorage(shape, num_pages + 1, plan.page_size, dtype=held, device=device)
@@ -303,38 +313,42 @@ class _Workshop:
 
 
 def _pages_that_fit(
-    config: EngineConfig, plan: MemoryPlan, workshop: _Workshop, device: torch.device
+    config: EngineConfig, plan: MemoryPlan, factory: _RunnerFactory, device: torch.device
 ) -> int:
-    """Pages of a cache on a GPU: what the settings say, else from what a full step leaves free."""
+    """Number of pages (without page 0) of a cache on a GPU: as the settings say, else computed from
+    the memory that a full step leaves free.
+
+    Raises `ConfigError` if the cache could not hold one sequence of `max_seq_len` tokens.
+    """
     given = config.kv_cache_memory_bytes or config.kv_cache_pages
-    if given or config.kv_cache_backend != "paged" or not workshop.launches:
+    if given or config.kv_cache_backend != "paged" or not factory.launches:
         return plan.num_pages
-    per_sequence = -(-workshop.max_tokens // workshop.seats)
-    rehearsal = workshop.runner(-(-per_sequence // plan.page_size) + 1)
+    per_sequence = -(-factory.max_tokens // factory.seats)
+    rehearsal = factory.runner(-(-per_sequence // plan.page_size) + 1)
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
-    rehearsal.rehearse(workshop.seats, per_sequence)
+    rehearsal.rehearse(factory.seats, per_sequence)
     peak = torch.cuda.max_memory_allocated(device) - held
     del rehearsal
     torch.cuda.empty_cache()
     free = machine.free_bytes(device)
     page_bytes = plan.page_size * plan.kv_bytes_per_token
     pages = int(SHARE_AFTER_FULL_STEP * (free - peak)) // page_bytes - 1
-    useful = MAX_PREFIX_SHARE * workshop.seats * -(-plan.max_seq_len // plan.page_size)
+    useful = MAX_PREFIX_SHARE * factory.seats * -(-plan.max_seq_len // plan.page_size)
     log.info("a full step takes %s; %s are free beside it", gib(peak), gib(free - peak))
     least = -(-plan.max_seq_len // plan.page_size)
     if pages < least:
         raise ConfigError(
             "max_seq_len",
-            f"beside weights and a full step there is room for {max(0, pages) * plan.page_size:,}"
-            f" tokens of KV cache; a sequence may have {plan.max_seq_len:,}: lower max_seq_len,"
+            f"weights and a full step leave room for {max(0, pages) * plan.page_size:,} tokens of"
+            f" KV cache, but a sequence may have {plan.max_seq_len:,}: lower max_seq_len,"
             " max_num_batched_tokens or max_batch_size",
         )
     return min(pages, useful)
 
 
 def _warm_up(runner: Any, seats: int) -> None:
-    """Have every kernel compiled that a step may need, before the first request."""
+    """Compile every kernel that a step may need, before the first request."""
     for num_sequences in (1, 2, 8, 16, 32, 64, seats):
         if num_sequences <= seats:
             runner.rehearse(num_sequences, 1)
@@ -343,7 +357,10 @@ def _warm_up(runner: Any, seats: int) -> None:
 
 
 def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
-    """What the settings would need on this machine; loads nothing. `free`: bytes to plan with."""
+    """The memory plan of these settings on this machine; loads nothing.
+
+    `free`: bytes to plan with instead of what the device has free.
+    """
     checkpoint = find_checkpoint(config.model, revision=config.revision)
     return make_plan(config, checkpoint.config, checkpoint.name, free=free)
 

@@ -1,8 +1,8 @@
-"""`Checkpoint`: the three parts of a model on disk, whatever it is stored as.
+"""`Checkpoint`: configuration, text files and weights of a model on disk, in either file format
 
-A folder in Hugging Face's layout or a single GGUF file, a local path or a hub id: from here on
-nobody asks which. Opening reads configuration only; the text side and the weights are read when
-they are asked for. Used by `engine.build.assemble`.
+A checkpoint is a folder in Hugging Face's layout or a single GGUF file, given by a local path or a
+hub id; later code does not distinguish them. Opening reads the configuration only; text files and
+weights are read on demand. Used by `engine.build.assemble`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,23 @@ from infer.text.trial import try_patterns
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model on disk: what it is called, its shape, how its other parts are loaded."""
+    """A model on disk: its name, its configuration, and functions that load the other parts."""
 
     name: str
     config: ModelConfig
     text: Callable[[], TextFiles]
+    """reads tokenizer and chat templates"""
     source: Callable[[torch.dtype, torch.device], WeightSource]
+    """opens the weights, as tensors of a dtype on a device"""
 
 
 def find_checkpoint(
     model: str | None, *, revision: str | None = None, dummy: bool = False
 ) -> Checkpoint:
-    """The checkpoint that `model` names, `dummy`: with random weights; `LoadError` if none does."""
+    """Find the checkpoint that `model` names (a path, a hub id, or None for the shipped model).
+
+    `dummy` gives it random weights. Raises `LoadError` if there is no such checkpoint.
+    """
     path, name = locate(model, revision=revision)
     with reading(str(path)):
         return _open(path, name, dummy)
@@ -55,7 +60,7 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
             text=lambda: text_files(file.metadata, str(path)),
             source=dummy_source if dummy else file.source,
         )
-    # Random weights speak noise in any vocabulary: a config alone borrows the shipped tokenizer.
+    # With random weights any tokenizer will do, so a folder without one gets the shipped one.
     borrows = dummy and not (path / "tokenizer.json").is_file()
     return Checkpoint(
         name,
@@ -66,9 +71,10 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
 
 
 def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
-    """The text side of a checkpoint, with what the operator has said about it.
+    """The text files of a checkpoint, with the operator's settings (`tool_parser`,
+    `chat_template`) applied.
 
-    Raises `ConfigError` for a file of a chat template that cannot be read.
+    Raises `ConfigError` if the file of the chat template cannot be read.
     """
     with reading(f"the tokenizer of {checkpoint.name}"):
         files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)

@@ -1,7 +1,7 @@
-"""What the machine has, and what the settings mean on it: device, dtype, threads, free memory.
+"""The machine, and the settings that depend on it: device, dtype, threads, free memory
 
-Used by `engine.build.memory_plan` and `engine.build.assemble`. It reads the operating system;
-only `keep_freed_memory` changes anything, in this process.
+Used by `engine.build.memory_plan` and `engine.build.assemble`. Its functions read the operating
+system; `keep_freed_memory` and `make_products_invariant` change settings of this process.
 """
 
 from __future__ import annotations
@@ -22,24 +22,28 @@ from infer.models.model_config import ModelConfig
 log = logging.getLogger(__name__)
 
 LARGE_HEAD = 128
-"""numbers, from which an int8 cache pays by default on AMX: steps of many sequences read little
-else, and prefill's attention is a tenth slower; with heads of 64 it is half as slow again. On
-vectors prefill is no slower, with heads of any size."""
+"""smallest head dimension for which an int8 cache is the default on AMX. Steps of many sequences
+then read half the bytes, and prefill's attention is a tenth slower; with a head dimension of 64 it
+is half as slow again. On vectors (no AMX) prefill is no slower with any head dimension."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""dtypes in which a model can be computed"""
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether a device multiplies in bfloat16 itself (CUDA before Ampere emulates it)."""
+    """Whether a device multiplies in bfloat16 natively (CUDA devices before Ampere emulate it)."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def default_seats(device: torch.device) -> int:
-    """Sequences that run at the same time by default: a GPU needs more to be busy."""
+    """Default maximum of sequences in a batch; a GPU needs more of them to be busy."""
     return 256 if device.type == "cuda" else 32
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device that `config.device` means here."""
+    """The device that `config.device` means on this machine; raises `ConfigError` if it is absent.
+
+    With `batch_invariant` it also sets up cuBLAS, which must happen before CUDA is used.
+    """
     has_cuda = torch.cuda.is_available()
     if config.batch_invariant and has_cuda and config.device != "cpu":
         make_products_invariant()
@@ -49,9 +53,9 @@ def choose_device(config: EngineConfig) -> torch.device:
 
 
 def make_products_invariant() -> None:
-    """Ask cuBLAS never to cut a sum between programs; before the first product on a GPU.
+    """Keep cuBLAS from splitting a sum between thread blocks; call it before the first product.
 
-    With next to no workspace it has nowhere to put parts of sums (vLLM's way, too)."""
+    With almost no workspace, cuBLAS has no place for partial sums. vLLM does the same."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":16:8"
     os.environ["CUBLASLT_WORKSPACE_SIZE"] = "1"
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -60,8 +64,10 @@ def make_products_invariant() -> None:
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """The dtype that `config.dtype` means for this model: of activations and cache, and of weights
-    that are not quantised."""
+    """The dtype of activations, cache and unquantised weights that `config.dtype` means.
+
+    Raises `ConfigError` if a quantised format is not possible on this machine.
+    """
     if quantization := config.weight_format:
         if device.type != "cpu":
             raise ConfigError(
@@ -79,14 +85,14 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
         log.warning("this device has no bfloat16 arithmetic: computing in float16")
         name = "float16"
     if config.dtype == "auto" and name == "float16" and device.type == "cpu":
-        name = "bfloat16"  # CPUs have no float16 arithmetic worth the name
+        name = "bfloat16"  # float16 arithmetic is slow on CPUs or missing
     if config.dtype == "auto" and name == "bfloat16" and device.type == "cpu":
         name = "float32" if bfloat16_obstacle() else name
     return next(dtype for dtype in DTYPES if str(dtype) == f"torch.{name}")
 
 
 def log_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> None:
-    """Say it where a CPU's lack of arithmetic for bfloat16 decides the dtype, or costs time."""
+    """Log it if the CPU lacks fast bfloat16 products and that changes the dtype or costs time."""
     if not (reason := bfloat16_obstacle()):
         return
     if dtype == torch.bfloat16:
@@ -102,7 +108,11 @@ def choose_cache_dtype(
     device: torch.device,
     page_size: int,
 ) -> torch.dtype:
-    """The dtype of keys and values that `config.kv_cache_dtype` means for this model."""
+    """The dtype of keys and values that `config.kv_cache_dtype` means for this model.
+
+    `dtype` is that of activations, `page_size` is in tokens. Raises `ConfigError` if int8 was asked
+    for and is not possible.
+    """
     wanted = config.kv_cache_dtype
     reason = int8_cache_obstacle(model.head_dim, page_size)
     if device.type != "cpu" or config.attention_backend == "sdpa" or dtype != torch.bfloat16:
@@ -117,9 +127,10 @@ def choose_cache_dtype(
 
 
 def default_threads(spare: int = 0) -> int:
-    """OMP_NUM_THREADS where it is set, else the physical cores this process may use but `spare`.
+    """Default number of threads: OMP_NUM_THREADS if set, else the physical cores that this process
+    may use, less `spare`.
 
-    Hyper-threads are not counted: two of them share one arithmetic unit.
+    Hyper-threads are not counted, because two of them share one arithmetic unit.
     """
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
@@ -136,10 +147,10 @@ def default_threads(spare: int = 0) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what the tensors of a step give back for those of the next one.
+    """Let the C library keep the memory of a step's tensors for the next step.
 
-    By default glibc hands large blocks back to the operating system at once, and the next step's
-    page faults cost a tenth of its time. Blocks above 32 MiB (weights) still go back.
+    By default glibc returns large blocks to the operating system at once, and the page faults of
+    the next step cost a tenth of its time. Blocks above 32 MiB (weights) are still returned.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
@@ -149,7 +160,8 @@ def keep_freed_memory() -> None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that can still be taken (main memory: without swapping)."""
+    """Bytes of the device's memory that are free; of main memory, those available without swapping
+    and within the limit of the process's control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     free = _proc_status("/proc/meminfo", "MemAvailable:")
@@ -167,14 +179,15 @@ def free_bytes(device: torch.device) -> int:
 
 
 def used_bytes(device: torch.device) -> int | None:
-    """Memory that this process has taken: of a GPU, else main memory."""
+    """Bytes that this process uses: of the GPU's memory, else of main memory; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return resident_bytes()
 
 
 def resident_bytes() -> int | None:
-    """Memory this process holds now that is not backed by a file; None where nobody tells."""
+    """Bytes of main memory that this process holds and that no file backs; None if the operating
+    system does not say."""
     return _proc_status("/proc/self/status", "RssAnon:")
 
 

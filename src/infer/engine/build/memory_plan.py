@@ -1,8 +1,8 @@
-"""What a model will need on this machine, before it is loaded: `infer plan` and the start-up check.
+"""The memory plan: what a model will need on this machine, before it is loaded
 
-Weights are counted by building the model from tensors that have a shape and no memory, so the
-number is exact for every family; the KV cache follows from the config; activations are the
-high-water of one full step. `make_plan` raises `ConfigError`, with the table, when it cannot fit.
+`infer plan` prints it, and the start-up check uses it. Weights are counted by building the model
+from tensors that have a shape and no memory, so the number is exact for every family. The size of
+the KV cache follows from the settings. Activations are the peak of one full step.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
 
 SHARE_OF_FREE_MEMORY = 0.8
-"""of the memory that is left beside weights and activations, what the KV cache may take"""
+"""fraction of the memory left by weights and activations that the KV cache may take"""
 MAX_PREFIX_SHARE = 2
-"""how many times what full seats need the KV cache is by default: the rest remembers prefixes"""
+"""maximum default size of the KV cache, as a multiple of what a full batch of longest sequences
+needs; the rest keeps prefixes"""
 CPU_TOKENS_BESIDE_STREAMS = 512
+"""default limit of tokens in a step with running streams on a CPU; they wait for the step's end"""
 CUDA_TOKENS_BESIDE_STREAMS = 2048
-"""of a step, by default: running streams wait for its end"""
+"""default limit of tokens in a step with running streams on a GPU"""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
+"""sequence lengths, in tokens, for which a plan says how many fit"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """Bytes and counts; see `rows` for what they mean."""
+    """Sizes in bytes, and counts; `rows` describes them for a reader."""
 
     model: str
     device: str
@@ -55,35 +58,36 @@ class MemoryPlan:
     kv_bytes: int
     page_size: int
     num_pages: int
-    """without page 0"""
+    """number of pages, page 0 not counted"""
     max_seq_len: int
     max_batch_size: int
     max_num_batched_tokens: int
     fits: bool
     field: str
-    """the setting to change, if it does not fit"""
+    """the setting to change if the plan does not fit"""
     advice: str
-    """what would fit, if it does not"""
+    """what would fit if the plan does not, for the user; else empty"""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Number of tokens that the KV cache holds."""
         return self.num_pages * self.page_size
 
     def sequences_that_fit(self) -> dict[int, int]:
-        """Length in tokens → sequences of that length that the KV cache holds together."""
+        """Sequence length in tokens → number of sequences of that length that the KV cache holds
+        at the same time."""
         lengths = [n for n in LENGTHS if n < self.max_seq_len] + [self.max_seq_len]
         return {n: self.num_pages // -(-n // self.page_size) for n in lengths}
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The plan as JSON values."""
         return {**asdict(self), "sequences_that_fit": self.sequences_that_fit()}
 
     def __str__(self) -> str:
         return "\n".join(f"  {what:<20}{how_much}" for what, how_much in self.rows())
 
     def rows(self) -> list[tuple[str, str]]:
-        """The plan as a table of what and how much."""
+        """The plan as a table of (name, value)."""
         left = self.free_bytes - self.weight_bytes - self.activation_bytes - self.kv_bytes
         fit = ", ".join(f"{count} x {n:,}" for n, count in self.sequences_that_fit().items())
         return [
@@ -103,17 +107,17 @@ class MemoryPlan:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes for a person."""
+    """A number of bytes as text in GiB or MiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def make_plan(
     config: EngineConfig, model: ModelConfig, name: str, *, free: int | None = None
 ) -> MemoryPlan:
-    """The plan for these settings; `fits` says whether it can be carried out.
+    """The plan for these settings; its `fits` says whether the memory suffices.
 
-    `free`: bytes to plan with instead of what the device has free. Raises `ConfigError` only for
-    settings that are wrong on any machine.
+    `name`: the model's name in the plan. `free`: bytes to plan with instead of what the device has
+    free. Raises `ConfigError` for settings that are impossible for this model or device.
     """
     device = choose_device(config)
     dtype = choose_dtype(config, model, device)
@@ -134,7 +138,7 @@ def make_plan(
     given = config.kv_cache_memory_bytes
     if config.kv_cache_pages is not None:
         given = (config.kv_cache_pages + 1) * page_size * token_bytes
-    cache = _Cache(
+    cache = _CacheSize(
         config,
         page=(page_size, token_bytes),
         model_max=model.max_seq_len,
@@ -165,22 +169,26 @@ def make_plan(
 
 
 def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens of a page; slots are pages of a whole sequence, in whole strips of the kernel."""
+    """Number of tokens in a page. A contiguous cache has one page per sequence, whose length is
+    rounded up to the kernel's `STRIP`."""
     if config.kv_cache_backend == "paged":
         return config.page_size or DEFAULT_PAGE_SIZE
     return -(-(config.max_seq_len or model.max_seq_len) // STRIP) * STRIP
 
 
 def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
-    """Enough to use the device well in one step."""
+    """Default limit of tokens in a step: enough to use the device well."""
     if device.type == "cuda":
         return 4096
     fast = dtype == torch.bfloat16 and native_obstacle() is None
     return 1024 if fast else CPU_TOKENS_BESIDE_STREAMS
 
 
-class _Cache:
-    """Pages and their size from the settings and a budget; `advice` says why if it cannot be."""
+class _CacheSize:
+    """The cache's number of pages and their size, from the settings and a budget of bytes.
+
+    `advice` is not empty if the budget is too small; it then says why and what to change.
+    """
 
     def __init__(
         self,
@@ -191,7 +199,8 @@ class _Cache:
         seats: int,
         budget: int,
     ) -> None:
-        """`page`: its tokens, and the bytes of one of them."""
+        """`page`: tokens per page, and bytes per token. `model_max`: the model's longest sequence
+        in tokens. `seats`: maximum of sequences in a batch. `budget`: bytes for the cache."""
         self.page_size, self.token_bytes = page
         self.max_seq_len = config.max_seq_len or model_max
         self.advice = ""
@@ -206,7 +215,7 @@ class _Cache:
                     " max_batch_size or max_seq_len, or use 'paged'"
                 )
             return
-        # More than every seat at full length is of use only to remember prefixes.
+        # Pages beyond a full batch of longest sequences are only of use as prefix cache.
         useful = -(-self.max_seq_len // self.page_size) * seats
         self.num_pages = max(0, budget // (self.page_size * self.token_bytes) - 1)
         if not (config.kv_cache_memory_bytes or config.kv_cache_pages):
@@ -222,12 +231,12 @@ class _Cache:
 
     @property
     def kv_bytes(self) -> int:
-        """With page 0."""
+        """Bytes of the cache, page 0 included."""
         return (self.num_pages + 1) * self.page_size * self.token_bytes
 
 
-def _advice(left: int, cache: _Cache, dtype: torch.dtype) -> str:
-    """What would fit, if this does not."""
+def _advice(left: int, cache: _CacheSize, dtype: torch.dtype) -> str:
+    """What would fit if the plan does not; `left`: bytes beside weights and activations."""
     tokens = left // cache.token_bytes
     if tokens >= cache.page_size and (cache.advice or left >= cache.kv_bytes):
         return cache.advice
@@ -243,10 +252,10 @@ def _advice(left: int, cache: _Cache, dtype: torch.dtype) -> str:
 def count_weights(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str | None = None
 ) -> tuple[int, int]:
-    """(parameters, bytes in memory), by building the model without memory.
+    """(number of parameters, bytes in memory), counted by building the model without memory.
 
-    A tied embedding counts twice in bytes where linear layers are packed: once to look tokens up,
-    once in the packed layout to make logits.
+    A tied embedding counts twice in bytes if linear layers are packed: once for looking up tokens,
+    once in the packed layout for the logits.
     """
     count = 0
 
@@ -267,8 +276,10 @@ def count_weights(
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:
-    """High-water of one step: the widest layer over all tokens (a gate's two halves and its result,
-    or its result and what the kernel packs), and the logits of sampled rows."""
+    """Peak of one step's activations in bytes, for `tokens` tokens of which `rows` are sampled.
+
+    It is the widest layer over all tokens (a gate's two halves and its result, or its result and
+    the kernel's packed input), and the logits of the sampled rows."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + max(2 * heads, 3 * config.intermediate_size)
     # Logits exist in the computed dtype, in float32, and once more while they are sampled.

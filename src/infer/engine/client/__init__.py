@@ -1,1 +1,1 @@
-"""The asyncio façade: input, output, and the engine as its clients see it. No torch."""
+"""The asyncio façade of an engine, with its processing of input and output; no torch."""

@@ -1,11 +1,11 @@
-"""`AsyncLLM`: the engine for asyncio code; what the server stands on.
+"""`AsyncLLM`: the asyncio façade, on which the server is built
 
-`async with engine.stream(request) as pieces` runs a request: entering takes a place (or raises
-`OverloadedError`), leaving, for whatever reason, aborts what has not finished. `reserved` holds
-places for requests that are still being made, and hands them over. Each request has a mailbox; the
-outputs of a step arrive in one message and are turned into text here, on the event loop. A consumer
-that is slow finds what has gathered merged into one piece, one for whom too much gathers is
-cancelled: the engine never waits for a reader.
+`async with engine.stream(request) as pieces` runs a request. Entering takes a place (or raises
+`OverloadedError`); leaving for any reason aborts an unfinished request. `reserved` holds places for
+requests that are still being made, and hands them over. Each request has a mailbox. The outputs of
+a step arrive in one message and are turned into text here, on the event loop. A slow reader gets
+the waiting pieces merged into one. A request for which too much waits is cancelled; the engine
+never waits for a reader.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ COUNTS = (
     *("num_requests_admitted", "num_requests_refused"),
     *("num_requests_finished", "num_requests_cancelled", "num_requests_failed"),
 )
-"""the ledger: at any moment admitted = num_open + finished + cancelled + failed"""
+"""counters of the façade; at any moment admitted = num_open + finished + cancelled + failed"""
 MAX_MESSAGES_A_TURN = 8
-"""steps of the engine that the event loop reads before it turns to others"""
+"""maximum number of engine steps that the event loop reads before it runs other tasks"""
 MAX_MAILBOX_BYTES = 256 * 1024
-"""of one request, about; a reader for whom more has gathered, though merged, is cancelled"""
+"""approximate bytes that may wait for one reader after merging; beyond it the request is
+cancelled"""
 MAX_MAILBOXES_BYTES = 256 * 1024 * 1024
-"""of all requests together; above it the readers who are furthest behind are cancelled, and what
-they have not read is dropped"""
+"""approximate bytes that may wait for all readers together; beyond it the requests with most are
+cancelled and their pieces dropped"""
 
-_LOOK_S = 0.1
-"""between looks at all mailboxes together: there may be thousands"""
+_CHECK_INTERVAL_S = 0.1
+"""minimum seconds between two checks of all mailboxes, of which there may be thousands"""
 
 
 class Mailbox:
-    """What has arrived for one request and has not been taken."""
+    """The pieces of one request that have arrived and have not been read."""
 
     def __init__(self, processor: OutputProcessor, merge: bool) -> None:
         self.processor = processor
@@ -63,20 +64,20 @@ class Mailbox:
         self._merge = merge
         self._pieces: list[TextDelta] = []
         self.num_bytes = 0
-        """that wait because the reader is behind"""
+        """approximate bytes of the pieces that wait because the reader is slow"""
         self._reader: asyncio.Future[None] | None = None
 
     def cancel(self) -> None:
-        """Its request was cancelled by us: it counts as cancelled, however it ends."""
+        """Count the request as cancelled, with whatever finish reason it ends."""
         self.is_cancelled = True
 
     def drop(self) -> None:
-        """Forget everything that waits, an end too; what is put next is the first piece."""
+        """Drop all waiting pieces, the final one included; the next piece is the first again."""
         self._pieces, self.num_bytes, self.processor.finish_reason = [], 0, None
 
     def put(self, piece: TextDelta) -> None:
         """Add a piece; called on the event loop."""
-        if self._pieces:  # its reader is behind: only then is it worth counting
+        if self._pieces:  # the reader is slow; otherwise counting is not worth its time
             self.num_bytes += _size_of(piece)
             if self.num_bytes > MAX_MAILBOX_BYTES and self._merge:
                 self._pieces = [reduce(TextDelta.merge, self._pieces)]
@@ -86,7 +87,8 @@ class Mailbox:
             self._reader.set_result(None)
 
     async def take(self) -> list[TextDelta]:
-        """Everything that has arrived; waits until there is something. One reader at a time."""
+        """Wait until a piece is there and take all of them (merged into one, if so constructed).
+        There may be one reader at a time."""
         if not self._pieces:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
@@ -95,14 +97,14 @@ class Mailbox:
 
 
 def _size_of(piece: TextDelta) -> int:
-    """About the bytes that it takes in memory."""
+    """Approximate bytes that a piece takes in memory."""
     pairs = sum(1 + len(each.top) for each in piece.logprobs)
     return 200 + len(piece.text) + 48 * len(piece.token_ids) + 125 * pairs
 
 
 class RequestStream:
-    """A request that runs, as its caller holds it. Iterating gives its pieces, the last one with a
-    finish reason, to one reader at a time. Whoever has entered it closes it."""
+    """A running request in its caller's hands. Iterating gives its pieces, the last of which has a
+    finish reason, to one reader at a time. The caller closes it."""
 
     def __init__(self, request: Request, mailbox: Mailbox, leave: Callable[[], None]) -> None:
         """`leave` is called once, by the first `close`."""
@@ -114,8 +116,8 @@ class RequestStream:
         return _pieces(self._mailbox)
 
     async def output(self) -> RequestOutput:
-        """The whole output, once the request has ended; closes the stream. Raises `EngineError`,
-        or the `RequestError` the engine refused with."""
+        """The whole output, once the request has ended; closes the stream. Raises `EngineError` if
+        the request fails, and the `RequestError` with which the engine refuses it."""
         with closing(self):
             return collected(self._request, [piece async for piece in self])
 
@@ -127,10 +129,10 @@ class RequestStream:
 
 
 class Reservation:
-    """Places that are held for requests which are being made."""
+    """Places that are held for requests while they are made."""
 
     def __init__(self, count: int, enter: Callable[[Request, bool], RequestStream]) -> None:
-        """`enter` runs a request in a place that is held."""
+        """`count`: places. `enter` runs a request in one of them."""
         self._num_left = count
         self._enter = enter
 
@@ -150,13 +152,14 @@ class Reservation:
 
 
 class Observer(Protocol):
-    """Is told what happens to requests; on the event loop."""
+    """Is called for what happens to requests; on the event loop."""
 
     def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
-        """What a step gave and did."""
+        """Called with a step's outputs and its events."""
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
-        """Nobody waits for it any more; `reason` is None where it was not finished."""
+        """Called when a caller has left a request's stream; `reason` is None if the request had not
+        finished."""
 
 
 class AsyncLLM:
@@ -169,64 +172,65 @@ class AsyncLLM:
         self._observer: Observer | None = None
         self.tokenizer = input_processor.tokenizer
         self.make_request = input_processor.make_request
-        """a valid request, or a `RequestError` that says why not"""
+        """see `InputProcessor.make_request`"""
         self.check_sampling = input_processor.check
-        """what requests that share a sampling have in common; see `make_request`"""
+        """see `InputProcessor.check`"""
         self.max_seq_len = input_processor.limits.max_seq_len
-        """longest prompt + output in tokens"""
+        """maximum length of prompt and output together, in tokens"""
         self.vocab_size = input_processor.limits.vocab_size
-        """token ids are below it"""
+        """number of token ids"""
         self.num_seats = input_processor.limits.num_seats
-        """requests that are computed at the same time"""
+        """maximum number of requests in the batch"""
         self._worker = worker
         self._input_processor = input_processor
         self._mailboxes: dict[str, Mailbox] = {}
         self._messages: deque[Callable[[], None]] = deque()
-        """from the engine's thread, in their order"""
+        """messages from the engine's thread that the event loop has not handled, in order"""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._draining = False
-        self._will_look = False
+        self._check_is_planned = False
         self._num_reserved = 0
         self._counts = dict.fromkeys(COUNTS, 0)
 
     def observe(self, observer: Observer) -> None:
-        """Call `observer` for everything that happens from now on. There is one at a time: a second
-        call replaces the first observer, as a second app over the same engine does."""
+        """Call `observer` for all further events. There is one observer; a second call, from a
+        second app over the same engine, replaces the first."""
         self._observer = observer
 
     def expect_grammars(self) -> None:
-        """Make ready to check them, beside the rest; else the first one waits for it."""
+        """Start the grammar checker in the background; otherwise the first grammar waits for it."""
         self._input_processor.grammars.warm()
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are taken: started, not closed, and the engine has not died."""
+        """Whether requests are accepted: started, not closed, and the engine has not died."""
         return not self._closed and self._worker.is_alive
 
     @property
     def is_ready(self) -> bool:
-        """Whether a request that is sent now is worked on at once; implies `is_alive`."""
+        """Whether the engine would work on a request that is sent now; implies `is_alive`."""
         return self.is_alive and not self._draining and self._worker.is_ready
 
     @property
     def is_live(self) -> bool:
-        """Whether it is alive and goes on with what there is to do; an idle one does."""
+        """Whether it is alive and does not hang: with open requests, the engine has reported within
+        `SOFT_LIMIT_S`."""
         is_stuck = self.num_open > 0 and self._worker.silence_s >= SOFT_LIMIT_S
         return self.is_alive and not is_stuck
 
     @property
     def num_open(self) -> int:
-        """Requests that callers hold open."""
+        """Number of requests whose streams are open."""
         return len(self._mailboxes)
 
     @property
     def num_reserved(self) -> int:
-        """Places of requests that are being made."""
+        """Number of places held for requests that are being made."""
         return self._num_reserved
 
     def drain(self) -> None:
-        """From now on finish what there is and refuse what comes."""
+        """Refuse further requests and finish those that are open."""
         self._draining = True
 
     async def start(self) -> None:
@@ -235,7 +239,7 @@ class AsyncLLM:
         self._worker.start(self._deliver, self._died)
 
     async def close(self) -> None:
-        """End what runs with an error, then stop the engine. Further requests are refused."""
+        """End open requests with an error, then stop the engine. Further requests are refused."""
         self._end(EngineDeadError("the server is shutting down"))
         await asyncio.to_thread(self._worker.stop)
         await asyncio.to_thread(self._input_processor.close)
@@ -258,14 +262,26 @@ class AsyncLLM:
         """The token ids of a conversation; see `Tokenizer.apply_chat_template`."""
         return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
 
+    def refusal(self) -> OverloadedError | None:
+        """Why one more request would be refused for want of room, counted as refused; None where
+        there is room, or where something else would be wrong with it."""
+        try:
+            self._check_capacity(1)
+        except OverloadedError as error:
+            return error
+        except EngineDeadError:
+            self._counts["num_requests_refused"] -= 1  # whoever raises it will count it
+        return None
+
     @contextmanager
     def reserved(self, count: int) -> Iterator[Reservation]:
-        """Hold places for `count` requests while they are being made: who is refused costs nothing.
+        """Hold places for `count` requests while they are made, so that a refused request costs no
+        work. A place is held until a request takes it over (`Reservation.enter`) or the block is
+        left.
 
-        A place is held until a request takes it over (`Reservation.enter`) or the block is left.
-        Raises what `stream` raises.
+        Raises `OverloadedError` or `EngineDeadError`, like `stream`.
         """
-        self._check_room(count)
+        self._check_capacity(count)
         self._num_reserved += count
         reservation = Reservation(count, self._take_over)
         try:
@@ -284,10 +300,10 @@ class AsyncLLM:
     def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
         """Run a request; the caller closes the stream. `stream` does both.
 
-        With `merge=False` there is one piece per token, however late it is taken.
-        Raises `OverloadedError` if there is no room, `EngineDeadError` if there is no engine.
+        `merge=False` keeps one piece per token for a slow reader too. Raises `OverloadedError` if
+        the queue is full, `EngineDeadError` if the engine is not running or the server shuts down.
         """
-        self._check_room(1)
+        self._check_capacity(1)
         if request.request_id in self._mailboxes:
             raise ValueError(f"a request with id {request.request_id!r} is already running")
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
@@ -309,12 +325,15 @@ class AsyncLLM:
     async def stream(
         self, request: Request, *, merge: bool = True
     ) -> AsyncIterator[AsyncIterator[TextDelta]]:
-        """Run a request; yields its pieces. Leaving aborts. See `enter`."""
+        """Run a request; yields an iterator over its pieces, the last of which has a finish reason.
+
+        Leaving the block aborts an unfinished request. Parameters and errors: see `enter`.
+        """
         with closing(self.enter(request, merge=merge)) as running:
             yield aiter(running)
 
     def cancel(self, request_id: str, error: RequestError) -> None:
-        """End a request now: whoever waits for it gets `error`. Unknown ids are ignored."""
+        """End a request now with `error`, which its reader gets. Unknown ids are ignored."""
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None and mailbox.processor.finish_reason is None:
             mailbox.cancel()
@@ -324,17 +343,17 @@ class AsyncLLM:
     async def generate(self, request: Request) -> RequestOutput:
         """Run a request to its end; cancelling the task aborts it.
 
-        Raises what `enter` raises, and what `RequestStream.output` raises.
+        Raises the errors of `enter` and of `RequestStream.output`.
         """
         return await self.enter(request).output()
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges and counters of the engine, and how many requests callers hold open."""
+        """Gauges and counters of engine and façade by name."""
         stats = self._worker.stats()
         counts = {name: count + stats.get(name, 0) for name, count in self._counts.items()}
         return {**stats, "num_open": self.num_open, **counts}
 
-    def _check_room(self, count: int) -> None:
+    def _check_capacity(self, count: int) -> None:
         num_taken = len(self._mailboxes) + self._num_reserved
         error: EngineDeadError | OverloadedError
         if not self.is_alive:
@@ -350,25 +369,25 @@ class AsyncLLM:
         raise error
 
     def _deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
-        """On the engine's thread: hand a step's outputs over to the event loop in one go."""
-        self._on_the_loop(partial(self._receive, outputs, step_events))
+        """Send a step's outputs to the event loop; called on the engine's thread."""
+        self._send_to_loop(partial(self._receive, outputs, step_events))
 
     def _died(self) -> None:
-        """On the engine's thread, which ends now: nobody will answer, so let no caller wait."""
-        self._on_the_loop(partial(self._end, EngineDeadError("the engine has died")))
+        """End all requests, because the engine has died; called on its thread."""
+        self._send_to_loop(partial(self._end, EngineDeadError("the engine has died")))
 
-    def _on_the_loop(self, message: Callable[[], None]) -> None:
+    def _send_to_loop(self, message: Callable[[], None]) -> None:
         assert self._loop is not None
         self._messages.append(message)
         if len(self._messages) > 1:
-            return  # the loop has been told of those before
+            return  # a call is scheduled already
         try:
             self._loop.call_soon_threadsafe(self._read_messages)
-        except RuntimeError:  # the loop has been closed; so have all readers
+        except RuntimeError:  # the loop has been closed, and so have all readers
             log.debug("a message is dropped: the event loop is closed")
 
     def _read_messages(self) -> None:
-        """A few, so that after a stall the readers have a turn before everything has come in."""
+        """Handle at most `MAX_MESSAGES_A_TURN` messages, so that readers run in between."""
         try:
             for _ in range(min(len(self._messages), MAX_MESSAGES_A_TURN)):
                 self._messages.popleft()()
@@ -398,15 +417,15 @@ class AsyncLLM:
                 is_full = is_full or mailbox.num_bytes > MAX_MAILBOX_BYTES
             if processor.take_abort():
                 self._worker.abort(output.request_id, FinishReason.STOP)
-        if is_full:  # look when its reader has had a chance
-            asyncio.get_running_loop().call_soon(self._end_the_furthest)
-        elif is_behind and not self._will_look:
-            self._will_look = True
-            asyncio.get_running_loop().call_later(_LOOK_S, self._end_the_furthest)
+        if is_full:  # checked after its reader has had a chance to run
+            asyncio.get_running_loop().call_soon(self._cancel_stalled)
+        elif is_behind and not self._check_is_planned:
+            self._check_is_planned = True
+            asyncio.get_running_loop().call_later(_CHECK_INTERVAL_S, self._cancel_stalled)
 
-    def _end_the_furthest(self) -> None:
-        """Cancel readers for whom too much has gathered, for each alone or for all together."""
-        self._will_look = False
+    def _cancel_stalled(self) -> None:
+        """Cancel requests with too many unread bytes, alone or together with all others."""
+        self._check_is_planned = False
         num_bytes = sum(each.num_bytes for each in self._mailboxes.values())
         for request_id, mailbox in sorted(
             self._mailboxes.items(), key=lambda item: item[1].num_bytes, reverse=True
@@ -416,7 +435,7 @@ class AsyncLLM:
                 mailbox.drop()
             elif mailbox.num_bytes <= MAX_MAILBOX_BYTES:
                 return
-            message = "what was not read of the answer has become too much"
+            message = "the client reads too slowly: too much of the answer was waiting to be read"
             self.cancel(request_id, CancelledError(message, code="client_stalled"))
 
 

@@ -1,8 +1,8 @@
-"""`InputProcessor`: what a caller gives becomes a `Request`, or a `RequestError` that says why not.
+"""`InputProcessor`: makes a `Request` from a caller's input, or raises a `RequestError`
 
-The one place where prompts are tokenised and defaults resolved (seed, `max_tokens`, end tokens),
-used by both façades, so that every way in refuses the same things with the same words. Everything
-that can be refused is refused here; the scheduler's own checks are a second line.
+It is the only place where prompts are tokenised and defaults (seed, `max_tokens`, end tokens) are
+resolved. Both façades use it, so they refuse the same input with the same messages. Everything that
+can be refused is refused here; the scheduler checks lengths once more.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from infer.types.grammar import Grammar
 log = logging.getLogger(__name__)
 
 _MAX_SHRINKING = 4
+"""largest factor by which a tokenizer's normalisation may shorten a text"""
 
 
 def log_tool_use(tokenizer: Tokenizer) -> None:
-    """Say how the model is taken to call tools; a warning where that is not known."""
+    """Log how the model is assumed to call tools; a warning if that is not known."""
     use = tokenizer.tool_use
     if use is not None:
         log.log(logging.INFO if use.is_known else logging.WARNING, "%s", use.summary)
@@ -34,29 +35,33 @@ def log_tool_use(tokenizer: Tokenizer) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """What the engine can take; made by `engine.build.assemble`."""
+    """Limits of an engine; made by `engine.build.assemble`."""
 
     vocab_size: int
-    """width of the logits: token ids are below it"""
+    """width of the logits; every token id is smaller"""
     max_seq_len: int
+    """maximum length of prompt and output together, in tokens"""
     num_seats: int
+    """maximum number of sequences in the batch"""
     max_waiting_requests: int
+    """maximum number of requests in the queue"""
 
     @property
     def max_unfinished(self) -> int:
-        """Requests that may be running or waiting at the same time."""
+        """Maximum number of requests that are running or waiting."""
         return self.num_seats + self.max_waiting_requests
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedSampling:
-    """A `SamplingParams` that this model can do, and what had to be worked out for that; made
-    once, by `InputProcessor.check`, for all requests that share it."""
+    """A `SamplingParams` that is valid for the model, with derived values; made once by
+    `InputProcessor.check` for all requests that share it."""
 
     sampling: SamplingParams
     bad_token_ids: tuple[tuple[int, ...], ...]
+    """token sequences that must not be generated, from `bad_words`"""
     grammar_bytes: int = 0
-    """about the memory that its compiled grammar takes"""
+    """approximate bytes of the compiled grammar"""
 
 
 class InputProcessor:
@@ -80,10 +85,11 @@ class InputProcessor:
         seed: int | None = None,
         thoughts: tuple[str, str] | None = None,
     ) -> Request:
-        """A valid request for a text (tokenised as the checkpoint says) or a list of token ids.
+        """Make a request from a text (tokenised as the checkpoint says) or a list of token ids.
 
-        Many requests with the same sampling share the result of one `check`; `seed`, 64 bits and
-        signed, takes the place of the sampling's. `shown_token_ids`, `thoughts`: see `Request`.
+        Requests with the same sampling can share the result of one `check`. `seed`, a signed 64-bit
+        integer, overrides the sampling's; without either the seed is random. For `shown_token_ids`
+        and `thoughts` see `Request`. Raises `RequestError` for input that is invalid or too long.
         """
         token_ids = self.tokenize(prompt)
         checked = sampling
@@ -101,7 +107,7 @@ class InputProcessor:
             max_tokens=self._max_tokens(len(token_ids), sampling),
             eos_token_ids=() if sampling.ignore_eos else self._eos,
             priority=priority,
-            # What others have computed has no logits.
+            # Cached pages give no logits, so log-probabilities of the prompt exclude sharing.
             cache_scope="" if sampling.prompt_logprobs is None else request_id,
             bad_token_ids=checked.bad_token_ids,
             shown_token_ids=shown_token_ids,
@@ -110,12 +116,12 @@ class InputProcessor:
         )
 
     def close(self) -> None:
-        """Let go of what it holds beside memory."""
+        """End the grammar checker's process."""
         self.grammars.close()
 
     def check(self, sampling: SamplingParams) -> CheckedSampling:
-        """Everything about a sampling that depends on the model and not on the prompt: ids,
-        grammar, bad words. Takes time in proportion to its fields."""
+        """Check everything about a sampling that depends on the model but not on the prompt: token
+        ids, grammar, bad words. Raises `RequestError`. The time is linear in the fields' sizes."""
         self._check_ids(sampling)
         num_bytes = 0
         if isinstance(sampling.grammar, Grammar):
@@ -123,7 +129,8 @@ class InputProcessor:
         return CheckedSampling(sampling, self._spellings(sampling.bad_words), num_bytes)
 
     def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """The token ids of a prompt, checked against the vocabulary."""
+        """The token ids of a prompt. Raises `RequestError` if it is empty, too long or of a wrong
+        type, `UnprocessableError` for an id outside the vocabulary."""
         if not isinstance(prompt, (str, list, tuple, range)):
             raise RequestError(
                 f"a prompt must be text or a list of token ids, not {type(prompt).__name__}",
@@ -140,7 +147,7 @@ class InputProcessor:
                 ) from None
             self._check_chars(len(prompt))
             return tuple(self.tokenizer.encode(prompt))
-        self._check_room(len(prompt))  # before a look at each of a million
+        self._remaining_tokens(len(prompt))  # before each id is checked: there may be a million
         vocab_size = self.limits.vocab_size
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int):
@@ -155,8 +162,8 @@ class InputProcessor:
         return tuple(prompt)
 
     def _check_chars(self, num_chars: int) -> None:
-        """A text that cannot fit even if it were all longest tokens (and its normal form as much
-        shorter as it gets) is not tokenised at all: that takes memory, a hundred times its size."""
+        """Refuse a text that could not fit even if it consisted of longest tokens and were
+        normalised to the shortest form. Tokenising takes a hundred times the text's memory."""
         limit = self.limits.max_seq_len
         if num_chars > limit * self.tokenizer.max_token_chars * _MAX_SHRINKING:
             raise too_long(limit, f"the prompt is too long: {num_chars} characters", param="prompt")
@@ -176,13 +183,13 @@ class InputProcessor:
                     )
 
     def _spellings(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """The token ids of words, at the beginning of a text and behind a space."""
+        """The token ids of each word, at the beginning of a text and after a space."""
         texts = [text for word in words for text in (word, " " + word)]
         found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts}
         return tuple(sorted(ids for ids in found if ids and max(ids) < self.limits.vocab_size))
 
-    def _check_room(self, num_prompt: int) -> int:
-        """For how many more tokens there is room; at least one."""
+    def _remaining_tokens(self, num_prompt: int) -> int:
+        """Number of tokens that fit after the prompt, at least 1; raises `RequestError` if none."""
         limit = self.limits.max_seq_len
         if num_prompt >= limit:
             found = f"the prompt is too long: {num_prompt} tokens leave none for output"
@@ -190,7 +197,7 @@ class InputProcessor:
         return limit - num_prompt
 
     def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
-        limit, room = self.limits.max_seq_len, self._check_room(num_prompt)
+        limit, room = self.limits.max_seq_len, self._remaining_tokens(num_prompt)
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room:
             found = f"prompt ({num_prompt}) + max_tokens ({wanted}) is {num_prompt + wanted}"

@@ -1,9 +1,9 @@
-"""`OutputProcessor`: the tokens of one request become text, and its stop strings end it.
+"""`OutputProcessor`: turns the tokens of one request into text and ends it at its stop strings
 
-One per request, on the caller's side of the message boundary: the core knows no text. Text is held
-back while it could still be part of a stop string or of an unfinished character, so what has been
-shown is never taken back. When a stop string is reached the request is over for the caller;
-whoever owns the processor then aborts it in the core (`take_abort`).
+There is one per request, in the façade, because the core knows no text. Text is held back while it
+could still be part of a stop string or of an unfinished character, so text that was given out is
+never taken back. At a stop string the request has ended for the caller; the owner of the processor
+then aborts it in the core (`take_abort`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class OutputProcessor:
         self._stopped = False
 
     def push(self, output: StepOutput) -> TextDelta | None:
-        """What is new for the caller; None after the end."""
+        """Process one output of the core; returns the new piece for the caller, None after the
+        end."""
         if self.finish_reason is not None:
             return None
         text, reason = "", output.finish_reason
@@ -66,12 +67,12 @@ class OutputProcessor:
         )
 
     def take_abort(self) -> bool:
-        """Whether the request ended here while the core still works on it; True once."""
+        """Whether the request ended here while the core still computes it; True at most once."""
         needs_abort, self._needs_abort = self._needs_abort, False
         return needs_abort
 
     def _show(self, text: str) -> tuple[str, bool]:
-        """The part of new text that may be shown, and whether a stop string was reached."""
+        """The text that may be given out, and whether a stop string was reached."""
         if self._num_tokens < self._min_tokens or not text:
             return text, False
         shown, self._stopped = self._stop.push(text)
@@ -79,13 +80,13 @@ class OutputProcessor:
 
 
 def error_of(delta: TextDelta) -> InferError:
-    """The error with which a request has ended."""
+    """The exception for a request that has ended with an error."""
     assert delta.error is not None, "a request that ends with ERROR says why"
     return delta.error.exception()
 
 
 def collected(request: Request, pieces: Sequence[TextDelta]) -> RequestOutput:
-    """All the pieces of a request as one; raises the error that it ended with, if one did."""
+    """Join all pieces of a request; raises its error if it ended with one."""
     last = pieces[-1]
     assert last.finish_reason is not None
     if last.finish_reason is FinishReason.ERROR:

@@ -1,12 +1,12 @@
 """Triton kernels for CUDA devices; `obstacle` says why they cannot run.
 
-Triton comes with every CUDA build of torch. It is imported in this package only, and only after
-`obstacle` has returned None: the modules beside this one import it when they are imported.
+Triton comes with every CUDA build of torch. The other modules of this package import it at their
+top, so they may be imported only after `obstacle` has returned None.
 
-Rules that every kernel here keeps, because Triton's interpreter (which the tests use) and the
-versions 3.6 to 3.9 differ in them: operands are widened to float32 after each load, a masked load
-names its `other`, helpers are functions of the module, there are no block pointers and no
-`libdevice`, and nothing is tuned while requests are served.
+All kernels here keep some rules, because Triton's interpreter, which the tests use, and Triton's
+versions 3.6 to 3.9 differ where they are broken. Operands are widened to float32 after each load. A
+masked load names its `other`. Helpers are functions of the module. There are no block pointers and
+no `libdevice`. Besides, no kernel is tuned while requests are served.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from pathlib import Path
 import torch
 
 MIN_CAPABILITY = (8, 0)
-"""compute capability of the first devices with bfloat16 products"""
+"""Minimum compute capability: that of the first devices with bfloat16 products."""
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU. For tests."""
+    """Whether kernels run in Triton's interpreter on the CPU, as they do in tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def has_pdl(device: torch.device) -> bool:
-    """Whether a kernel may start while the one before it ends (programmatic dependent launch)."""
+    """Whether the device has programmatic dependent launch (PDL).
+
+    With PDL a kernel may start before the preceding kernel has ended.
+    """
     return not interpreting() and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def obstacle(device: torch.device) -> str | None:
-    """Why the kernels cannot run on this device; None if they can."""
+    """The reason why the kernels cannot run on this device; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (it comes with a CUDA build of torch)"
     if interpreting():
@@ -49,7 +52,10 @@ def obstacle(device: torch.device) -> str | None:
 
 
 def _compiler_obstacle() -> str | None:
-    """Triton up to 3.8 compiles a small launcher in C when a kernel is first used."""
+    """The reason why Triton cannot compile its launchers; None if it can.
+
+    Triton up to 3.8 compiles a small launcher in C when a kernel is first used.
+    """
     import triton
 
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):

@@ -1,12 +1,14 @@
-"""Paged attention: one kernel over a list of items.
+"""Triton kernels of paged attention, each over a list of work items.
 
 An item is a tile of query tokens of one sequence and a range of its keys. The host makes the list
-(`attention.triton`); the number of programs is fixed, each takes every n-th item, and the number
-of items is read on the device. So one launch, and one CUDA graph, serves every mixture of lengths.
+(`attention.triton`). The number of programs is fixed, each of n programs takes every n-th item, and
+the device reads the number of items. So one launch, and one CUDA graph, serves every mixture of
+lengths.
 
-The query heads that share a key/value head lie beside each other as rows of a tile. The keys of a
-tile may be cut into splits; the partial results then lie by item, and the program that finishes a
-tile last merges them in the order of the splits.
+The query heads that share a key/value head are rows of the same tile. The keys of a tile may be
+divided into splits, as in Flash-Decoding. Then each program stores a partial result, and the
+program that stores the last one of a tile merges them in the order of the splits. The softmax is
+computed online, as in FlashAttention (Dao et al. 2022, arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -16,16 +18,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ITEM_FIELDS = 10
-"""int32 numbers of an item: first row of the tile in the step, its tokens, position of the first,
-row of the page tables, first key, end of the keys, split, splits of the tile, first partial row of
-the tile, number of the tile"""
+"""Number of int32 fields of an item.
+
+The fields are: first row of the tile in the step, number of its tokens, position of the first
+token, row of the page tables, first key, end of the keys, index of the split, number of the tile's
+splits, first row of the tile's partial results, index of the tile.
+"""
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _cells(table, key, there, offset, PAGE: tl.constexpr, CELL: tl.constexpr):
-    """Where the heads of keys lie, as offsets in the cache; keys that are not there: in page 0."""
+    """Offsets of keys' heads in the cache; keys for which `there` is False are in page 0."""
     page = tl.load(table + key // PAGE, mask=there, other=0).to(tl.int64)
     return (page * PAGE + key % PAGE) * CELL + offset
 
@@ -35,7 +40,10 @@ def _add_tile(
     x, top, total, acc, k, v, sees, scale, cap,
     MASKED: tl.constexpr, CAP: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys k [BLOCK_D, TILE] and values v [TILE, BLOCK_D] join the running softmax of rows x."""
+    """Add keys k [BLOCK_D, TILE] and values v [TILE, BLOCK_D] to the online softmax of rows x.
+
+    The state is `top` (maxima), `total` (sums of weights) and `acc` (weighted sums of values).
+    """
     scores = tl.dot(x, k.to(PRODUCT), input_precision=PRECISION) * scale
     if CAP:
         scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
@@ -43,7 +51,7 @@ def _add_tile(
     if MASKED:
         scores = tl.where(sees, scores, float("-inf"))
     highest = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen no key yet has no highest score: 0 keeps the differences finite.
+    # A row that has seen no key has the maximum -inf; with 0 instead the differences are not NaN.
     safe = tl.where(highest == float("-inf"), 0.0, highest)
     p = tl.exp2(scores - safe[:, None])
     fade = tl.exp2(top - safe)
@@ -60,7 +68,10 @@ def _add_keys(
     TILE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys begin … end (whole tiles) join the running softmax of the rows x [ROWS, BLOCK_D]."""
+    """Add the keys from `begin` to `end`, in whole tiles, to the online softmax of rows x.
+
+    x is [ROWS, BLOCK_D]. Without MASKED every row sees every one of these keys.
+    """
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     for first in range(begin, end, TILE):
@@ -94,7 +105,7 @@ def _add_keys(
 
 @triton.jit
 def _merge(top, total, acc, other_top, other_total, other_acc):
-    """Two partial results of the same rows become one."""
+    """Merge two partial results of the same rows."""
     highest = tl.maximum(top, other_top)
     safe = tl.where(highest == float("-inf"), 0.0, highest)
     a = tl.exp2(top - safe)
@@ -108,14 +119,17 @@ def _hand_over(
     query_head, real, mask, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Store the partial result of a split. The program that stores the last one of a tile gets all
-    of them, merged in the order of the splits, and True."""
+    """Store the partial result of a split.
+
+    The program that stores the last one of a tile gets all of them, merged in the order of the
+    splits, and True.
+    """
     d = tl.arange(0, BLOCK_D)
     at = (base + split * num_tokens + token).to(tl.int64) * H + query_head
     tl.store(partial + at[:, None] * D + d[None, :], acc, mask=mask)
     tl.store(stats + at * 2, top, mask=real)
     tl.store(stats + at * 2 + 1, total, mask=real)
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads must have stored before the counter is increased
     is_last = tl.atomic_add(counter, 1, sem="acq_rel") == num_splits - 1
     if is_last:
         tl.store(counter, 0)  # for the next launch
@@ -123,9 +137,9 @@ def _hand_over(
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
         for first in range(0, num_splits, AHEAD):
-            # Several at a time, so that their loads are under way together.
+            # Several splits at a time, so that their loads overlap.
             for ahead in tl.static_range(AHEAD):
-                # A vector: the interpreter cannot combine a mask and a single truth value.
+                # A vector, since the interpreter cannot combine a mask with a scalar condition.
                 there = tl.zeros((ROWS,), tl.int32) + (first + ahead) < num_splits
                 at = (base + (first + ahead) * num_tokens + token).to(tl.int64) * H + query_head
                 of_row = real & there
@@ -147,7 +161,7 @@ def _hand_over(
 
 @triton.jit
 def _turned(at, cos, sin, norm, mask, i, eps, D: tl.constexpr, NORMS: tl.constexpr):
-    """The heads at pointers `at` [R, 1], normed and rotated, in float32: [R, BLOCK_D]."""
+    """The heads at the pointers `at` [R, 1], normalised and rotated, float32: [R, BLOCK_D]."""
     half: tl.constexpr = D // 2
     is_first = i < half
     partner = tl.where(is_first, i + half, i - half)
@@ -174,12 +188,12 @@ def decode(
     WINDOW: tl.constexpr, CAP: tl.constexpr, NORMS: tl.constexpr, AHEAD: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A step in which each sequence has one token: rotation, cells and attention in one launch.
+    """A layer's rotation, cache write and attention, in a step with one token per sequence.
 
-    q [T, H, D], k and v [T, G, D] as the projection made them. Every program norms and rotates the
-    queries that it needs; the one that has the split with the new key writes key and value. What
-    does not depend on the launch before (items, pages and, with AHEAD, the first tile of keys and
-    values) is read before its end is waited for.
+    q [T, H, D], k and v [T, G, D] are the outputs of the projection. Every program normalises and
+    rotates the queries that it needs. The program whose split has the new key stores the new key
+    and value. Data that do not depend on the preceding kernel (items, pages and, with AHEAD, the
+    first tile of keys and values) are loaded before the program waits for that kernel.
     """
     REP: tl.constexpr = H // G
     m = tl.arange(0, ROWS)
@@ -199,7 +213,7 @@ def decode(
         end = tl.load(item + 5)
         num_splits = tl.load(item + 7)
         own_page = tl.load(table + own // PAGE).to(tl.int64)
-        # The cell of the new key is not read: what lies there is of an earlier owner.
+        # The cell of the new key is not read: it still holds data of an earlier sequence.
         last = tl.minimum(end, own)
         rest = begin
         if AHEAD:
@@ -218,7 +232,7 @@ def decode(
             (q + row * q_stride + query_head * D)[:, None],
             cos + row * cos_stride, sin + row * cos_stride, q_norm, mask, d, eps, D, NORMS,
         ).to(PRODUCT)  # fmt: skip
-        # Few need the new key, but all read it here, beside the queries: its time is theirs.
+        # Few programs need the new key. All load it here, because its load overlaps the queries'.
         new_key = _turned(
             (k + row * k_stride + head * D + tl.arange(0, 1))[:, None],
             cos + row * cos_stride, sin + row * cos_stride, k_norm, inside[None, :], d, eps,
@@ -247,7 +261,7 @@ def decode(
             kind = keys.dtype.element_ty
             tl.store(keys + own_cell + d[None, :], new_key.to(kind), mask=inside[None, :])
             tl.store(values + own_cell + d[None, :], new_value.to(kind), mask=inside[None, :])
-            # As it is read back from its cell by later steps, not more exactly.
+            # The key is rounded as in its cell, so this step uses the same number as later steps.
             score = tl.sum(x.to(tl.float32) * new_key.to(kind).to(tl.float32), 1) * scale
             if CAP:
                 score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
@@ -281,10 +295,10 @@ def attend(
     WINDOW: tl.constexpr, CAP: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """q [T, H, D] (rows `q_stride` apart) over the cells of the page tables into out [T, H, D].
+    """Attention of q [T, H, D], with rows `q_stride` apart, over cached keys: out [T, H, D].
 
-    PARTS: items may be splits of a tile. ORDERED: a tile's keys are taken in splits of SPLIT keys
-    and merged in order, whether one program does so or several: the same bits either way.
+    PARTS: items may be splits of a tile. ORDERED: a tile's keys are computed in splits of SPLIT
+    keys and merged in order. The bits are the same whether one program does so or several.
     """
     REP: tl.constexpr = H // G
     m = tl.arange(0, ROWS)
@@ -331,7 +345,7 @@ def attend(
                 )  # fmt: skip
                 top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
         else:
-            # Up to here every row of the tile sees every key.
+            # Every row of the tile sees every key before `whole`.
             whole = tl.minimum(end, first_position + 1) // TILE * TILE
             if WINDOW:
                 whole = begin

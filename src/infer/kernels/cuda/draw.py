@@ -1,13 +1,16 @@
-"""Sampling on the device: greedy, temperature, top-k, top-p and min-p of rows of logits.
+"""Triton kernels that sample rows of logits: greedy, temperature, top-k, top-p and min-p.
 
-The rule is the sampler's (`runner.sampler`): the distribution function is inverted at
-`uniform(seed, position)`. `scan` cuts a row into blocks of columns and notes the maximum of every
-64 columns; `pick` inverts over the blocks' sums and then inside one block. `narrow` draws again for
-rows with top-k, top-p or min-p, one program a row: it looks only at those 64 columns at a time
-whose maximum can matter, finds the k-th largest by its bits, and draws among the more probable
-tokens while those before the drawn one have top-p or more. Sums over blocks are float64, in order,
-so a row's token depends on that row alone. Among the tokens that are kept the order of the
-inversion is that of their ids. Errors come back as flags.
+The method is that of `runner.sampler`: the distribution function is inverted at
+`uniform(seed, position)`. `scan` divides a row into blocks of columns and stores the maximum of
+every group of 64 columns. `pick` inverts over the blocks' sums and then inside one block.
+
+`narrow` draws again for rows with top-k, top-p or min-p, one program per row. It reads only groups
+whose maximum is large enough, and finds the k-th largest logit by radix selection on its bits. It
+draws a token and accepts it if the more probable tokens have less than top-p together; if not, it
+draws again among those. The distribution function is that of the tokens in the order of their ids.
+
+Sums over blocks are float64 and in order, so a row's token depends on that row alone. Errors are
+reported as flags.
 """
 
 from __future__ import annotations
@@ -22,18 +25,18 @@ from infer.kernels.cuda import has_pdl
 
 SCAN_BLOCK = 4096
 GROUP: tl.constexpr = tl.constexpr(64)
-"""columns that `narrow` takes or leaves together"""
+"""Number of columns of a group, the unit in which `narrow` reads a row."""
 SCAN_GROUPS: tl.constexpr = tl.constexpr(64)
-"""of a block"""
+"""Number of groups of a block."""
 NOT_FINITE_FLAG = 1
-"""a row has a NaN or +inf, or nothing but -inf"""
+"""Flag of a row that has a NaN or +inf, or nothing but -inf."""
 
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _mix(x):
-    """splitmix64, of uint64."""
+    """One round of splitmix64 on uint64."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -42,7 +45,7 @@ def _mix(x):
 
 @triton.jit
 def _to_unit(x):
-    """A float64 in [0, 1) of the upper bits of a uint64."""
+    """A float64 in [0, 1) from the upper 53 bits of a uint64."""
     return (x >> 11).to(tl.float64) * 1.1102230246251565e-16
 
 
@@ -51,7 +54,10 @@ def scan(
     logits, maxima, places, sums, groups, temperatures, vocab, stride, num_blocks,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of a row: its maximum (NaN if one is there), where, and Σ exp relative to it."""
+    """Store a block's maximum (NaN if it has one), its column, and Σ exp relative to it.
+
+    One program computes one block of one row. It also stores the maximum of each group.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if PDL:
@@ -79,7 +85,10 @@ def pick(
     logits, maxima, places, sums, temperatures, seeds, positions, tokens, flags, totals,
     vocab, stride, num_blocks, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row among all, from what `scan` has found; and the row's Σ exp."""
+    """Store the token of a row, drawn from the whole row, and the row's Σ exp.
+
+    One program computes one row, from the results of `scan`.
+    """
     row = tl.program_id(0).to(tl.int64)
     j = tl.arange(0, BLOCKS)
     there = j < num_blocks
@@ -106,7 +115,7 @@ def pick(
         point = _to_unit(_mix(_mix(seed) + tl.load(positions + row).to(tl.uint64)))
         target = point * total
         block = tl.sum((running <= target).to(tl.int32), 0)
-        # Rounding may put the target on the last sum: stay on the last block with a weight.
+        # Rounding may make the target equal the last sum. The last block with a weight is chosen.
         block = tl.minimum(block, tl.max(tl.where(weights > 0, j, 0), 0))
         before = tl.sum(tl.where(j < block, weights, 0.0), 0)
         i = block * BLOCK + tl.arange(0, BLOCK)
@@ -120,7 +129,7 @@ def pick(
 
 @triton.jit
 def _order(x):
-    """uint32 numbers in the order of float32 numbers; -0 is 0."""
+    """uint32 numbers that are ordered as the float32 numbers x are; -0 equals 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return bits.to(tl.uint32, bitcast=True) ^ 0x80000000
@@ -128,7 +137,7 @@ def _order(x):
 
 @triton.jit
 def _columns(chosen, start, count, BLOCK: tl.constexpr):
-    """Ids of the columns of BLOCK / GROUP chosen groups, in order, and which of them are there."""
+    """The columns of BLOCK / GROUP chosen groups, in order, and a mask of those that exist."""
     e = tl.arange(0, BLOCK)
     at = start + e // GROUP
     there = at < count
@@ -137,8 +146,11 @@ def _columns(chosen, start, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _largest(base, chosen, count, vocab, k, BLOCK: tl.constexpr):
-    """Of the chosen groups: the k-th largest (as `_order` has it), and the id of the last one of
-    the k that is equal to it; eight bits at a time."""
+    """The k-th largest number of the chosen groups, as `_order` gives it, and a column.
+
+    The column is the last one among the k largest whose number equals the k-th. It is a radix
+    selection with digits of eight bits.
+    """
     bins = tl.arange(0, 256)
     least = tl.zeros((), tl.uint32)
     last_equal = vocab
@@ -176,8 +188,11 @@ def _weights(
     base, chosen, start, count, vocab, top, factor, least, last_equal, bound, bound_place, lowest,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns of chosen groups, and their weights: 0 unless one is among the k largest, before the
-    bound (a larger value, or the same value at a smaller id) and not below the lowest."""
+    """Columns of chosen groups and their weights.
+
+    A weight is 0 unless the column is among the k largest, ranks before the bound (a larger value,
+    or the same value at a smaller id) and is not below `lowest`.
+    """
     i, there = _columns(chosen, start, count, BLOCK)
     x = tl.load(base + i, mask=there & (i < vocab), other=float("-inf"))
     key = _order(x)
@@ -192,7 +207,7 @@ def _total(
     base, chosen, count, vocab, top, factor, least, last_equal, bound, bound_place, lowest,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Σ of `_weights` over the chosen groups, in float64."""
+    """The sum of `_weights` over the chosen groups, float64."""
     total = tl.zeros((), tl.float64)
     for start in range(0, count, BLOCK // GROUP):
         _, weights = _weights(
@@ -209,9 +224,10 @@ def narrow(
     positions, tokens, flags, vocab, stride, num_blocks,
     BLOCKS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The token of a row with top-k, top-p or min-p; `narrowed` says which rows those are.
+    """Store the token of a row with top-k, top-p or min-p; `narrowed` marks these rows.
 
-    `tokens` has the token among all (the first attempt where only top-p is in force)."""
+    `tokens` holds the token that `pick` drew. It is the first attempt of rows with top-p only.
+    """
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
@@ -230,8 +246,9 @@ def narrow(
         lowest = tl.full((), float("-inf"), tl.float32)
         if min_p > 0:
             lowest = top + tl.log2(min_p) / factor
-        # The groups that can matter: those with one of the k largest maxima, or with something
-        # that goes before the first attempt; and nothing below the lowest.
+        # With top-k only the groups with the k largest maxima are needed. With top-p only those
+        # are needed whose maximum is at least the first attempt's logit. No group is needed whose
+        # maximum is below `lowest`.
         g = tl.arange(0, GROUPS)
         num_groups = num_blocks * SCAN_GROUPS
         of_group = tl.load(groups + row * num_groups + g, mask=g < num_groups, other=float("-inf"))
@@ -248,7 +265,7 @@ def narrow(
         count = tl.sum(matters.to(tl.int32), 0)
         chosen = chosens + row * num_groups
         tl.store(chosen + place, g, mask=matters)
-        tl.debug_barrier()  # what these threads have stored, others of them read
+        tl.debug_barrier()  # other threads of the program read what was stored
         least = tl.zeros((), tl.uint32)
         last_equal = tl.zeros((), tl.int32) + vocab
         if k > 0:
@@ -291,10 +308,11 @@ def narrow(
                     last = tl.maximum(last, tl.max(tl.where(weights > 0, i, 0), 0))
                     running += tl.sum(weights, 0).to(tl.float64)
                     start += BLOCK // GROUP
-                # Rounding may put the target on the last sum: stay on the last with a weight.
+                # Rounding may make the target equal the last sum. The last column with a weight
+                # is chosen.
                 token = tl.where(token == vocab, last, token)
             is_drawn = (k == 0) & (k != 0)
-            # If those that are more probable have less than the limit, the token stays.
+            # The token is accepted if the more probable ones have less weight than the limit.
             bound = tl.load(base + token)
             bound_place = token
             total = _total(
@@ -307,9 +325,10 @@ def narrow(
 
 
 class DrawBuffers:
-    """What the kernels keep between their passes, for at most `rows` rows."""
+    """Memory for intermediate results of the kernels."""
 
     def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        """`rows`: maximum number of rows; `vocab`: number of columns of the logits."""
         self.num_blocks = triton.cdiv(vocab, SCAN_BLOCK)
         shape = (rows, self.num_blocks)
         groups = (rows, self.num_blocks * SCAN_GROUPS.value)
@@ -335,11 +354,12 @@ def draw(
     tokens: Tensor,
     flags: Tensor,
 ) -> None:
-    """A token [R] for each row of the logits [R, V], float32, and a flag [R] where there is none.
+    """Sample each row of the logits [R, V], float32, into `tokens` [R] and `flags` [R].
 
-    Columns [R]: `temperatures`, `top_ps`, `min_ps` float32, 0 is greedy; `narrowed`, `top_ks`,
-    `positions`, `tokens` and `flags` int32; `seeds` int64. `narrowed`: whether any of top-k, top-p
-    and min-p is in force with a temperature above 0.
+    A flag is 0, or `NOT_FINITE_FLAG` where the token is not valid. All other arguments are [R]:
+    `temperatures`, `top_ps` and `min_ps` float32; `narrowed`, `top_ks`, `positions`, `tokens` and
+    `flags` int32; `seeds` int64. A temperature of 0 is greedy. `narrowed`: whether the row has
+    top-k, top-p or min-p, and a temperature above 0.
     """
     rows, vocab = logits.shape
     num_blocks, pdl = buffers.num_blocks, has_pdl(logits.device)

@@ -1,12 +1,13 @@
-"""Linear layers of few rows in one launch: gate(W norm(x) + b) + residual.
+"""Triton kernels of linear layers for few rows: gate(W norm(x) + b) + residual in one launch.
 
-A few rows are bound by the bytes of the weight, so a program reads BN rows of it over the whole
-width and does everything else on the way: the norm's sum of squares, the gate, the residual. One
-row is multiplied by ordinary arithmetic, several by the matrix units. With more rows than
-`MAX_ROWS` cuBLAS is faster (`kernels.linear.CudaLinear` chooses).
+For few rows the time is that of reading the weight. So a program reads BN rows of the weight over
+the whole width and computes everything else meanwhile: the norm's sum of squares, the gate and the
+residual. One row is multiplied by ordinary arithmetic, several rows by the matrix units. With more
+rows than `MAX_ROWS` cuBLAS is faster (`kernels.linear.CudaLinear` chooses).
 
-With PDL (programmatic dependent launch) a program starts while the launch before is still running:
-it reads its first part of the weight, which nobody writes, and only then waits for its input.
+With PDL (programmatic dependent launch) a program starts while the preceding kernel is still
+running. It loads its first part of the weight, which no kernel writes, and then waits for its
+input.
 """
 
 from __future__ import annotations
@@ -23,17 +24,20 @@ from infer.kernels.cuda import has_pdl, interpreting
 from infer.kernels.cuda.norm import activation
 
 MAX_ROWS = 32
+"""Maximum number of rows of x."""
 MAX_BYTES = 16 << 20
-"""of a weight, up to which several rows are faster here than with cuBLAS (measured on an H100)"""
+"""Maximum size in bytes of a weight for which several rows are faster than with cuBLAS (H100)."""
 LEAST_WIDTH = 256
-"""of the inputs, for several rows"""
+"""Minimum number of inputs, K, for several rows."""
 _BLOCK_ROWS = 64
+"""Number of the weight's rows of a program, for several rows."""
 _SPLITS = 4
+"""Number of programs that share the columns of a small weight."""
 
 
 @triton.jit
 def _weights(weight, first, at, K, ok):
-    """Rows `first` of a weight [·, K] at columns `at`."""
+    """Rows `first` of a weight [·, K] at the columns `at`."""
     mask = ok[:, None] & (at < K)[None, :]
     return tl.load(weight + first[:, None] * K + at[None, :], mask=mask, other=0.0)
 
@@ -43,7 +47,7 @@ def _finish(
     y, second, n, ok, bias, residual, out, N,
     GATE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Bias, gate and residual of outputs n of one row; then the store."""
+    """Add bias, apply the gate, add the residual, and store the outputs n of one row."""
     if BIAS:
         y += tl.load(bias + n, mask=ok, other=0.0).to(tl.float32)
         if GATE != "":
@@ -61,7 +65,7 @@ def _one_row(
     BN: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [N] of one row x [K]; with GATE the weight has 2 N rows."""
+    """Compute out [N] from one row x [K]; with GATE the weight has 2 N rows."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     kk = tl.arange(0, BK)
     ok = n < N
@@ -100,7 +104,7 @@ def _one_row(
 
 @triton.jit
 def _prefetch(pointers, SIZE: tl.constexpr):
-    """Ask for SIZE bytes behind each pointer to be in the second-level cache soon."""
+    """Start loading SIZE bytes from each pointer into the second-level cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], " + SIZE + "; mov.u32 $0, 0;",
         "=r,l",
@@ -120,10 +124,10 @@ def _few_rows(
     RESIDUAL: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, N] of x [rows, K], rows ≤ ROWS; the weight is the left factor of the product.
+    """Compute out [rows, N] from x [rows, K], rows ≤ ROWS, as the product W xᵀ.
 
-    A program multiplies BN rows and SPAN columns of the weight, BK columns at a time. Where SPLITS
-    > 1 programs share the columns, the one that ends last adds their sums in order.
+    A program multiplies BN rows and SPAN columns of the weight, BK columns at a time. If SPLITS > 1
+    programs share the columns, the last one to end adds the sums of all in order.
     """
     block = tl.program_id(0)
     split = tl.program_id(1)
@@ -162,7 +166,7 @@ def _few_rows(
     writes = block >= 0
     if SPLITS > 1:
         HALVES: tl.constexpr = 2 if GATE != "" else 1
-        # [block, split, 1 or 2 sums and the squares, BN, ROWS]
+        # The layout of `partial` is [block, split, 1 or 2 sums and the squares, BN, ROWS].
         size: tl.constexpr = BN * ROWS
         base = partial + (block * SPLITS) * ((HALVES + 1) * size)
         cell = tl.arange(0, BN)[:, None] * ROWS + r[None, :]
@@ -172,7 +176,7 @@ def _few_rows(
             tl.store(mine + size + cell, other)
         if NORM:
             tl.store(mine + HALVES * size + r, square)
-        tl.debug_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads must have stored before the counter is increased
         before = tl.atomic_add(arrived + block, 1, sem="acq_rel")
         writes = before == SPLITS - 1
         if writes:
@@ -206,13 +210,13 @@ def _few_rows(
 
 
 def is_few(rows: int, weight: Tensor) -> bool:
-    """Whether `few_rows` is faster than cuBLAS for so many rows."""
+    """Whether `few_rows` is faster than cuBLAS for this number of rows."""
     return rows == 1 or (rows <= MAX_ROWS and weight.nbytes <= MAX_BYTES)
 
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Shared memory that a program may have."""
+    """The maximum shared memory of a program, in bytes."""
     capability = (9, 0)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -223,7 +227,7 @@ def _shared_bytes(device: torch.device) -> int:
 
 @functools.cache
 def _scratch(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Sums of splits and counters of blocks, for all layers: they are computed in order."""
+    """(partial sums, counters of blocks), which all layers share since they run one by one."""
     blocks = MAX_BYTES // (2 * LEAST_WIDTH * _BLOCK_ROWS)
     sums = blocks * _SPLITS * 2 * _BLOCK_ROWS * MAX_ROWS
     return (
@@ -244,9 +248,11 @@ def few_rows(
     config: tuple[int, ...] | None = None,
     scratch: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """gate(W norm(x) + b) + residual of x [T, K], T ≤ `MAX_ROWS`: [T, N] in `dtype`.
+    """gate(W norm(x) + b) + residual for x [T, K], T ≤ `MAX_ROWS`: [T, N] in `dtype`.
 
-    `weight` [N, K], or [2 N, K] with a gate; `norm`: weight [K] and eps of an RMSNorm in front.
+    `weight`: [N, K], or [2 N, K] with a gate. `bias`: [N] or [2 N]. `norm`: weight [K] and eps of
+    an RMSNorm in front. `gate`: silu or gelu_tanh. `residual`: [T, N]. `config` and `scratch`
+    replace the launch parameters and the memory for partial sums, for measurements and tests.
     """
     rows, width = x.shape
     height = weight.shape[0] // 2 if gate else weight.shape[0]
@@ -270,7 +276,7 @@ def few_rows(
     blocks = triton.cdiv(height, bn)
     span = triton.cdiv(triton.cdiv(width, bk), splits) * bk
     splits, span = triton.cdiv(width, span), min(span, width)
-    # Prefetching came with the same devices as PDL. It takes whole 16 bytes, inside the weight.
+    # Devices with PDL also have this prefetch. It needs a multiple of 16 bytes inside the weight.
     fetched = span * weight.itemsize
     partial, arrived = scratch or _scratch(x.device)
     kinds = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -290,7 +296,7 @@ def few_rows(
 
 
 def one_row_config(width: int, height: int, gated: bool) -> tuple[int, int, int, int]:
-    """BN, BK, warps, stages for one row."""
+    """(BN, BK, warps, stages) for one row."""
     if height > 16384:
         return 8, 512, 4, 1
     if gated or width <= 1024:
@@ -299,6 +305,6 @@ def one_row_config(width: int, height: int, gated: bool) -> tuple[int, int, int,
 
 
 def few_rows_config(width: int, height: int, gated: bool) -> tuple[int, int, int, int, int, bool]:
-    """BN, BK, splits, warps, stages, whether to prefetch, for several rows."""
+    """(BN, BK, splits, warps, stages, whether to prefetch) for several rows."""
     splits = 1 if height >= 48 * _BLOCK_ROWS or width < 4 * 512 else _SPLITS
     return _BLOCK_ROWS, 128, splits, 4, 4, True

@@ -1,4 +1,4 @@
-"""RMSNorm of rows, with a residual behind it where one is given; and the gate of an MLP."""
+"""Triton kernels of RMSNorm with an optional residual, and of the gate of an MLP."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """x [T, E] normalised and multiplied by the weight [E], plus the residual [T, E].
+    """RMSNorm of x [T, E] with the weight [E], plus the residual [T, E] if given: [T, E].
 
-    Everything between the loads and the store is float32.
+    All arithmetic is float32; the result has the dtype of x.
     """
     rows, width = x.shape
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 
 @triton.jit
 def activation(x, KIND: tl.constexpr):
-    """silu or GELU by tanh, of float32 numbers."""
+    """SiLU or tanh-GELU of float32 numbers."""
     if KIND == "silu":
         y = x * tl.sigmoid(x)
     else:
@@ -77,7 +77,7 @@ def _gate(
 
 
 def gate(x: Tensor, kind: str) -> Tensor:
-    """act(first half) · second half of the columns: [T, 2 I] → [T, I]; `kind`: silu, gelu_tanh."""
+    """act(first half of the columns) · second half: [T, 2 I] → [T, I]; `kind`: silu, gelu_tanh."""
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block, pdl = min(2048, triton.next_power_of_2(width)), has_pdl(x.device)

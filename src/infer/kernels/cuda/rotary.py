@@ -1,7 +1,7 @@
-"""Rotary embedding in one launch: of a step's heads with their norms and cells, or of [B, H, S, D].
+"""Triton kernels of rotary embedding: with norms and cache write for a step, or for [B, H, S, D].
 
-`turn_and_write` does what a layer's queries, keys and values need before attention: norms of the
-heads, rotation, keys and values into their cells. Queries stay where they were. `apply_rope` is
+`turn_and_write` prepares a layer's queries, keys and values for attention: it normalises the heads,
+rotates them, and stores keys and values in the cache. Queries are changed in place. `apply_rope` is
 the rotation alone, for tensors in the layout of other libraries.
 """
 
@@ -21,9 +21,10 @@ def turn_and_write(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
     TURN: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token and HEADS of its H + 2 G heads: q in place, k and v to cell `slots[t]`.
+    """Normalise and rotate q in place and k, and store k and v in the cell `slots[t]`.
 
-    A slot below 0 is padding: nothing is written for it. `cos`, `sin` [T, D/2] float32.
+    One program computes HEADS of the H + 2 G heads of one token. A negative slot is padding, for
+    which nothing is written. `cos`, `sin`: [T, D/2] float32.
     """
     t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + t).to(tl.int64)
@@ -45,7 +46,7 @@ def turn_and_write(
     of_q = is_q[:, None] & inside
     of_k = is_k[:, None] & inside
     of_v = is_v[:, None] & inside
-    # The three masks exclude each other, so the sum of the loads is the one that counts.
+    # The three masks exclude each other, so the sum of the three loads is the one load that counts.
     x = tl.load(at_q, mask=of_q, other=0.0).to(tl.float32)
     x += tl.load(at_k, mask=of_k, other=0.0).to(tl.float32)
     x += tl.load(at_v, mask=of_v, other=0.0).to(tl.float32)
@@ -96,7 +97,7 @@ def _rope(
     seq_len, H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """A position of a row of the batch, HEADS of its H + G heads at a time."""
+    """Rotate all H + G heads of one position of one batch row, HEADS at a time."""
     s = tl.program_id(0) % seq_len
     b = (tl.program_id(0) // seq_len).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -124,12 +125,13 @@ def _rope(
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate q [B, H, S, D] and k [B, G, S, D]; the first half of a head turns against the second.
+    """Rotate q [B, H, S, D] and k [B, G, S, D] in Llama's convention.
 
-    `cos`, `sin`: [S, D] or [S, D/2], the same for all rows of the batch, or [B, S, D] or
-    [B, S, D/2]; of D columns the first D/2 are read. The last dimension of each tensor must be
-    contiguous. Returns new tensors in the dtypes and memory order of q and k. `ValueError` names
-    the shapes that do not go together.
+    Element i of a head's first half and element i of its second half are rotated as a pair. `cos`,
+    `sin`: [S, D] or [S, D/2], the same for all rows of the batch, or [B, S, D] or [B, S, D/2]; of D
+    columns the first D/2 are read. The last dimension of each tensor must be contiguous. Returns
+    new tensors in the dtypes and memory order of q and k. `ValueError` if shapes do not fit each
+    other.
     """
     _check(q, k, cos, sin)
     batch, heads, length, size = q.shape

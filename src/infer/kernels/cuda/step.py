@@ -1,4 +1,4 @@
-"""What happens on the device before a step's first layer: pending tokens and page tables."""
+"""Triton kernel that begins a step: it fills in pending tokens and updates page tables."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def _begin(
 def begin(
     tokens: Tensor, sampled: Tensor, ids: Tensor, tables: Tensor, updates: tuple[Tensor, ...]
 ) -> None:
-    """Write `ids` [T] and the page tables [·, P], all int32.
+    """Write the token ids `ids` [T] and the changed entries of the page tables [rows, P].
 
-    `tokens` [T]: token ids; one below 0 is pending: -1 - r is row r of `sampled`, by the step
-    before. `updates`: places in the flattened tables, the pages for them, and their number [1].
+    All tensors are int32. `tokens` [T]: token ids; -1 - r stands for row r of `sampled`, the result
+    of the previous step. `updates`: (indices into the flattened tables, page numbers, their number
+    [1]).
     """
     places, pages, num_updates = updates
     pdl = has_pdl(tokens.device)

@@ -9,20 +9,25 @@ client might not see the answer. A turn of the event loop parses at most `EVENTS
 a connection. Bodies have their own deadline in `body`, answers theirs in `failures.Edge`; a
 connection that takes nothing for longer than that is cut here, because a close would wait until
 what is left has been read. A client that closes its side after a whole request gets its answer.
-Used by `serve`.
+A request that the server has no room for is refused as soon as its head has been parsed, without a
+task and without the app: under overload most requests end so, and each pass through the event loop
+costs as long as it takes to write everybody's tokens. Used by `serve`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
 import struct
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import h11
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
@@ -112,9 +117,18 @@ class BoundedProtocol(H11Protocol):
     """See the module's docstring."""
 
     def __init__(
-        self, *arguments: Any, write_stall_s: float, places: Connections, **named: Any
+        self,
+        *arguments: Any,
+        write_stall_s: float,
+        places: Connections,
+        turn_away: Callable[[Scope], Response | None] | None = None,
+        **named: Any,
     ) -> None:
+        """`turn_away`: the refusal of a request of which only the head is known; None where the app
+        is to answer it."""
         super().__init__(*arguments, **named)
+        self._turn_away = turn_away
+        self._refusal: Response | None = None
         self.logger = _uvicorn_log
         self.conn: BoundedConnection = BoundedConnection()
         self._app = self.app
@@ -135,8 +149,19 @@ class BoundedProtocol(H11Protocol):
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         if self._places.add(self):
             self._set_deadline()
+            self._read_at_once()
         else:
             self._refuse(OverloadedError("the server has too many connections"), "connections", 0)
+
+    def _read_at_once(self) -> None:
+        """Most clients send their request right behind the connection: reading it here saves the
+        pass through the event loop in which asyncio would find out."""
+        if self.scheme == "https":
+            return
+        with contextlib.suppress(OSError):  # nothing has come yet, or asyncio will see the error
+            sock = self.transport.get_extra_info("socket")
+            if data := os.read(sock.fileno(), READ_BYTES):
+                self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -164,7 +189,19 @@ class BoundedProtocol(H11Protocol):
             self.transport.resume_reading()
 
     def _should_upgrade(self) -> bool:
-        return False  # an upgrade is an offer, which may be left unanswered
+        """An upgrade is an offer, which may be left unanswered. uvicorn asks for it between a
+        request's head and its task: here is the place to refuse."""
+        self._refusal = None
+        if self._turn_away is not None:
+            self._refusal = self._turn_away(cast(Scope, self.scope))
+        return self._refusal is not None
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """Never an upgrade: see `_should_upgrade`."""
+        refusal, self._refusal = self._refusal, None
+        assert refusal is not None
+        self._write_last(refusal.status_code, refusal.raw_headers, bytes(refusal.body))
+        self._linger(REFUSED_S)
 
     def _note_use(self) -> None:
         """What the connection is doing now; the deadline belongs to one of these."""

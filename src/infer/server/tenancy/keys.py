@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infer.config import check_fields, option
+from infer.config import NonNegativeInt, PositiveInt, check_fields, option
 from infer.errors import ConfigError
 from infer.server.http.private_files import locked, write_private
 
@@ -32,11 +32,11 @@ from infer.server.http.private_files import locked, write_private
 class KeyLimits:
     """What a key may use; raises `ConfigError`."""
 
-    max_concurrent: int = option(32, "Requests that may be open at the same time.", low=1)
-    max_queued: int = option(32, "Choices that may wait for a seat at the same time.", low=0)
-    requests_per_minute: int | None = option(None, "Default: no limit.", low=1)
-    tokens_per_minute: int | None = option(
-        None, "Of prompts and answers together; default: no limit.", low=1
+    max_concurrent: PositiveInt = option(32, "Requests that may be open at the same time.")
+    max_queued: NonNegativeInt = option(32, "Choices that may wait for a seat at the same time.")
+    requests_per_minute: PositiveInt | None = option(None, "Default: no limit.")
+    tokens_per_minute: PositiveInt | None = option(
+        None, "Of prompts and answers together; default: no limit."
     )
     share_cache: str | None = option(
         None, "Keys with the same name here share one prefix cache: they may find each other out."

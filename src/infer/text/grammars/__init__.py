@@ -1,1 +1,1 @@
-"""Grammars: their compiler, and how a grammar is tried before it is accepted."""
+"""Grammars: the compiler, and the check of a grammar before its request is accepted."""

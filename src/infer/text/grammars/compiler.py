@@ -1,11 +1,11 @@
-"""Grammars compiled with llguidance: refused if they mean nothing, else a matcher per sequence.
+"""`Compiler`: compiles grammars with llguidance and makes a `Constraint` for each sequence.
 
-`Compiler.problem` is what a request meets before it is accepted, in a process of its own
-(`text.grammars.grammar_checker`); another `Compiler`, for the same vocabulary, lives in the engine.
-Both work within the same limits, which count operations and not time, so that both say the same on
-any machine. Hostile grammars are bounded by four things: the length of the text; its depth
-(`text.grammars.grammar_depth`); those limits; and `no_forcing`, without which llguidance writes out
-what a grammar like `(a{1000}){1000}` forces.
+A grammar is first checked with `Compiler.problem` in a process of its own
+(`text.grammars.grammar_checker`), before its request is accepted. The engine has another `Compiler`
+for the same vocabulary. Both have the same limits, which count operations and not time, so both
+give the same result on any machine. Four limits bound hostile grammars: the length of the text, its
+depth (`text.grammars.grammar_depth`), llguidance's own limits, and `no_forcing`. Without
+`no_forcing`, llguidance expands all text that a grammar like `(a{1000}){1000}` forces.
 """
 
 from __future__ import annotations
@@ -31,22 +31,28 @@ if TYPE_CHECKING:
 
 _HEADER = '%llguidance {"no_forcing": true}\n'
 STACK_BYTES = 64 << 20
-"""of a thread that compiles; llguidance recurses, and a grammar is at most 64 KiB long"""
+"""Stack size, in bytes, of a thread that compiles.
+
+llguidance recurses, and a grammar may have 64 KiB of text.
+"""
 CACHE_BYTES = 256 << 20
-"""of compiled grammars that are kept"""
+"""Maximum size of all compiled grammars that are kept, in bytes."""
 LEAST_BYTES = 64 << 10
-"""that a compiled grammar is taken to have: some memory is only needed while it is followed"""
-# Where in our own text around the caller's it was found.
+"""Minimum size that is assumed for a compiled grammar, in bytes.
+
+It stands for memory that is only needed while the grammar is used.
+"""
+# A position in llguidance's message. It refers to the text made from the caller's grammar.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 JSON_OPTIONS: Mapping[str, Any] = {
-    # One space, or a new line and its indentation: a model cannot get lost in white space.
+    # One space, or a new line with indentation: a model cannot generate endless white space.
     "whitespace_pattern": r" |\n[ \t]{0,32}",
-    "coerce_one_of": True,  # read as anyOf
+    "coerce_one_of": True,  # oneOf is read as anyOf
 }
 
 
 class _Bytes:
-    """The smallest tokenizer that llguidance takes: one token a byte, and an end."""
+    """The smallest tokenizer that llguidance accepts: one token per byte, and an end token."""
 
     eos_token_id, bos_token_id = 256, None
     tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
@@ -64,7 +70,7 @@ def _byte_tokenizer() -> LLTokenizer:
 @functools.cache
 def _limits() -> LLParserLimits:
     return LLParserLimits(
-        # A row has an item for each alternative: a schema of 2,000 properties has 8,000.
+        # A row has an item per alternative, which makes 8,000 for a schema of 2,000 properties.
         max_items_in_row=20_000,
         initial_lexer_fuel=200_000,
         step_lexer_fuel=50_000,
@@ -75,7 +81,7 @@ def _limits() -> LLParserLimits:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar as llguidance reads it."""
+    """The grammar in llguidance's own format; `ValueError` if it is not valid."""
     text = grammar.text
     if grammar.kind == "json":
         schema = json.loads(text)
@@ -96,7 +102,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def compiling_thread(name: str) -> ThreadPoolExecutor:
-    """One thread in which grammars may be compiled; it runs already."""
+    """An executor with one running thread whose stack is large enough to compile grammars."""
     before = threading.stack_size(STACK_BYTES)
     try:
         thread = ThreadPoolExecutor(1, name)
@@ -107,7 +113,7 @@ def compiling_thread(name: str) -> ThreadPoolExecutor:
 
 
 class Constraint:
-    """What a grammar leaves open after the tokens of one sequence: a function of those tokens."""
+    """The state of a grammar after the tokens of one sequence; a function of those tokens."""
 
     def __init__(self, matcher: LLMatcher, width: int) -> None:
         self._matcher = matcher
@@ -115,22 +121,25 @@ class Constraint:
         self._num_taken = 0
 
     def follow(self, tokens: list[int]) -> None:
-        """Be where these tokens lead, wherever it was; raises `ValueError` if they lead nowhere."""
-        if self._num_taken > len(tokens):  # the end of a step that was not committed
+        """Move to the state after `tokens`; `ValueError` if the grammar does not allow them."""
+        if self._num_taken > len(tokens):  # the last step was not committed
             self._matcher.reset()
             self._num_taken = 0
         for token in tokens[self._num_taken :]:
             self.take(token)
 
     def take(self, token: int) -> bool:
-        """One more token; whether the text is complete, so that none may follow."""
+        """Take one more token; returns whether the text is complete, so no token may follow.
+
+        `ValueError` if the grammar does not allow the token.
+        """
         if not self._matcher.consume_token(token):
             raise ValueError(self._matcher.get_error())
         self._num_taken += 1
         return self._matcher.is_stopped()
 
     def forbidden(self) -> np.ndarray:
-        """For each token of the vocabulary whether it may not be next, [V] bool."""
+        """A mask of the tokens that may not be next, [V] bool."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())
@@ -139,25 +148,29 @@ class Constraint:
 
 
 class Vocabulary(NamedTuple):
-    """What a grammar is compiled for; plain data."""
+    """The vocabulary for which grammars are compiled, as plain data."""
 
     tokenizer_json: str
-    """see `Tokenizer.to_json`"""
+    """Tokenizer as JSON; see `Tokenizer.to_json`."""
     num_tokens: int
+    """Number of tokens of the tokenizer."""
     eos_token_ids: tuple[int, ...]
+    """Ids of the tokens that end an answer."""
     num_logits: int
-    """the width of the model's last layer, which may differ from `num_tokens`"""
+    """Number of logits of the model, V, which may differ from `num_tokens`."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, num_logits: int) -> Vocabulary:
+        """The vocabulary of a tokenizer, for a model with this number of logits."""
         ends = tuple(tokenizer.eos_token_ids)
         return cls(tokenizer.to_json(), tokenizer.vocab_size, ends, num_logits)
 
 
 class CompiledGrammars:
-    """Matchers by grammar, the least recently used given up when all together are too large."""
+    """A cache of compiled grammars with a limit in bytes; the least recently used go first."""
 
     def __init__(self, compile_one: Callable[[Grammar], LLMatcher], max_bytes: int) -> None:
+        """`compile_one` compiles a grammar; `max_bytes`: maximum size of all together."""
         self._compile = compile_one
         self._max_bytes = max_bytes
         self._kept: OrderedDict[Grammar, tuple[LLMatcher, int]] = OrderedDict()
@@ -167,7 +180,10 @@ class CompiledGrammars:
         return len(self._kept)
 
     def matcher(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
-        """What `compile_one` makes of it, `num_bytes` large; what it raises is not kept."""
+        """The compiled grammar, from the cache or from `compile_one`, whose errors are not kept.
+
+        `num_bytes`: its size, as `GrammarChecker` has found it.
+        """
         kept = self._kept.pop(grammar, None)
         if kept is None:
             kept = self._compile(grammar), max(LEAST_BYTES, num_bytes)
@@ -180,18 +196,20 @@ class CompiledGrammars:
 
 
 class TokenBytes:
-    """A vocabulary as text."""
+    """The bytes of each token of a vocabulary."""
 
     def __init__(self, pieces: list[bytes], num_logits: int, ends: Iterable[int]) -> None:
-        """`pieces`: the bytes of each token, a control token's are its name; `ends`: tokens that
-        end an answer."""
+        """`pieces`: the bytes of each token; those of a control token are its name.
+
+        `num_logits`: number of logits, V. `ends`: ids of the tokens that end an answer.
+        """
         self.pieces = pieces
         self.num_logits = num_logits
         self.ends = sorted(end for end in ends if end < num_logits)
         self._containing: dict[bytes, list[int]] = {}
 
     def containing(self, byte: bytes) -> list[int]:
-        """The tokens in which a byte occurs; searched for once."""
+        """The ids of the tokens in which a byte occurs; each byte is searched for once."""
         if byte not in self._containing:
             found = [token for token, piece in enumerate(self.pieces) if byte in piece]
             self._containing[byte] = found
@@ -199,14 +217,15 @@ class TokenBytes:
 
 
 class Compiler:
-    """Grammars of one model. Not safe for several threads at once."""
+    """Compiles grammars for one model. Several threads must not use it at once."""
 
     def __init__(self, vocabulary: Vocabulary, *, cache_bytes: int = CACHE_BYTES) -> None:
+        """`cache_bytes`: maximum size of all compiled grammars that are kept."""
         self._width = vocabulary.num_logits
         size = max(self._width, vocabulary.num_tokens)
         self._bytes: TokenBytes | None = None
         self._ends = vocabulary.eos_token_ids
-        ends = list(vocabulary.eos_token_ids) or [size]  # a model without an end needs one here
+        ends = list(vocabulary.eos_token_ids) or [size]  # llguidance needs at least one end token
         size = max(size, *(end + 1 for end in ends))
         self._tokenizer = LLTokenizer(vocabulary.tokenizer_json, n_vocab=size, eos_token=ends)
         self.cache = CompiledGrammars(self._compile, cache_bytes)
@@ -214,7 +233,8 @@ class Compiler:
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         source = _source(grammar)
         if grammar.kind == "grammar" and "<" in grammar.text:
-            # It may name control tokens. None of them exists for bytes: that is the refusal.
+            # The grammar may name control tokens, which is refused. The byte tokenizer has no
+            # control tokens, so compiling with it fails in that case.
             matcher = LLMatcher(_byte_tokenizer(), source, log_level=0, limits=_limits())
             if matcher.is_error():
                 return matcher
@@ -227,12 +247,14 @@ class Compiler:
         return matcher
 
     def constraint(self, grammar: Grammar, num_bytes: int = 0) -> Constraint:
-        """For one sequence; raises `ValueError` for what has a `problem`. `num_bytes`: what it
-        takes when it is compiled."""
+        """The constraint of one sequence; `ValueError` for a grammar that has a `problem`.
+
+        `num_bytes`: size of the compiled grammar, as `GrammarChecker` has found it.
+        """
         return Constraint(self.cache.matcher(grammar, num_bytes).deep_copy(), self._width)
 
     def token_bytes(self) -> TokenBytes:
-        """What the tokens of this model are, made when it is first asked for."""
+        """The bytes of the model's tokens; they are made in the first call."""
         if self._bytes is None:
             decode = self._tokenizer.decode_bytes
             num = min(self._width, self._tokenizer.vocab_size)
@@ -241,7 +263,10 @@ class Compiler:
         return self._bytes
 
     def problem(self, grammar: Grammar) -> tuple[str, Any]:
-        """(why no text can be made with it, or "", what has been compiled and is to be dropped)."""
+        """(why no text can be generated with a grammar, or ""; the compiled grammar).
+
+        The compiled grammar lets the caller measure its memory.
+        """
         matcher = None
         try:
             matcher = self._matcher(grammar)
@@ -252,6 +277,6 @@ class Compiler:
                 problem = "no text satisfies it"
         except RecursionError:
             problem = "it is nested too deeply"
-        except Exception as error:  # of the converter, which raises what it likes
+        except Exception as error:  # the converter of grammars raises many kinds of errors
             problem = str(error) or type(error).__name__
         return problem.split("\n", 1)[0][:200], matcher

@@ -1,9 +1,9 @@
-"""`GrammarChecker`: whether a grammar can be served, found out in a process that may die of it.
+"""`GrammarChecker`: checks whether a grammar can be served, in a separate process that may crash.
 
-The compiler of grammars is native code, and it is given what strangers write: a fault in it must
-not end the process that holds everybody's streams. So grammars are compiled in a small process
-first (`text.grammars.grammar_child`), with the vocabulary and the limits of the engine, and within
-limits of time and memory. When it dies, the grammar is refused and the next one gets a new process.
+The compiler of grammars is native code, and clients write the grammars. A fault in it must not end
+the process that serves all streams. So grammars are first compiled in a small process
+(`text.grammars.grammar_child`), with the engine's vocabulary and limits, and with limits of time
+and memory. If that process dies, the grammar is refused and the next one gets a new process.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from infer.types.grammar import Grammar
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 30.0
-"""for one grammar, where the machine has much else to do; `MAX_CPU_S` ends it sooner"""
+"""Maximum time for one grammar in seconds; `MAX_CPU_S` ends it sooner unless the CPU is busy."""
 START_S = 120.0
-"""for the process to begin and read the vocabulary"""
+"""Maximum time for the process to start and to read the vocabulary, in seconds."""
 MAX_KNOWN = 256
-"""grammars that were accepted and are not tried again"""
+"""Maximum number of accepted grammars that are remembered."""
 _TOO_LONG = f"it cannot be compiled in {MAX_CPU_S} s of computing"
 _TOO_HARD = "it cannot be compiled in the memory that there is for one"
 _DIED = "it cannot be compiled"
 
 
 class _Process:
-    """One life of the process that compiles."""
+    """A running process that compiles grammars."""
 
     def __init__(self) -> None:
-        # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
+        # -P and PYTHONPATH: the process finds modules only where this process finds them.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "infer.text.grammars.grammar_child"],
             stdin=subprocess.PIPE,
@@ -62,7 +62,7 @@ class _Process:
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin, self._process.stdout
         self._is_ready = False
-        # Whoever forgets about it, and the end of the interpreter.
+        # The process is killed when this object is collected and when the interpreter ends.
         self._finalizer = weakref.finalize(self, _kill, self._process)
 
     @property
@@ -70,14 +70,20 @@ class _Process:
         return self._process.pid
 
     def wait_until_ready(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """Raises `EOFError`, `OSError` or `TimeoutError` if it does not get there."""
+        """Wait until the process has read the vocabulary.
+
+        Raises `EOFError` or `OSError` if it dies, and `TimeoutError` after `START_S`.
+        """
         if not self._is_ready:
             write_frame(self._in, vocabulary())
             self._receive(START_S)
             self._is_ready = True
 
     def verdict(self, grammar: Grammar) -> Verdict:
-        """Raises `EOFError` or `OSError` if it dies, `TimeoutError` if nothing comes."""
+        """The verdict on a grammar.
+
+        Raises `EOFError` or `OSError` if the process dies, and `TimeoutError` after `DEADLINE_S`.
+        """
         write_frame(self._in, (grammar.kind, grammar.text))
         return Verdict(*self._receive(DEADLINE_S))
 
@@ -89,10 +95,10 @@ class _Process:
         return read_frame(self._out)
 
     def end(self) -> int:
-        """Its exit code, or minus the signal that ended it."""
+        """End the process; returns its exit code, or minus the signal that ended it."""
         with contextlib.suppress(OSError):
             self._in.close()
-        # It ends by itself when it can; in a compiler it cannot.
+        # The process ends when its input ends, unless it is compiling.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(0.5 if self._is_ready else 0)
         self._finalizer()
@@ -109,25 +115,28 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 class GrammarChecker:
-    """See the module's docstring. Any thread may ask; one grammar is compiled at a time."""
+    """Checks grammars; see the module's docstring.
+
+    Any thread may call it. One grammar is compiled at a time.
+    """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """`vocabulary` is called when it is first needed."""
+        """`vocabulary` is called whenever a new process starts."""
         self._vocabulary = vocabulary
         self._process: _Process | None = None
         self._busy = threading.Lock()
         self._accepted: OrderedDict[Grammar, int] = OrderedDict()
         self._is_closed = False
         self.num_deaths = 0
-        """of the process, since it was made"""
+        """Number of times that the process has died of a grammar."""
 
     @property
     def pid(self) -> int | None:
-        """Of the process, if there is one now."""
+        """The id of the process; None if there is none at the moment."""
         return None if self._process is None else self._process.pid
 
     def warm(self) -> None:
-        """Start the process; it gets ready beside whatever else there is to do."""
+        """Start the process without waiting until it is ready."""
         with self._busy:
             if self._process is None and not self._is_closed:
                 self._process = _Process()
@@ -135,13 +144,13 @@ class GrammarChecker:
 
     def _warm(self) -> None:
         with self._busy, contextlib.suppress(OSError, EOFError, TimeoutError):
-            self._started()
+            self._ready_process()
 
     def check(self, grammar: Grammar) -> int:
-        """How many bytes the grammar takes when it is compiled.
+        """Check a grammar; returns the size of the compiled grammar in bytes.
 
-        Raises `RequestError` (param "grammar") for a grammar that no text can be made with, or that
-        takes too much; `OverloadedError` if that cannot be found out now.
+        Raises `RequestError` (param "grammar") for a grammar that is not valid, allows no text, or
+        takes too much time or memory; `OverloadedError` if it cannot be checked at the moment.
         """
         known = self._accepted.get(grammar)
         if known is not None:
@@ -149,7 +158,7 @@ class GrammarChecker:
         if is_too_deep(grammar):
             raise _refusal(grammar, TOO_DEEP)
         with self._busy:
-            verdict = self._tried(grammar)
+            verdict = self._verdict_on(grammar)
             if verdict.problem:
                 raise _refusal(grammar, verdict.problem)
             self._accepted[grammar] = verdict.num_bytes
@@ -157,11 +166,11 @@ class GrammarChecker:
                 self._accepted.popitem(last=False)
             return verdict.num_bytes
 
-    def _tried(self, grammar: Grammar) -> Verdict:
-        """What the process says, or its death."""
+    def _verdict_on(self, grammar: Grammar) -> Verdict:
+        """The verdict of the process, or one that follows from its death."""
         for _ in range(2):
             try:
-                process = self._started()
+                process = self._ready_process()
             except (OSError, EOFError, TimeoutError) as error:
                 code = self._end()
                 log.error("grammars cannot be checked: %r, status %s", error, code)
@@ -176,12 +185,12 @@ class GrammarChecker:
                 log.warning("a grammar has ended its check: status %s, %.1f s", code, took_s)
                 if code == -signal.SIGXCPU or isinstance(error, TimeoutError):
                     return Verdict(_TOO_LONG)
-                if code == -signal.SIGABRT:  # what a native allocator does without memory
+                if code == -signal.SIGABRT:  # native allocators abort if there is no memory
                     return Verdict(_TOO_HARD)
-                # A kill is not the grammar's doing, unless it happens again.
+                # Other deaths may have another cause than the grammar, so it is tried once more.
         return Verdict(_DIED)
 
-    def _started(self) -> _Process:
+    def _ready_process(self) -> _Process:
         if self._is_closed:
             raise OSError("the checker is closed")
         if self._process is None:
@@ -194,7 +203,7 @@ class GrammarChecker:
         return None if process is None else process.end()
 
     def close(self) -> None:
-        """End the process; nothing can be checked any more."""
+        """End the process. No grammar can be checked afterwards."""
         self._is_closed = True
         with self._busy:
             self._end()

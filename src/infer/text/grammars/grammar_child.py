@@ -1,8 +1,9 @@
-"""The process in which grammars are tried before they are accepted: it may die of one.
+"""The process that compiles grammars before they are accepted, and may crash in doing so.
 
-`python -m infer.text.grammars.grammar_child` is started by `text.grammars.grammar_checker`. It gets
-a vocabulary and then grammars by its standard input, and answers each with a `Verdict`; it ends
-when its input does. Time and memory are limited by the system: what goes beyond ends the process.
+`text.grammars.grammar_checker` starts it as `python -m infer.text.grammars.grammar_child`. It reads
+a vocabulary and then grammars from its standard input, and answers each grammar with a `Verdict`.
+It ends when its input ends. The system limits its time and memory and ends a process that exceeds
+them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from infer.text.grammars.grammar_frames import Verdict, read_frame, write_frame
 from infer.types.grammar import Grammar
 
 MAX_CPU_S = 3
-"""for one grammar"""
+"""Maximum CPU time for one grammar, in seconds."""
 MAX_BYTES = 96 << 20
-"""that a compiled grammar may have"""
+"""Maximum size of a compiled grammar, in bytes."""
 MAX_BYTES_MEANWHILE = 1 << 30
-"""of address space beyond what the vocabulary takes"""
+"""Maximum address space while compiling, beyond that of the vocabulary, in bytes."""
 _NICE = 5
 TOO_LARGE = f"it is too large: compiled, it takes %d MiB, and at most {MAX_BYTES >> 20}"
 
@@ -40,7 +41,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def used_bytes() -> int:
-    """Allocated by this process and not freed; without glibc the most that it ever had."""
+    """The memory that this process has allocated and not freed, in bytes.
+
+    Without glibc it is the maximum memory that the process has had.
+    """
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -86,14 +90,14 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Until nobody asks any more."""
+    """Answer grammars until the input ends."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _limit(resource.RLIMIT_CORE, 0)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     sink = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints
+    os.dup2(2, 1)  # output that a library prints goes to stderr
     compiling_thread("infer-grammar").submit(_serve, sys.stdin.buffer, sink).result()
 
 

@@ -1,9 +1,9 @@
-"""How deeply a grammar is nested: rules that lead to rules, `$ref`s, schemas in schemas, brackets.
+"""The nesting depth of a grammar: references between rules, `$ref`s, nested schemas, brackets.
 
-Compilers of grammars recurse, and one that recurses too deeply ends its process. So the depth is
-found here first, without recursion and in time linear in the text. It may be overestimated: a name
-in a grammar's string counts as a reference, since what is a string depends on the dialect. A cycle
-counts once around.
+Compilers of grammars recurse, and a compiler that recurses too deeply crashes its process. So the
+depth is found here first, without recursion and in time linear in the text. The depth may be
+overestimated: a rule's name inside a string counts as a reference, since the syntax of strings
+depends on the grammar's dialect. A cycle of references counts once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from infer.types.grammar import Grammar
 
 MAX_DEPTH = 500
+"""Maximum number of levels."""
 TOO_DEEP = f"it is nested too deeply: at most {MAX_DEPTH} levels of rules, references and brackets"
 
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
@@ -25,12 +26,12 @@ _RULE = re.compile(
     r"(?<![\w-])([A-Za-z_][\w-]*)(?:\.-?\d+)?(?:\[[^\[\]\n]*\])?(?:\{[^{}\n]*\})?(?:::\w+)?\s*:"
 )
 _MAX_BROKEN = 16
-"""schemas in a grammar that are no JSON, before no further one is looked at"""
+"""Maximum number of malformed schemas in a grammar; no further schema is read after them."""
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def is_too_deep(grammar: Grammar) -> bool:
-    """Whether it has more than `MAX_DEPTH` levels. False for a text that is no grammar."""
+    """Whether a grammar has more than `MAX_DEPTH` levels; False for one that is not valid."""
     if grammar.kind == "json":
         try:
             return schema_depth(json.loads(grammar.text)) > MAX_DEPTH
@@ -44,7 +45,10 @@ def is_too_deep(grammar: Grammar) -> bool:
 
 
 def schema_depth(schema: Any) -> int:
-    """Levels of objects, those that `$ref`s lead to included; a `$ref` itself is none."""
+    """The number of levels of a JSON schema's objects.
+
+    The targets of `$ref`s are levels; an object that is a `$ref` itself is not.
+    """
     if not isinstance(schema, dict | list):
         return 0
     anchors: dict[str, Any] = {}
@@ -78,7 +82,7 @@ def schema_depth(schema: Any) -> int:
 
 
 def _target(schema: Any, anchors: Mapping[str, Any], reference: Any) -> Any:
-    """What a reference leads to; None if that is not in this schema."""
+    """The target of a reference; None if it is not in this schema."""
     if not isinstance(reference, str):
         return None
     base, _, fragment = reference.partition("#")
@@ -105,7 +109,7 @@ def _grammar_depth(text: str) -> int:
             return MAX_DEPTH + 1
         except ValueError:
             num_broken += 1
-            if num_broken > _MAX_BROKEN:  # each may be as long as the text
+            if num_broken > _MAX_BROKEN:  # parsing each may take time linear in the text
                 break
             continue
         schemas = max(schemas, schema_depth(schema))
@@ -119,7 +123,7 @@ def _grammar_depth(text: str) -> int:
 
 def _rule_depth(text: str) -> int:
     rules = list(_RULE.finditer(text))
-    if len(rules) <= MAX_DEPTH:  # a chain has no rule twice
+    if len(rules) <= MAX_DEPTH:  # a chain of references has each rule at most once
         return 0
     ends = [*(rule.start() for rule in rules[1:]), len(text)]
     used: dict[str, dict[str, None]] = {rule[1]: {} for rule in rules}
@@ -135,16 +139,19 @@ def _longest(
     weight: Callable[[Any], int],
     key: Callable[[Any], Any],
 ) -> int:
-    """The weight of the heaviest path, where a node that the path has met ends it."""
+    """The weight of the heaviest path in a graph; a path ends at a node that it already has.
+
+    `key(node)` identifies a node. The search is depth-first, without recursion.
+    """
     depths: dict[Any, int] = {}
-    """of nodes that are done; 0 while a path goes through them"""
+    """Weight of the heaviest path from each node that is done; 0 for nodes on the current path."""
     longest = 0
     for start in nodes:
         if key(start) in depths:
             continue
         depths[key(start)] = 0
         stack = [(start, iter(next_of(start)), [0])]
-        height = weight(start)  # of the path: within cycles it may be more than what is kept
+        height = weight(start)  # weight of the current path; in cycles it may exceed `depths`
         while stack:
             node, following, best = stack[-1]
             longest = max(longest, height)

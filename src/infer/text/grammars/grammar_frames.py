@@ -1,4 +1,4 @@
-"""What crosses between a `GrammarChecker` and its process: four bytes of length and JSON."""
+"""Messages between a `GrammarChecker` and its process: four bytes of length, then JSON."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import IO, Any, NamedTuple
 
 
 class Verdict(NamedTuple):
-    """On one grammar."""
+    """The result of checking one grammar."""
 
     problem: str
-    """why it is refused; "" = it is not"""
+    """Reason why the grammar is refused; "": it is accepted."""
     num_bytes: int = 0
-    """of memory that it takes when it is compiled"""
+    """Size of the compiled grammar, in bytes."""
 
 
 def write_frame(pipe: IO[bytes], value: Any) -> None:
-    """Raises `OSError` if nobody is at the other end."""
+    """Write one message; `OSError` if the other process has ended."""
     body = json.dumps(value).encode()
     pipe.write(len(body).to_bytes(4, "little") + body)
     pipe.flush()
 
 
 def read_frame(pipe: IO[bytes]) -> Any:
-    """Waits for one; raises `EOFError` if nobody is at the other end any more."""
+    """Wait for one message; `EOFError` if the other process has ended."""
     head = pipe.read(4)
     body = pipe.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
     if not body:

@@ -1,9 +1,10 @@
-"""`BehindThoughts`: a grammar that begins behind a model's thoughts.
+"""`BehindThoughts`: a grammar that applies after the model's reasoning.
 
-The thoughts themselves are free, but for two things: they do not end the answer, and no token ends
-them and says something of the answer at once, because the grammar could not see that. Where the
-prompt has not begun them, an answer begins either with the opening mark or as the grammar says.
-Marks need not be tokens of their own: the bytes of tokens decide.
+The reasoning itself is not constrained, with two exceptions. No token in it may end the answer. And
+no token may hold both the closing mark and the beginning of the answer, because the grammar could
+not see that beginning. If the prompt has not opened the reasoning, an answer begins either with the
+opening mark or as the grammar requires. Marks need not be single tokens, since the tokens' bytes
+are compared.
 """
 
 from __future__ import annotations
@@ -14,31 +15,38 @@ from infer.text.grammars.compiler import Constraint, TokenBytes
 
 
 class BehindThoughts(Constraint):
-    """See the module's docstring. A function of the tokens of one sequence, like what it wraps."""
+    """A constraint that wraps another one; see the module's docstring.
+
+    Like the wrapped one, its state is a function of the tokens of one sequence.
+    """
 
     def __init__(
         self, answer: Constraint, vocabulary: TokenBytes, opening: str, closing: str
     ) -> None:
-        """`opening`: empty where the prompt has begun the thoughts."""
+        """`answer`: the constraint of the text after the reasoning.
+
+        `opening`, `closing`: the marks around the reasoning. `opening` is empty if the prompt has
+        already opened it.
+        """
         self._answer = answer
         self._vocabulary = vocabulary
         self._opening, self._closing = opening.encode(), closing.encode()
         self._num_taken = 0
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._text = b""
-        """as far as a mark may stand in it"""
+        """Bytes of the latest tokens, as many as may hold a part of a mark."""
         self._state = "begin" if self._opening else "inside"
         self._may_answer = True
-        """whether what there is may be the answer's beginning, and no thoughts"""
+        """Whether the text so far may begin the answer, without any reasoning."""
         self._answer.follow([])
 
     def follow(self, tokens: list[int]) -> None:
         """See `Constraint`."""
         if self._num_taken > len(tokens):
             self._num_taken = 0
-            self._begin()
+            self._reset()
         for token in tokens[self._num_taken :]:
             self.take(token)
 
@@ -86,21 +94,21 @@ class BehindThoughts(Constraint):
             forbidden = self._answer.forbidden().copy()
         seen, opening = self._text.lstrip(), self._opening
         for token in self._vocabulary.containing(opening[len(seen) : len(seen) + 1]):
-            # A piece that goes on behind the mark is as good as one that ends with it.
+            # A token may go on after the mark as well as end with it.
             text = seen + self._vocabulary.pieces[token]
             if opening.startswith(text) or text.startswith(opening):
-                forbidden[token] = self._speaks_too_soon(text.removeprefix(opening))
+                forbidden[token] = self._has_answer_after_mark(text.removeprefix(opening))
         return forbidden
 
     def _forbidden_inside(self) -> np.ndarray:
         forbidden = np.zeros(self._vocabulary.num_logits, bool)
         forbidden[self._vocabulary.ends] = True
         for token in self._vocabulary.containing(self._closing[-1:]):
-            if self._speaks_too_soon(self._text + self._vocabulary.pieces[token]):
+            if self._has_answer_after_mark(self._text + self._vocabulary.pieces[token]):
                 forbidden[token] = True
         return forbidden
 
-    def _speaks_too_soon(self, text: bytes) -> bool:
-        """Whether something of the answer stands behind the closing mark."""
+    def _has_answer_after_mark(self, text: bytes) -> bool:
+        """Whether the text has the closing mark and a part of the answer after it."""
         _, mark, rest = text.partition(self._closing)
         return bool(mark and rest.strip())

@@ -1,1 +1,1 @@
-"""Tool calls: the formats in which models write them, and how models are shown tools."""
+"""Tool calls: the formats in which models write them, and the description of tools in prompts."""

@@ -1,8 +1,8 @@
-"""An answer that is nothing but calls, with no mark before them: JSON or Python.
+"""`BareCalls`: reads an answer that consists of calls without a mark, in JSON or Python.
 
-Nothing but its beginning shows such an answer, so it is held back. It is content as soon as it
-cannot become calls of the request's tools any more: at another name, at another first member of an
-object, or at the end of a value that is no call. Then nothing of it is lost.
+Only its beginning identifies such an answer, so the text is held back. It becomes content as soon
+as it cannot be calls of the request's tools: at another name, at another first member of an object,
+or at the end of a value that is not a call. No text is lost then.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from infer.text.tools.json_calls import NOT_SPACE, BracketEnd, read_json
 from infer.text.tools.python_calls import NAME, read_python
 
 FENCES = ("", "json", "python", "tool_code", "tool_call", "tool_calls")
-"""What may stand behind the three backticks of a code block that holds calls."""
+"""Languages of a code block that may hold calls; they follow its three backticks."""
 _MAX_FENCE_CHARS = 16
+"""Maximum length of a code block's first line."""
 _MAX_HEAD_CHARS = 2048
-"""in which it must be seen what a value is; what names are longer is found out at its end"""
+"""Number of characters that are examined before a value is complete.
+
+A value with a longer name is examined when it is complete.
+"""
 _MEMBERS = ("name", "type", "function", "arguments", "parameters", "id")
 _NAMED = re.compile(r'"(?:name|function)"\s*:\s*"([^"\\]*)(["\\]?)')
 _FENCED = re.compile(r"```([a-z_]*)[ \t]*\n")
@@ -26,11 +30,14 @@ _BEHIND = "{[;,`<"
 
 
 class BareCalls:
-    """Reads from the beginning of an answer, or from a mark to the end."""
+    """Reads a whole answer, or the text from a mark to the end of the answer."""
 
     def __init__(self, names: Collection[str] | None, *, marked: bool = False) -> None:
-        """`names`: of the request's tools; None: any name will do. `marked`: there was a mark, so
-        that a Python call needs no list around it, and a JSON call no arguments."""
+        """`names`: names of the request's tools; None: any name is accepted.
+
+        `marked`: the text follows a mark. Then a Python call needs no list around it, and a JSON
+        call needs no arguments.
+        """
         self._names = names
         self._marked = marked
         self._bracket: BracketEnd | None = None
@@ -68,7 +75,7 @@ class BareCalls:
         return self._may_open(first) and self._value_is_possible(text, at)
 
     def _may_open(self, first: str) -> bool:
-        """Whether a value may be a call after its first characters."""
+        """Whether a value that begins with these characters may be a call."""
         inside = first[1:].lstrip() if first[0] == "[" else first
         if not inside:
             return True
@@ -77,7 +84,7 @@ class BareCalls:
         member = inside[1:].lstrip()
         if not member:
             return True
-        if not any(_agree(f'"{name}"', member) for name in _MEMBERS):
+        if not any(_one_begins_other(f'"{name}"', member) for name in _MEMBERS):
             return False
         named = _NAMED.match(member)
         if named is None or self._names is None:
@@ -86,20 +93,20 @@ class BareCalls:
         return any(name == spelled if closed else name.startswith(spelled) for name in self._names)
 
     def _may_name(self, text: str) -> bool:
-        if _agree("print(", text):
+        if _one_begins_other("print(", text):
             return True
         if self._names is not None:
-            return any(_agree(f"{name}(", text) for name in self._names)
+            return any(_one_begins_other(f"{name}(", text) for name in self._names)
         name = NAME.match(text)
         return name is not None and (name.end() == len(text) or text[name.end()] == "(")
 
     def _value_is_possible(self, text: str, start: int) -> bool:
-        """Whether the first value is open, or calls and nothing else behind it so far."""
+        """Whether the first value is incomplete, or is calls that only calls may follow."""
         if self._value_end < 0:
             if self._bracket is None:
                 is_json = re.match(r"\[?\s*\{", text[start : start + 64]) is not None
                 if not is_json and not text[start + 1 :].lstrip():
-                    return True  # a list that has not said yet of what
+                    return True  # a list whose first item has not come yet
                 self._bracket = BracketEnd('"' if is_json else "\"'", start)
             at = self._bracket.find(text)
             if at < 0:
@@ -114,13 +121,16 @@ class BareCalls:
         return behind is None or behind[0] in _BEHIND
 
 
-def _agree(one: str, other: str) -> bool:
-    """Whether one is how the other begins."""
+def _one_begins_other(one: str, other: str) -> bool:
+    """Whether one of the texts is a prefix of the other."""
     return one.startswith(other) or other.startswith(one)
 
 
 def read_bare(text: str, *, marked: bool = False) -> list[ToolCall] | None:
-    """The calls of a whole answer, in a code block or not; None if it is something else."""
+    """The calls of a whole answer, which may be a code block; None if it is not calls.
+
+    `marked`: as for `BareCalls`.
+    """
     text = text.strip()
     fence = _FENCED.match(text)
     if fence is not None:

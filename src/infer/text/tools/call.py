@@ -1,7 +1,8 @@
-"""`ToolCall` and `Block`: what is found in an answer's text, and who finds it.
+"""`ToolCall`: a call in an answer; `Block` and `Reading`: the protocol of parsers of calls.
 
 The modules `json_calls`, `python_calls`, `gemma_calls` and `named_calls` each know one syntax of
-calls; `formats` is the table of whole formats; `calls` applies one of them to an answer.
+calls. `formats` is the table of complete formats. `text.answer_parser` applies one of them to an
+answer.
 """
 
 from __future__ import annotations
@@ -12,38 +13,44 @@ from typing import Any, NamedTuple, Protocol
 
 
 class ToolCall(NamedTuple):
-    """A function and its arguments, the text of a JSON object."""
+    """A call of a function."""
 
     name: str
+    """Name of the function."""
     arguments: str
+    """Arguments as the text of a JSON object."""
 
 
 class Block(NamedTuple):
-    """What a reading has decided about the beginning of a text."""
+    """A decision about the beginning of a text."""
 
     size: int
-    """how many characters the decision is about"""
+    """Number of characters to which the decision applies."""
     calls: Sequence[ToolCall] | None
-    """what they spell; None: no calls, so they are content"""
+    """Calls in these characters; None: they are content."""
 
 
 class Reading(Protocol):
-    """Reads the text behind an opening mark. One for each block; it may remember where it was."""
+    """Parses the text after an opening mark. Each block has its own, which may keep its place."""
 
     def read(self, text: str, *, end: bool) -> Block | None:
-        """The decision; None while more text could change it, which nothing can at the `end`.
+        """The decision about `text`; None while further text could change it.
 
-        `text` is all there is behind the mark. Each call gets the text of the last one and more.
-        A decision depends on the text alone, never on the pieces in which it came.
+        `text` is the whole text after the mark so far; it begins with the text of the last call.
+        With `end` there is always a decision. It depends on the text alone and not on the pieces in
+        which the text came.
         """
 
 
 Parse = Callable[[str], list[ToolCall] | None]
-"""The calls that a whole text spells; None if it is something else."""
+"""Function from a whole text to its calls; None: the text is not calls."""
 
 
 def made_call(name: Any, arguments: Any) -> ToolCall | None:
-    """A call of decoded values; None if they are none. Arguments may be the text of an object."""
+    """A call made of decoded values; None if they are not valid.
+
+    `arguments`: an object or its JSON text.
+    """
     if not isinstance(name, str) or not name:
         return None
     if isinstance(arguments, str):
@@ -56,10 +63,10 @@ def made_call(name: Any, arguments: Any) -> ToolCall | None:
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         return ToolCall(name, text)
-    except (TypeError, ValueError, RecursionError):  # infinities are no JSON
+    except (TypeError, ValueError, RecursionError):  # for example, JSON has no infinities
         return None
 
 
 def arguments_of(call: ToolCall) -> Any:
-    """The decoded arguments."""
+    """The arguments of a call as Python objects."""
     return json.loads(call.arguments)

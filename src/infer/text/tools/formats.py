@@ -1,14 +1,14 @@
-"""The table of formats in which models write tool calls, and how a model's own is found.
+"""The table of formats in which models write tool calls, and finding the format of a model.
 
-The marks and what they mean:
+The formats have these marks:
 
     <tool_call> … </tool_call>         Hermes, Qwen 2.5 and 3, QwQ: around each call, a JSON object
-    <|python_tag|>                     Llama 3: before calls, JSON or Python, up to the end
+    <|python_tag|>                     Llama 3: before calls in JSON or Python, up to the end
     (none)                             Llama 3, xLAM: the whole answer is JSON; Llama 3.2, Gemma 3
                                        and ToolACE also: a list of Python calls
-    [TOOL_CALLS]                       Mistral: before a JSON list of calls, in newer models before
-                                       each single call, whose arguments stand behind [ARGS]
-    [CALL_ID]                          Mistral: between the name and [ARGS] an id, which is not read
+    [TOOL_CALLS]                       Mistral: before a JSON list of calls; in newer models before
+                                       each single call, whose arguments follow [ARGS]
+    [CALL_ID]                          Mistral: before an id between name and [ARGS]; it is ignored
     <｜tool▁calls▁begin｜> … ▁end｜>      DeepSeek R1 and its distilled models: around all calls;
     <｜tool▁call▁begin｜> … ▁end｜>       around each, with <｜tool▁sep｜> before the name
     <TOOLCALL> … </TOOLCALL>           Nemotron: around a JSON list of calls
@@ -18,11 +18,11 @@ The marks and what they mean:
     functools[ … ]                     Firefunction, Phi 4 mini: a JSON list of calls
     <start_function_call> … <end_…>    FunctionGemma: around each call, call:NAME{…}
     <|tool_call> … <tool_call|>        Gemma 4: the same with other marks
-    <think> … </think>                 around thoughts, which stand before everything else
+    <think> … </think>                 around reasoning, which comes before all other text
     [THINK] … [/THINK]                 the same in Mistral's reasoning models
 
-A model's format is found by asking its chat template to write a call: the format that reads this
-call back is the model's. A template that writes none is searched for marks.
+To find a model's format, its chat template renders a call; the format that reads this call back is
+the model's. A template that renders no calls is searched for marks.
 """
 
 from __future__ import annotations
@@ -38,54 +38,61 @@ from infer.text.tools.json_calls import BracketEnd, JsonList, in_json_string, re
 from infer.text.tools.python_calls import read_python, write_python
 
 Names = Collection[str] | None
-"""of the request's tools; None: any name will do"""
+"""Names of the request's tools; None: any name is accepted."""
 _MAX_CLOSINGS = 64
-"""in strings of a call's arguments, before it is taken for no call"""
+"""Maximum number of closing marks inside strings of a call; a text with more is not a call."""
 
 
 class Thoughts(NamedTuple):
-    """The marks around a model's thoughts."""
+    """The marks around a model's reasoning."""
 
     opening: str
+    """Mark before the reasoning."""
     closing: str
+    """Mark after the reasoning."""
 
 
 THOUGHTS = (Thoughts("<think>", "</think>"), Thoughts("[THINK]", "[/THINK]"))
+"""All known pairs of marks around reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls."""
+    """The format in which a family of models writes calls."""
 
     name: str
+    """Name of the format, for `--tool-parser`."""
     openings: Mapping[str, Callable[[Names], Reading]]
-    """What reads on behind each mark that may stand anywhere in an answer."""
+    """Parser of the text after each opening mark; such a mark may be anywhere in an answer."""
     write: Callable[[Sequence[ToolCall]], str]
-    """Calls as the model would write them."""
+    """Function that writes calls as the model would."""
     marks: tuple[str, ...] = ()
-    """Those that the text must show even where they are special tokens, beside the openings."""
+    """Marks besides the openings that the text must have even if they are special tokens."""
     is_bare: bool = False
     """Whether a whole answer without any mark may be calls."""
     forced: tuple[str, str] = ("", "")
-    """What stands before and behind a call that a grammar makes."""
+    """Text before and after each call in a grammar that enforces calls."""
     arguments: str = "arguments"
-    """The name that the arguments have in a call that a grammar makes."""
+    """Name of the arguments in a grammar that enforces calls."""
     prompt_opens: str = ""
-    """A mark with which the prompt may end, so that the answer begins behind it."""
+    """Opening mark with which the prompt may end, so that the answer begins after it."""
     own: Parse | None = None
-    """Without marks: the syntax that is the format's own, by which it is found."""
+    """Parser of calls without marks by which the format of a template is found."""
 
     @property
     def all_marks(self) -> tuple[str, ...]:
-        """What a detokenizer must not leave out."""
+        """All marks, which a detokenizer must not leave out."""
         return (*self.openings, *self.marks)
 
 
 class Enclosed:
-    """Reads what stands before a closing mark; at the end of an answer it may be left out."""
+    """Parses the text before a closing mark, which may be missing at the end of an answer."""
 
     def __init__(self, opening: str, closing: str, parse: Parse, *, is_json: bool = True) -> None:
-        """`is_json`: the closing mark in a string of JSON closes nothing."""
+        """`parse`: parser of the text between the marks.
+
+        `is_json`: a closing mark inside a JSON string is a part of the string.
+        """
         self._opening = opening
         self._closing = closing
         self._parse = parse
@@ -102,7 +109,7 @@ class Enclosed:
             if calls is not None:
                 return Block(after, calls)
             if self._first < 0:
-                # A mark that opens within what is no call may open one.
+                # This text is not a call. An opening mark inside it may begin one.
                 opened = text.rfind(self._opening, 0, at)
                 self._first = opened if opened >= 0 else after
             self._num_closings += 1
@@ -222,9 +229,9 @@ FORMATS = (
     HERMES, MISTRAL, DEEPSEEK, NEMOTRON, APRIEL, FUNCTIONARY_31, FUNCTIONARY_32, FUNCTOOLS,
     GEMMA, GEMMA4, BARE, PYTHONIC,
 )  # fmt: skip
-"""All of them; those without marks come last, because they are the last to be looked for."""
+"""All formats. Those without marks are last, so that they are searched for last."""
 GENERIC = HERMES
-"""What a model is asked to write whose template says nothing about tools."""
+"""Format that a model is asked to use if its template does not support tools."""
 
 
 def format_named(name: str) -> ToolFormat:
@@ -233,25 +240,25 @@ def format_named(name: str) -> ToolFormat:
 
 
 def format_that_reads(text: str, calls: Sequence[ToolCall], head: str = "") -> ToolFormat | None:
-    """The format in which a text spells exactly these calls, whatever stands behind them.
+    """The format that reads exactly these calls from a text, whatever follows them.
 
-    Before calls that have no mark there must be the `head` (white space aside), with which an
-    answer without calls begins too: other words there would be marks of an unknown format.
+    Calls without a mark must follow `head` (white space is ignored), with which an answer without
+    calls begins too. Other words before them would be marks of an unknown format.
     """
     return next((each for each in FORMATS if _reads(each, text, list(calls), head)), None)
 
 
 def format_marked_in(source: str) -> ToolFormat | None:
-    """The format whose mark occurs in the source of a template that writes no calls itself.
+    """The format whose mark occurs in the source of a template that renders no calls.
 
-    functionary's `>>>` is left out: it also occurs in examples of Python.
+    functionary's `>>>` is ignored, since it also occurs in examples of Python.
     """
     marked = (each for each in FORMATS if not each.prompt_opens)
     return next((each for each in marked if any(mark in source for mark in each.openings)), None)
 
 
 def thoughts_in(source: str) -> Thoughts | None:
-    """The marks of thoughts that a template's source has."""
+    """The marks of reasoning that occur in a template's source; None if there are none."""
     return next((each for each in THOUGHTS if each.closing in source), None)
 
 
@@ -270,12 +277,12 @@ def _reads(way: ToolFormat, text: str, expected: list[ToolCall], head: str) -> b
     if way.own is None:
         return False
     starts = (at for at, char in enumerate(text) if char in "{[")
-    start = next((at for at in starts if _words(text[:at]) == _words(head)), None)
+    start = next((at for at in starts if _without_space(text[:at]) == _without_space(head)), None)
     if start is None:
         return False
     after = BracketEnd("\"'").find(text[start:])
     return after >= 0 and way.own(text[start : start + after]) == expected
 
 
-def _words(text: str) -> str:
+def _without_space(text: str) -> str:
     return "".join(text.split())

@@ -1,6 +1,6 @@
 """Calls as FunctionGemma and Gemma 4 write them: `call:weather{city:<escape>Ulm<escape>,days:3}`.
 
-Keys are bare, and text stands between quotes that are tokens of their own.
+Keys have no quotes. Strings have special tokens as quotes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEY = re.compile(r'([{,]\s*)([A-Za-z_][^\s:{}\[\],"]*)\s*:')
 
 
 def gemma_parse(quote: str) -> Parse:
-    """The parser of one call; `quote` is what stands around text."""
+    """The parser of one call; `quote`: the mark before and after a string."""
 
     def parse(text: str) -> list[ToolCall] | None:
         match = _CALL.fullmatch(text)
@@ -36,7 +36,7 @@ def gemma_parse(quote: str) -> Parse:
 
 
 def write_gemma(calls: Sequence[ToolCall], quote: str) -> list[str]:
-    """Each call as its text."""
+    """The text of each call; `quote`: the mark before and after a string."""
     return [f"call:{call.name}{_written(arguments_of(call), quote)}" for call in calls]
 
 

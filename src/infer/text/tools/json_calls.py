@@ -1,8 +1,8 @@
-"""Calls written as JSON: one object, several, or a list of them.
+"""Calls written as JSON: one object, several objects, or a list of objects.
 
-`{"name": "f", "arguments": {…}}` is the usual object; Llama writes `parameters`, some models put
+The usual object is `{"name": "f", "arguments": {…}}`. Llama writes `parameters`, some models put
 OpenAI's `{"type": "function", "function": {…}}` around it, and some write the arguments as text.
-`BracketEnd` finds where a value that is still being written ends, in time linear in its length.
+`BracketEnd` finds the end of a value in a growing text, in time linear in its length.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _QUOTE_OR_ESCAPE = re.compile(r'\\.|"', re.DOTALL)
 
 
 class BracketEnd:
-    """Where the first bracket of a growing text is closed; brackets in strings do not count."""
+    """Finds where the first bracket of a growing text is closed; it ignores brackets in strings."""
 
     def __init__(self, quotes: str = '"', start: int = 0) -> None:
-        """`start`: where it begins to look."""
+        """`quotes`: the quotes of strings. `start`: the place at which the search begins."""
         self._bracket = _BRACKETS[quotes]
         self._at = start
         self._depth = 0
         self._quote = ""
 
     def find(self, text: str) -> int:
-        """The place behind the closing bracket, or -1 if it has not come yet.
+        """The place after the closing bracket; -1 if it has not come yet.
 
-        `text` begins with the text of the last call.
+        `text` begins with the text of the last call; only what follows it is searched.
         """
         while True:
             match = (_IN_STRING[self._quote] if self._quote else self._bracket).search(
@@ -49,7 +49,7 @@ class BracketEnd:
                 return -1
             char, self._at = match[0], match.end()
             if char == "\\":
-                if self._at == len(text):  # what it escapes is still to come
+                if self._at == len(text):  # the escaped character has not come yet
                     self._at -= 1
                     return -1
                 self._at += 1
@@ -60,23 +60,23 @@ class BracketEnd:
             else:
                 self._depth += 1 if char in "{[(" else -1
                 if self._depth <= 0:
-                    self._at = match.start()  # asked again, it says the same
+                    self._at = match.start()  # a further call finds the same place
                     self._depth = 1
                     return match.end()
 
 
 def in_json_string(text: str) -> bool:
-    """Whether the text ends inside a string of JSON."""
+    """Whether a text of JSON ends inside a string."""
     quotes: list[str] = _QUOTE_OR_ESCAPE.findall(text)
     return quotes.count('"') % 2 == 1
 
 
 def read_json(text: str, *, strict: bool = False) -> list[ToolCall] | None:
-    """The calls in a text of nothing but JSON: objects with semicolons or white space between
-    them, and lists of objects.
+    """The calls in a text that is JSON: objects and lists of objects; None if it is not calls.
 
-    `strict`: the arguments must be there. Otherwise an object of a name alone is a call without
-    arguments; but other members are never dropped, so an object that has them is no call.
+    Semicolons, commas or white space may separate them. `strict`: each call must have arguments.
+    Otherwise an object that has only a name is a call without arguments. An object with other
+    members is not a call, since no member may be dropped.
     """
     decoder, calls, at = json.JSONDecoder(), list[ToolCall](), 0
     text = text.strip()
@@ -111,7 +111,7 @@ def _call_of(value: Any, strict: bool) -> ToolCall | None:
 
 
 def write_json(calls: Sequence[ToolCall], arguments: str = "arguments") -> list[str]:
-    """Each call as an object; the member with its arguments has the name `arguments`."""
+    """The text of each call as a JSON object, whose arguments are in the member `arguments`."""
     return [
         json.dumps({"name": call.name, arguments: arguments_of(call)}, ensure_ascii=False)
         for call in calls
@@ -119,10 +119,10 @@ def write_json(calls: Sequence[ToolCall], arguments: str = "arguments") -> list[
 
 
 class JsonList:
-    """Reads one JSON value behind a mark that has no closing one, as `functools[…]`."""
+    """Parses one JSON value after a mark that has no closing mark, such as `functools[…]`."""
 
     def __init__(self, before: str = "") -> None:
-        """`before` belongs to the value and is a part of the mark."""
+        """`before`: the part of the mark that belongs to the value."""
         self._before = before
         self._bracket = BracketEnd()
 

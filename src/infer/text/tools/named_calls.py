@@ -1,7 +1,7 @@
-"""Calls in which the name stands before the arguments, which are a JSON object of their own.
+"""Calls in which a name precedes the arguments, which are a separate JSON object.
 
-Mistral's `name[ARGS]{…}`, functionary's `<function=name>{…}</function>` and `>>>name`, a new line
-and the object, and DeepSeek's, where the object stands in a code block.
+These are Mistral's `name[ARGS]{…}`, functionary's `<function=name>{…}</function>`, functionary's
+`>>>name` followed by a new line and the object, and DeepSeek's, whose object is in a code block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from infer.text.tools.call import Block, ToolCall, made_call
 from infer.text.tools.json_calls import NOT_SPACE, BracketEnd, JsonList
 
 MAX_HEAD_CHARS = 512
-"""of a name and what stands around it, before the arguments begin"""
+"""Maximum length of the text before the arguments, in characters."""
 _MISTRAL_HEAD = re.compile(
     r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\])?\s*(?=\{)"
 )
@@ -26,9 +26,10 @@ _BEGIN, _SEP, _END = DEEPSEEK_MARKS
 
 
 class _HeadAndObject:
-    """A head that a pattern matches, then a JSON object to its end."""
+    """Parses a head that matches a pattern, followed by a JSON object."""
 
     def __init__(self, head: re.Pattern[str]) -> None:
+        """`head`: pattern of the head up to the `{`, with a group `name`."""
         self._head = head
         self._bracket: BracketEnd | None = None
 
@@ -49,7 +50,7 @@ class _HeadAndObject:
 
 
 class MistralCalls:
-    """Behind `[TOOL_CALLS]`: a list of JSON calls, or one call as `name[ARGS]{…}`."""
+    """Parses the text after `[TOOL_CALLS]`: a list of JSON calls, or one call `name[ARGS]{…}`."""
 
     def __init__(self) -> None:
         self._list = JsonList()
@@ -63,7 +64,7 @@ class MistralCalls:
 
 
 class Section:
-    """Behind functionary's `>>>`: a name and its arguments, or `all` and text for the user."""
+    """Parses the text after functionary's `>>>`: a name and arguments, or `all` and content."""
 
     def __init__(self) -> None:
         self._named = _HeadAndObject(_SECTION_HEAD)
@@ -82,14 +83,14 @@ class Section:
 
 
 def parse_function(text: str) -> list[ToolCall] | None:
-    """`name>{…}`, what stands between `<function=` and `</function>`."""
+    """The call in the text `name>{…}` between `<function=` and `</function>`."""
     match = _FUNCTION.fullmatch(text)
     call = made_call(match["name"], match["arguments"].strip() or "{}") if match else None
     return None if call is None else [call]
 
 
 def parse_deepseek(text: str) -> list[ToolCall] | None:
-    """What stands between `<｜tool▁calls▁begin｜>` and its end."""
+    """The calls in the text between `<｜tool▁calls▁begin｜>` and `<｜tool▁calls▁end｜>`."""
     before, *pieces = text.split(_BEGIN)
     if before.strip():
         return None
@@ -100,7 +101,7 @@ def parse_deepseek(text: str) -> list[ToolCall] | None:
             return None
         head, _, rest = (inside if found else piece).partition(_SEP)
         name, arguments = head.strip(), rest.strip()
-        if not arguments.startswith("{"):  # R1's: the kind, the name, a block of code
+        if not arguments.startswith("{"):  # R1 writes the kind, the name and a code block
             name, _, block = arguments.partition("```json")
             name, arguments = name.strip(), block.rstrip().removesuffix("```")
         call = made_call(name, arguments)
@@ -111,22 +112,22 @@ def parse_deepseek(text: str) -> list[ToolCall] | None:
 
 
 def write_mistral(calls: Sequence[ToolCall]) -> str:
-    """In the newer form, which has no ids."""
+    """The calls in Mistral's newer format, which has no ids."""
     return "".join(f"[TOOL_CALLS]{call.name}[ARGS]{call.arguments}" for call in calls)
 
 
 def write_functions(calls: Sequence[ToolCall]) -> str:
-    """functionary's of the generation of Llama 3.1."""
+    """The calls in the format of functionary v3.1."""
     return "".join(f"<function={call.name}>{call.arguments}</function>" for call in calls)
 
 
 def write_sections(calls: Sequence[ToolCall]) -> str:
-    """functionary's of the generation of Llama 3."""
+    """The calls in the format of functionary v3.2."""
     return "".join(f">>>{call.name}\n{call.arguments}" for call in calls)
 
 
 def write_deepseek(calls: Sequence[ToolCall]) -> str:
-    """DeepSeek R1's."""
+    """The calls in DeepSeek R1's format."""
     written = [
         f"{_BEGIN}function{_SEP}{call.name}\n```json\n{call.arguments}\n```{_END}" for call in calls
     ]

@@ -1,7 +1,7 @@
-"""Calls written as Python: `[weather(city="Ulm", days=3), time()]`, or one such call alone.
+"""Calls written as Python: `[weather(city="Ulm", days=3), time()]`, or one call without a list.
 
-Llama 3.2 and Gemma write them. The parser is our own and reads literals only. Python's own
-compiler may end the process on text that is nested deeply, and this text is a model's.
+Llama 3.2 and Gemma write such calls. The parser is our own and reads literals only. Python's own
+compiler may crash the process on deeply nested text, and models may generate any text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from infer.text.tools.call import ToolCall, arguments_of, made_call
 
 MAX_DEPTH = 64
-"""of lists and dicts in an argument"""
+"""Maximum nesting of lists and dicts in an argument."""
 NAME = re.compile(r"[A-Za-z_][\w.\-]*")
 _CALL = re.compile(rf"\s*({NAME.pattern})\s*\(")
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -29,11 +29,14 @@ _ESCAPED |= {"\n": "", "\\": "\\", "'": "'", '"': '"'}
 
 
 class _NoCallError(ValueError):
-    """The text is something else."""
+    """The text is not a call."""
 
 
 def read_python(text: str, *, alone: bool = False) -> list[ToolCall] | None:
-    """The calls of a list; `alone`: or calls without a list around them, one behind the other."""
+    """The calls in a text that is a list of calls; None if it is not.
+
+    `alone`: the text may also be calls without a list, one after the other.
+    """
     try:
         return _Reader(text.strip()).calls(alone)
     except (_NoCallError, ValueError, OverflowError):
@@ -41,7 +44,7 @@ def read_python(text: str, *, alone: bool = False) -> list[ToolCall] | None:
 
 
 def write_python(calls: Sequence[ToolCall]) -> str:
-    """The calls as one list."""
+    """The text of a list of the calls."""
     written = []
     for call in calls:
         pairs = arguments_of(call).items()
@@ -50,7 +53,7 @@ def write_python(calls: Sequence[ToolCall]) -> str:
 
 
 class _Reader:
-    """A recursive descent over one text."""
+    """A recursive descent parser of one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -61,14 +64,14 @@ class _Reader:
         if alone and not self._text.startswith("["):
             while self._at < len(self._text):
                 found.append(self._call())
-                while self._take(";"):
+                while self._accept(";"):
                     pass
             return found or None
-        self._want("[")
-        while not self._take("]"):
+        self._expect("[")
+        while not self._accept("]"):
             found.append(self._call())
-            if not self._take(","):
-                self._want("]")
+            if not self._accept(","):
+                self._expect("]")
                 break
         self._skip()
         if self._at < len(self._text):
@@ -80,23 +83,23 @@ class _Reader:
         name = self._match(NAME)
         if name == "print" and self._text.startswith("(", self._at):
             inner = _CALL.match(self._text, self._at + 1)
-            if inner is not None and inner[1] != "print":  # Gemma prints what a call gives
+            if inner is not None and inner[1] != "print":  # Gemma prints the result of a call
                 self._at += 1
                 call = self._call()
-                self._want(")")
+                self._expect(")")
                 self._skip()
                 return call
-        self._want("(")
+        self._expect("(")
         arguments: dict[str, Any] = {}
-        while not self._take(")"):
+        while not self._accept(")"):
             self._skip()
             key = _KEYWORD.match(self._text, self._at)
             if key is None or key[1] in arguments:
-                raise _NoCallError  # a call by position does not say which argument is meant
+                raise _NoCallError  # positional arguments have no names
             self._at = key.end()
             arguments[key[1]] = self._value(0)
-            if not self._take(","):
-                self._want(")")
+            if not self._accept(","):
+                self._expect(")")
                 break
         self._skip()
         made = made_call(name, arguments)
@@ -117,10 +120,10 @@ class _Reader:
             self._at += 1
             closing = "]" if char == "[" else ")"
             items = []
-            while not self._take(closing):
+            while not self._accept(closing):
                 items.append(self._value(depth + 1))
-                if not self._take(","):
-                    self._want(closing)
+                if not self._accept(","):
+                    self._expect(closing)
                     break
             return items
         if number := _NUMBER.match(self._text, self._at):
@@ -137,16 +140,16 @@ class _Reader:
         return _WORDS[word]
 
     def _dict(self, depth: int) -> dict[str, Any]:
-        self._want("{")
+        self._expect("{")
         members: dict[str, Any] = {}
-        while not self._take("}"):
+        while not self._accept("}"):
             key = self._value(depth + 1)
-            self._want(":")
+            self._expect(":")
             if not isinstance(key, str):
                 raise _NoCallError
             members[key] = self._value(depth + 1)
-            if not self._take(","):
-                self._want("}")
+            if not self._accept(","):
+                self._expect("}")
                 break
         return members
 
@@ -179,14 +182,14 @@ class _Reader:
         self._at = match.end()
         return match[0]
 
-    def _take(self, char: str) -> bool:
+    def _accept(self, char: str) -> bool:
         self._skip()
         found = self._text.startswith(char, self._at)
         self._at += found
         return found
 
-    def _want(self, char: str) -> None:
-        if not self._take(char):
+    def _expect(self, char: str) -> None:
+        if not self._accept(char):
             raise _NoCallError
 
 

@@ -1,9 +1,9 @@
-"""Messages with tool calls in them, made what a chat template takes, and tools where it shows none.
+"""Adapting tools, tool calls and results in messages to what a chat template supports.
 
-OpenAI's API has one form of calls and results; `abilities` says in what a template differs. What
-it does not show at all becomes text that it does show: calls are written into the content, results
-become messages of the user, and tools an instruction to the model. Nothing is left out. Messages
-that a template takes as they are stay as they are.
+OpenAI's API has one form of calls and results; `Abilities` says how a template differs from it.
+Data that the template does not render become text that it renders: calls are written into the
+content, results become user messages, and tools become an instruction to the model. Nothing is left
+out. A message that the template supports is not changed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def adapted(
     abilities: Abilities,
     way: ToolFormat | None,
 ) -> tuple[list[Message], dict[str, Any]]:
-    """(the messages, the variables for the tools) as the template takes them.
+    """(messages, template variables for the tools) in the form that the template supports.
 
-    `way`: the format of the model's calls; None if it is not known. Both arguments are JSON values
-    of their own, which are not changed.
+    `way`: the format of the model's calls; None if it is not known. `messages` and `tools` are JSON
+    values and are not changed.
     """
     way = way or GENERIC
     turns = _with_names(messages)
@@ -53,10 +53,10 @@ def adapted(
     # An empty list means no tools in the API; templates test for `none`.
     variables: dict[str, Any] = {"tools": None}
     if tools and abilities.tools_variable is None:
-        turns = _instructed(turns, tools, way, abilities.takes_system)
+        turns = _with_instruction(turns, tools, way, abilities.takes_system)
     elif tools:
         if abilities.fills_tools:
-            tools = [_filled(tool) for tool in tools]
+            tools = [_completed(tool) for tool in tools]
         as_text = abilities.tools_are_text
         variables |= shown_tools(tools, abilities.tools_variable, as_text=as_text)
     elif abilities.tools_are_text and abilities.tools_variable is not None:
@@ -82,7 +82,7 @@ def _calls_of(turn: Message) -> list[Message]:
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:
-    """Every call gets an id and a type, and every result the name of the function it is from."""
+    """The messages, with an id and a type for each call and a function's name for each result."""
     names: dict[str, Any] = {}
     turns = []
     for i, message in enumerate(messages):
@@ -105,7 +105,7 @@ def _decoded(call: Message) -> ToolCall | None:
 
 
 def _with_written_calls(turn: Message, way: ToolFormat) -> Message:
-    """Calls as the model would write them, in the content."""
+    """The message with its calls written into the content, in the model's format."""
     calls = _calls_of(turn)
     decoded = [_decoded(call) for call in calls]
     if not calls or None in decoded:
@@ -119,7 +119,7 @@ def _with_written_calls(turn: Message, way: ToolFormat) -> Message:
 
 
 def _one_at_a_time(turns: Sequence[Message]) -> list[Message]:
-    """A message with several calls as several messages, each followed by its result."""
+    """The messages, in which several calls become messages of one call, each with its result."""
     made: list[Message] = []
     at = 0
     while at < len(turns):
@@ -151,7 +151,7 @@ def _have_ids(results: Sequence[Message]) -> bool:
 
 
 def _in_style(turn: Message, style: CallStyle) -> list[Message]:
-    """A message with calls, or the answer to one, as the template wants it."""
+    """A message with calls, or with a call's result, in the form that the template expects."""
     if style.short_ids and isinstance(turn.get("tool_call_id"), str):
         return [{**turn, "tool_call_id": short_id(turn["tool_call_id"])}]
     calls = _calls_of(turn)
@@ -162,7 +162,7 @@ def _in_style(turn: Message, style: CallStyle) -> list[Message]:
     if content:
         if style.takes_content:
             return [made]
-        # It shows one or the other: two messages show both.
+        # The template renders either content or calls of a message, so there are two messages.
         del made["content"]
         kept = {name: value for name, value in turn.items() if name != "tool_calls"}
         return [kept, *_in_style(made, style)]
@@ -187,7 +187,7 @@ def _call_in_style(call: Message, style: CallStyle) -> Message:
 
 
 def _results_of_the_user(turns: Sequence[Message]) -> list[Message]:
-    """Results as text of the user; what the user says next is in the same message."""
+    """The messages with results as text of user messages, joined with the user's next message."""
     made: list[Message] = []
     for turn in turns:
         is_result = turn.get("role") == "tool"
@@ -210,10 +210,10 @@ def _is_result(turn: Message) -> bool:
     return isinstance(content, str) and content.startswith("<tool_response>")
 
 
-def _instructed(
+def _with_instruction(
     turns: Sequence[Message], tools: Sequence[Message], way: ToolFormat, takes_system: bool
 ) -> list[Message]:
-    """With an instruction about the tools at the beginning."""
+    """The messages with an instruction about the tools at the beginning."""
     described = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     example = way.write([_EXAMPLE])
     text = _INSTRUCTION.format(tools="\n".join(described), example=example)
@@ -230,8 +230,8 @@ def _instructed(
     return [{"role": "system" if takes_system else "user", "content": text}, *made]
 
 
-def _filled(tool: Message) -> Message:
-    """With a description and parameters, which some templates read without asking."""
+def _completed(tool: Message) -> Message:
+    """The tool with a description and parameters, which some templates read unconditionally."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool

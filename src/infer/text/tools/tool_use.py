@@ -1,8 +1,8 @@
-"""`ToolUse`: how one model is shown tools and writes calls, and how that was found out.
+"""`ToolUse`: how one model gets tools and writes calls, and how that was determined.
 
-Either the operator has named the format (`--tool-parser`), or the chat template writes calls in it,
-or its mark stands in the template. A template that shows no tools gets an instruction in their
-place. Used by `Tokenizer`, which has one, and by the server, which says so to clients.
+The operator names the format (`--tool-parser`), or the chat template renders calls in it, or the
+template has its mark. If the template renders no tools, an instruction describes them. `Tokenizer`
+has a `ToolUse`, and the server reports it to clients.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from infer.text.tools.formats import (
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """See the module's docstring."""
+    """The support of tools by one model. See the module's docstring."""
 
     format: ToolFormat
-    """in which calls are looked for"""
+    """Format of calls that answers are searched for."""
     is_known: bool
-    """whether it is known that the model writes calls in this format"""
+    """Whether it is known that the model writes calls in this format."""
     shows_tools: bool
-    """whether the template shows the model tools; if not, it is given an instruction"""
+    """Whether the template renders tools; if not, an instruction describes them."""
     summary: str
-    """for the log, at the start"""
+    """Summary for the log at the start."""
 
     @property
     def warning(self) -> str | None:
-        """What a client should know whose request has tools; ASCII, one line."""
+        """A warning for clients whose requests have tools, one line of ASCII; None if none."""
         if not self.shows_tools:
             return (
                 "the chat template of this model shows it no tools: they are described in an"
@@ -51,7 +51,10 @@ class ToolUse:
 
 
 def find_tool_use(template: ChatTemplate, parser: str | None = None) -> ToolUse:
-    """`parser`: the name of a format that the operator says the model has."""
+    """The support of tools by the model of a chat template.
+
+    `parser`: the name of the format, if the operator has given it; `KeyError` if it is unknown.
+    """
     abilities = template.abilities
     shows = abilities.tools_variable is not None
     way, how = _format_of(template, abilities, parser)
@@ -70,7 +73,7 @@ def find_tool_use(template: ChatTemplate, parser: str | None = None) -> ToolUse:
 def _format_of(
     template: ChatTemplate, abilities: Abilities, parser: str | None
 ) -> tuple[ToolFormat, str]:
-    """(the format, how it was found; "" = it was not)"""
+    """(format, how it was found; "": it was not found)"""
     if parser is not None:
         return format_named(parser), "named by --tool-parser"
     if abilities.format is not None:

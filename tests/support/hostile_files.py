@@ -33,6 +33,28 @@ class Loaded:
     """of memory at most, above what the process had before"""
 
 
+class Loader:
+    """The same, for one checkpoint at a time."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def load(self, path: Path) -> Loaded:
+        """What comes of loading it as `LLM` does."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(path, file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, f"the process that forks has ended with {self._process.wait()}"
+        return Loaded(**json.loads(line))
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
 def load_all(paths: Sequence[Path], timeout_s: float = 300) -> list[Loaded]:
     """What comes of loading each of them as `LLM` does."""
     done = subprocess.run(
@@ -83,13 +105,16 @@ def _child(path: str, out: int, before: int) -> None:
 
 
 def main() -> None:
+    # A forked child has none of its parent's OpenMP threads, and would wait for them for ever.
+    os.environ["OMP_NUM_THREADS"] = "1"
     from infer.config import EngineConfig
     from infer.engine.build.assemble import plan_for
 
     plan_for(EngineConfig())  # brings in torch, and what torch puts off, once for all
 
     before = _peak_bytes()
-    for path in sys.stdin.read().splitlines():
+    for line in sys.stdin:
+        path = line.rstrip("\n")
         reading, writing = os.pipe()
         pid = os.fork()
         if not pid:

@@ -1,9 +1,9 @@
-"""Small tokenizers in the files of well-known families: same parts, same classes, own vocabulary.
+"""Small tokenizers with the structure of well-known families but another vocabulary.
 
-`save_family` writes tokenizer.json and tokenizer_config.json as the checkpoints of the family have
-them: the normalizer, pre-tokenizer, decoder and post-processor, the names of the special tokens,
-the flags, and the class of transformers that reads them (some of which build the tokenizer anew
-and take only the vocabulary from the file). The chat templates are in `templates/`.
+`save_family` writes tokenizer.json and tokenizer_config.json like those of the family's
+checkpoints. They have the same normalizer, pre-tokenizer, decoder, post-processor, names of special
+tokens, flags and class of transformers. Some of these classes build the tokenizer anew and take
+only the vocabulary from the file. The chat templates are in `templates/`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from text_checkpoints import BYTE_TOKENS, SENTENCES, save
 from tokenizers import (
     AddedToken,
     Regex,
@@ -24,6 +23,8 @@ from tokenizers import (
     processors,
     trainers,
 )
+
+from tests.support.text_checkpoints import BYTE_TOKENS, SENTENCES, save
 
 TEMPLATES = Path(__file__).parent / "templates"
 _WORDS = (
@@ -62,14 +63,14 @@ def _byte_level(control: list[str], words: str | None, text_tokens: list[str]) -
         show_use_tqdm=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    tokenizer.add_special_tokens(_control(control))  # behind the vocabulary, as the families do
+    tokenizer.add_special_tokens(_control(control))  # after the vocabulary, as in the families
     tokenizer.add_tokens([AddedToken(name, normalized=False) for name in text_tokens])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     return tokenizer
 
 
 def _spaced_pieces(control: list[str]) -> Tokenizer:
-    """BPE over pieces with ▁ for a space, bytes for what is unknown; control tokens come first."""
+    """BPE with ▁ for a space and byte tokens for unknown characters; control tokens come first."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.BpeTrainer(vocab_size=300, show_use_tqdm=False)
@@ -158,7 +159,7 @@ FAMILIES: dict[str, tuple[Any, str | None, dict[str, Any]]] = {
 
 
 def save_family(folder: Path, name: str, **config: Any) -> Path:
-    """The files of a checkpoint of this family, as far as text is concerned."""
+    """Write the text files of a checkpoint of this family."""
     build, template, settings = FAMILIES[name]
     text = (TEMPLATES / f"{template}.jinja").read_text("utf-8") if template else None
     return save(folder, build(), text, **{**settings, **config})

@@ -29,11 +29,11 @@ WORDS = ["Once", "upon", "a", "time", "there", "was", "one", "little", "fox", "a
 ROOT = Path(__file__).parents[2]
 ENV = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(str(ROOT / name) for name in ("src", "tests", "tests/engine")),
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT))),
 }
 
 
-OBSERVED = str(Path(__file__).with_name("observed.py"))
+OBSERVED = str(Path(__file__).with_name("observed_server.py"))
 
 
 def hash_server(**settings: Any) -> list[str]:
@@ -85,12 +85,14 @@ class Served:
 
     def engine_pid(self) -> int | None:
         """The engine process that is there now."""
+        return next(iter(self.engine_pids()), None)
+
+    def engine_pids(self) -> list[int]:
+        """The engine processes that are there now, one for each loaded model."""
         tasks = Path(f"/proc/{self.process.pid}/task")
-        for children in tasks.glob("*/children"):
-            for pid in _text(children).split():
-                if "infer.engine.process.child" in _text(Path(f"/proc/{pid}/cmdline")):
-                    return int(pid)
-        return None
+        children = [pid for path in tasks.glob("*/children") for pid in _text(path).split()]
+        commands = {int(pid): _text(Path(f"/proc/{pid}/cmdline")) for pid in children}
+        return sorted(pid for pid, it in commands.items() if "infer.engine.process.child" in it)
 
     def is_ready(self) -> bool:
         """What /health/ready says."""
@@ -109,7 +111,7 @@ class Served:
             connection.close()
 
     async def stats(self) -> dict[str, Any]:
-        """What `observed.py` shows."""
+        """What `observed_server.py` shows."""
         result: dict[str, Any] = json.loads((await asyncio.to_thread(self.get, "/test/stats"))[1])
         names = ("num_open", "num_requests_finished", "num_requests_cancelled")
         ended = sum(result[name] for name in (*names, "num_requests_failed"))
@@ -230,6 +232,54 @@ async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None)
     return heard
 
 
+class Recorder(asyncio.Protocol):
+    """What a client receives and when, read later: a client that parses while it listens takes the
+    time of the server beside it, and finds that server slow."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self._started_s = time.monotonic()
+        self.pieces: list[tuple[float, bytes]] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self.pieces.append((time.monotonic() - self._started_s, data))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def heard(self) -> Heard:
+        """What it was; the times between events are not looked at."""
+        heard = Heard()
+        whole = b"".join(data for _, data in self.pieces)
+        head, _, answer = whole.partition(b"\r\n\r\n")
+        if not head:
+            return heard
+        heard.headers, heard.status_s = head.decode() + "\r\n\r\n", self.pieces[0][0]
+        heard.status = int(heard.headers.split()[1])
+        for line in answer.split(b"\n"):
+            if line.startswith(b'{"error"'):
+                heard.error = json.loads(line)["error"]
+            if line.startswith(b"data: "):
+                _note(heard, line.removeprefix(b"data: ").strip())
+        return heard
+
+
+async def record(port: int, body: Mapping[str, Any]) -> Recorder:
+    """POST a completion and receive all of it."""
+    request = _request(body)
+    _, recorder = await asyncio.get_running_loop().create_connection(
+        lambda: Recorder(request), "127.0.0.1", port
+    )
+    await recorder.ended
+    return recorder
+
+
 async def ask(port: int, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Status and body of a plain answer."""
     reader, writer = await send(port, body)
@@ -258,11 +308,15 @@ async def send(port: int, body: Mapping[str, Any], **how: Any) -> tuple[Any, asy
     """POST a completion, on a socket that is connected if it is given; the rest is the caller's."""
     address = {} if how else {"host": "127.0.0.1", "port": port}
     reader, writer = await asyncio.open_connection(**address, **how)
+    writer.write(_request(body))
+    return reader, writer
+
+
+def _request(body: Mapping[str, Any]) -> bytes:
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
     head += "content-type: application/json\r\nconnection: close\r\n\r\n"
-    writer.write(head.encode() + data)
-    return reader, writer
+    return head.encode() + data
 
 
 def reset(writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The odd shapes on which every family is compared with transformers: family → name → config."""
+"""Unusual shapes on which each family is compared with transformers: family → name → config."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Our model and transformers' own on the same checkpoint: how far apart are their logits?
+"""Measures how much our model's logits differ from transformers' on the same checkpoint.
 
-`Bench` drives a model over a paged cache chunk by chunk. `WAYS` measure the ways in which a
-token can be computed (prefill, decode one by one, chunks, a mixed batch, after a prefix hit) as the
-largest difference of logits relative to their scale. Tests assert on it, and
-`benchmarks/parity.py` prints it as the table of docs/models.md.
+`Bench` runs a model over a paged cache, chunk by chunk. Each function in `WAYS` computes tokens in
+another way (prefill, single decodes, chunks, a mixed batch, after a prefix hit) and returns the
+largest difference of logits relative to their scale. Tests assert on the differences, and
+`benchmarks/parity.py` prints them as the table of docs/models.md.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints import VOCAB_SIZE
 from infer.attention.sdpa import SDPABackend
 from infer.models.model import build_model
 from infer.models.registry import read_model_config
@@ -25,10 +24,11 @@ from infer.runner.pack import Packer
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.sequence import Chunk, Sequence
 from infer.types import Request, SamplingParams
+from tests.support.checkpoints import VOCAB_SIZE
 
 
 class Bench:
-    """A model over a paged cache, driven chunk by chunk."""
+    """Runs a model over a paged cache, chunk by chunk."""
 
     def __init__(
         self, folder: Path, page_size: int = 4, dtype: torch.dtype = torch.float32
@@ -80,7 +80,7 @@ def reference(model: Any, tokens: list[int]) -> Tensor:
 
 
 def deviation(ours: Tensor, theirs: Tensor) -> float:
-    """Largest difference, relative to the scale of the logits."""
+    """The largest difference relative to the scale of the logits."""
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
@@ -105,7 +105,7 @@ def chunked(bench: Bench, theirs: Any) -> float:
 
 
 def mixed(bench: Bench, theirs: Any) -> float:
-    """Decodes at different lengths, a fresh prompt and a later chunk in the same step."""
+    """One step with decodes at different lengths, a new prompt and the later chunk of another."""
     prompts = [tokens_of(n, seed=n) for n in (5, 90, 33, 64)]
     sequences = [bench.sequence(tokens) for tokens in prompts]
     first = bench.step((sequences[0], 4), (sequences[1], 89), (sequences[2], 20))
@@ -120,7 +120,7 @@ def mixed(bench: Bench, theirs: Any) -> float:
 
 
 def prefix_hit(bench: Bench, theirs: Any) -> float:
-    """The end of a text whose beginning another sequence has computed."""
+    """The end of a text whose beginning another sequence has computed before."""
     tokens = tokens_of(120, seed=3)
     first = bench.sequence(tokens)
     bench.step((first, 120))

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 from starlette.routing import BaseRoute, Match, Route
 
-from doubles import make_hash_core, make_hash_llm, small_tokenizer
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import EngineLimits, InputProcessor
 from infer.engine.loop import EngineThread
@@ -31,6 +30,7 @@ from infer.server.serve import Server, bind, url_of
 from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs
+from tests.support.doubles import make_hash_core, make_hash_llm, small_tokenizer
 
 T = TypeVar("T")
 

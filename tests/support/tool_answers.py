@@ -1,4 +1,4 @@
-"""Answers of many formats, and how the tests of the parser cut them: shared with tests/fuzz."""
+"""Answers in many formats for the tests of the parser; tests/fuzz uses them too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = ("f", "g", "get-weather", "weather.now")
 
 
 def told_apart(pieces: Iterable[str], tools: ToolFormat | None, **options: Any) -> Parts:
-    """What a parser makes of an answer that comes in these pieces; the last one ends it."""
+    """The parts that a parser finds in an answer that comes in these pieces."""
     parser = AnswerParser(tools, **{"thinks": True, **options})
     *before, last = [*pieces] or [""]
     given = [*map(parser.push, before), parser.push(last, end=True)]
@@ -70,7 +70,7 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (None, "\n<think>never ends \n", Parts("never ends \n")),
     (None, "<thin", content("<thin")),
     (None, "a <think>b</think>", content("a <think>b</think>")),
-    # around each call
+    # marks around each call
     (HERMES, HERMES_ONE, calls(F1)),
     (HERMES, f"{HERMES_ONE}\n{HERMES_ONE}\n", calls(F1, F1)),
     (HERMES, f"<think>t</think>Hm. \n{HERMES_ONE}", Parts("t", "Hm.", (F1,))),
@@ -107,13 +107,13 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (GEMMA4, '<|tool_call>call:f{a:<|"|>x, y: 2<|"|>,b:[1,{c:true}]}<tool_call|>'
      "<|tool_call>call:g{}", calls(NESTED, call("g"))),
     (GEMMA4, BROKEN, content(BROKEN)),
-    # around all calls, and around each
+    # marks around all calls and around each call
     (DEEPSEEK, f"{R1_BEGIN}{R1_ONE}\n{R1_ONE}{R1_END}", calls(F1, F1)),
     (DEEPSEEK, f"<think>\nhm\n</think>\n\n{R1_BEGIN}{R1_ONE}", Parts("hm", "", (F1,))),
     (DEEPSEEK, f"{R1_BEGIN}{R1_ONE[:-26]}", content(f"{R1_BEGIN}{R1_ONE[:-26]}")),
     (DEEPSEEK, f"{R1_BEGIN}{V3_ONE}{R1_END}", calls(F1)),
     (DEEPSEEK, f"{R1_BEGIN}no{R1_END}", content(f"{R1_BEGIN}no{R1_END}")),
-    # a mark before
+    # a mark before calls
     (MISTRAL, f"[TOOL_CALLS][{ONE}]", calls(F1)),
     (MISTRAL, f"[TOOL_CALLS] [{ONE}, {ONE}]", calls(F1, F1)),
     (MISTRAL, f"[TOOL_CALLS] {ONE}", calls(F1)),
@@ -176,4 +176,4 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (PYTHONIC, "[f(a=1e999)]", content("[f(a=1e999)]")),
     (PYTHONIC, f"[f(a={'9' * 5000})]", content(f"[f(a={'9' * 5000})]")),
 ]  # fmt: skip
-"""(format, answer, what it means with tools of the names in NAMES)"""
+"""(format, answer, its parts for a request with the tools in NAMES)"""

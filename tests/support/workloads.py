@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from doubles import AheadHashRunner, HashRunner, solo
 from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
+from tests.support.doubles import AheadHashRunner, HashRunner, solo
 
 VOCAB_SIZE = 97
 MAX_STEPS = 20_000

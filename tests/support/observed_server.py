@@ -1,7 +1,7 @@
 """A server that can be looked into: `infer serve` with one more route, for the tests here only.
 
-`python observed.py OPTIONS` is `python -m infer.server OPTIONS` on the model that ships;
-`python observed.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
+`python observed_server.py OPTIONS` is `python -m infer.server OPTIONS` on the model that ships;
+`python observed_server.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
 answers in microseconds). `GET /test/stats` tells counts, memory, files, threads, tasks, and since
 the last look the longest time that the event loop was not there (and how long its thread computed
 between two turns, which the machine's load does not change), and how long each 503 took.
@@ -14,11 +14,11 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,6 +26,7 @@ from infer.cli.main import main
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server import serve
 from infer.server.settings import ServerSettings
+from infer.server.turn_away import TurnAway
 
 make_app = serve.create_app
 
@@ -97,8 +98,23 @@ class Timed:
         await self._app(scope, receive, timed)
 
 
+class TimedTurnAway(TurnAway):
+    """How long each refusal at the head of a request takes."""
+
+    observers: ClassVar[list[Observer]] = []
+
+    def __call__(self, scope: Scope) -> Response | None:
+        began_s = time.monotonic()
+        response = super().__call__(scope)
+        if response is not None:
+            for observer in self.observers:
+                observer.refused_s.append(time.monotonic() - began_s)
+        return response
+
+
 def create_app(engine: AsyncLLM, *settings: Any, **how: Any) -> Starlette:
     app, observer = make_app(engine, *settings, **how), Observer(engine)
+    TimedTurnAway.observers.append(observer)
     app.router.routes.insert(0, Route("/test/stats", observer.stats))
     app.add_middleware(Timed, observer=observer)
     return app
@@ -106,9 +122,10 @@ def create_app(engine: AsyncLLM, *settings: Any, **how: Any) -> Starlette:
 
 if __name__ == "__main__":
     serve.create_app = create_app
+    serve.TurnAway = TimedTurnAway  # type: ignore[misc]
     if sys.argv[1] != "hash":
         main(["serve", *sys.argv[1:]])
-    from doubles import launch_hash_llm
+    from tests.support.doubles import launch_hash_llm
 
     how = json.loads(sys.argv[2])
     serving = {name: how.pop(name) for name in ("drain_timeout_s", "write_stall_s") if name in how}

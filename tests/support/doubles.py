@@ -18,7 +18,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from checkpoints import VOCAB_SIZE, write_tokenizer
 from infer.config import SchedulerConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import EngineLimits, InputProcessor
@@ -31,6 +30,7 @@ from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
+from tests.support.checkpoints import VOCAB_SIZE, write_tokenizer
 
 _MASK = (1 << 61) - 1
 _ROOT = 0x9E3779B97F4A7C15 & _MASK
@@ -256,7 +256,7 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
     return Blueprint("hash-model", small_text_files(), build)
 
 
-def launch_hash_llm(factory: str = "doubles:hash_blueprint", **settings: Any) -> AsyncLLM:
+def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
     how = {name: settings.pop(name) for name in ("hang_s", "seed") if name in settings}
     return launch_factory(factory, settings, **how)

@@ -1,6 +1,6 @@
-"""Writing models of transformers as GGUF files, with the `gguf` package.
+"""Writes transformers' models as GGUF files, with the `gguf` package.
 
-Tensor names, keys and blocks come from the package; the row order of llama.cpp is made here.
+The package supplies tensor names, keys and blocks; this module makes llama.cpp's order of rows.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from tokenizers.pre_tokenizers import ByteLevel
 
-from checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
+from tests.support.checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
 
 
 def row_order(heads: int, size: int) -> np.ndarray:
-    """llama.cpp's order of query or key rows: the halves of each head interleaved."""
+    """llama.cpp's order of query or key rows, in which the halves of each head are interleaved."""
     one = np.arange(size).reshape(2, size // 2).T.ravel()
     return np.concatenate([head * size + one for head in range(heads)])
 
 
 def blocks(shape: tuple[int, int], kind: Q) -> np.ndarray:
-    """Random K-quant blocks, which the package can read but not make."""
+    """Random K-quant blocks; the package can read such blocks but not make them."""
     rng = np.random.default_rng(shape[0])
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (shape[0] * shape[1] // block, size), dtype=np.uint8)
@@ -36,9 +36,10 @@ def blocks(shape: tuple[int, int], kind: Q) -> np.ndarray:
 
 
 def add_text(writer: gguf.GGUFWriter) -> None:
-    """The tokenizer of `checkpoints.write_tokenizer`, and one merge: the format has no empty list.
+    """Add the tokenizer of `checkpoints.write_tokenizer` and one merge.
 
-    It is of two zero bytes, under the id of a byte that UTF-8 never has.
+    The merge is needed because the format has no empty lists. It joins two zero bytes to a token
+    with the id of a byte that UTF-8 never uses.
     """
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -56,9 +57,9 @@ def add_text(writer: gguf.GGUFWriter) -> None:
 def write(
     path: Path, arch: str, model: Any, kind: Q = Q.F32, head: Q | None = None, **keys: Any
 ) -> Any:
-    """Write the model as a file; it is left with the weights the file has.
+    """Write a model as a file; afterwards the model has the same weights as the file.
 
-    Matrices are stored as `kind`, the output head as `head`. `keys` are added.
+    Matrices are stored as `kind`, the output head as `head`. `keys` are added to the metadata.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -122,10 +123,10 @@ def write(
 
 
 def write_gpt2(path: Path, model: Any, kind: Q = Q.F32, *, with_head: bool = False) -> Any:
-    """GPT-2, as llama.cpp's converter writes it: linear weights turned to [out, in].
+    """Write GPT-2 as llama.cpp's converter does, with linear weights transposed to [out, in].
 
-    `with_head`: the tied head is stored too, as older converters did. The model is left with the
-    weights that the file has.
+    `with_head`: the tied head is stored too, as older converters did. Afterwards the model has the
+    same weights as the file.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, "gpt2")

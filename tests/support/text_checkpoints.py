@@ -1,6 +1,6 @@
-"""Small real tokenizers, saved the way checkpoints are; and chat templates of the usual shapes.
+"""Small tokenizers saved like those of checkpoints, and chat templates of the usual shapes.
 
-The templates are written here from the publicly described prompt formats; only the shapes matter.
+The templates are written from publicly documented prompt formats; only their shapes matter.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ TEMPLATES = {"llama": LLAMA_TEMPLATE, "chatml": CHATML_TEMPLATE, "gemma": GEMMA_
 
 
 def byte_level(*, bos: bool = True) -> Tokenizer:
-    """Like Llama 3, GPT-2, Qwen: byte-level BPE."""
+    """Byte-level BPE, as in Llama 3, GPT-2 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -133,7 +133,8 @@ def byte_level(*, bos: bool = True) -> Tokenizer:
             show_use_tqdm=False,
         ),
     )
-    # Not special: text that models write, with characters outside and inside of the alphabet.
+    # These tokens are not special: models write them as text. Their characters are inside and
+    # outside the byte alphabet.
     tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "日本語!", "été"])
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -148,7 +149,7 @@ def _control_tokens() -> list[AddedToken]:
 
 
 def _sentencepiece_bpe() -> Tokenizer:
-    """BPE over ▁ pieces with byte fallback, without normalizer, decoder and post-processor."""
+    """BPE with ▁ and byte fallback, without normalizer, decoder and post-processor."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.train_from_iterator(
@@ -172,7 +173,7 @@ def _sentencepiece_bpe() -> Tokenizer:
 
 
 def llama2_like() -> Tokenizer:
-    """Prepended ▁, byte fallback, one leading space stripped from the whole text."""
+    """A tokenizer with prepended ▁ and byte fallback, which strips one leading space."""
     tokenizer = _sentencepiece_bpe()
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -189,7 +190,7 @@ def llama2_like() -> Tokenizer:
 
 
 def gemma_like() -> Tokenizer:
-    """Spaces to ▁, nothing prepended, byte fallback."""
+    """A tokenizer with ▁ for spaces and byte fallback, which prepends nothing."""
     tokenizer = _sentencepiece_bpe()
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -200,7 +201,7 @@ def gemma_like() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """Metaspace Unigram; as in T5, the vocabulary itself lists `</s>` and the like as pieces."""
+    """Unigram with Metaspace; as in T5, the vocabulary lists `</s>` and other tokens as pieces."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(
@@ -224,7 +225,7 @@ def unigram() -> Tokenizer:
 
 
 def wordpiece() -> Tokenizer:
-    """A decoder that the package does not know, so the library decodes it."""
+    """WordPiece, whose decoder this package does not know, so the library decodes."""
     words = ["<unk>", "<s>", "</s>", "<|start|>", "<|header|>", "<|end|>"]
     words += ["hello", "world", "##ing", "##ed", "end", "|", "<", ">", "a", "##b", "##c"]
     tokenizer = Tokenizer(
@@ -250,7 +251,7 @@ def save(
     template: str | None = None,
     **config: Any,
 ) -> Path:
-    """Writes the files of a checkpoint, as far as text is concerned."""
+    """Write the text files of a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {
@@ -268,7 +269,7 @@ def save(
 
 @dataclass(frozen=True)
 class Pair:
-    """The same checkpoint, loaded twice."""
+    """The same checkpoint loaded by this package and by transformers."""
 
     kind: str
     folder: Path

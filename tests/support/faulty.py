@@ -1,4 +1,4 @@
-"""Engines that fail in their ways, for `launch_hash_llm("faulty:…")`: factories of blueprints."""
+"""Factories of blueprints of engines that fail: `launch_hash_llm("tests.support.faulty:…")`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any, NoReturn
 
-from doubles import HashRunner, hash_blueprint
 from infer.engine.loop import Blueprint
 from infer.errors import ConfigError, LoadError
 from infer.schedule.sequence import Plan, Sampled
+from tests.support.doubles import HashRunner, hash_blueprint
 
 
 def talkative(settings: dict[str, Any]) -> Blueprint:

@@ -1,6 +1,6 @@
 """Faults on purpose: environment variables that make an engine process fail.
 
-`INFER_WRAP_CORE=faults:wrapped` lets the process know of them.
+`INFER_WRAP_CORE=tests.support.faults:wrapped` lets the process know of them.
 
 `INFER_FAULT_PREEMPT_EVERY=k`   before each k-th step the last in rank loses its pages
 `INFER_FAULT_AT=step:row:kind`  from that step on, the request in that row of its plan is poisonous;

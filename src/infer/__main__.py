@@ -1,0 +1,8 @@
+"""`python -m infer` is the `infer` command."""
+
+from __future__ import annotations
+
+from infer.cli.main import main
+
+if __name__ == "__main__":
+    main()

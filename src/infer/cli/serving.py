@@ -1,0 +1,45 @@
+"""`infer serve`: the command line of the server."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from infer.cli.options import Model, with_engine_options, with_options
+from infer.config import DEFAULT_HOST, DEFAULT_PORT
+from infer.errors import ConfigError
+from infer.server.settings import ServerSettings
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@app.command()
+@with_options(ServerSettings, "server", "Server")
+@with_engine_options(leave_out=("model",))
+def serve(
+    model: Model = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Folder, GGUF file or hub id; several behind one address: NAME=PATH, again and"
+            " again.",
+            metavar="[NAME=]PATH",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = DEFAULT_PORT,
+    engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
+    *,
+    server: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """Serve a model with OpenAI's API, or several."""
+    from infer.server.multi_model import configs_of
+    from infer.server.serve import serve_config
+
+    if model is not None and models:
+        raise ConfigError("model", "is given twice: as an argument and with --model")
+    configs = configs_of(models or ([] if model is None else [model]), settings)
+    serve_config(configs, ServerSettings(**server), host, port, in_thread=engine_thread)

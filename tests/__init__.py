@@ -1,0 +1,1 @@
+"""Tests of `infer`, one folder for each room of the package."""

@@ -1,0 +1,111 @@
+"""Refusals at the heads of requests, while the engine has no room for more."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.server.serve import Server, bind
+from infer.server.settings import ServerSettings
+from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import until
+
+LONG = {"model": "hash-model", "prompt": "Hello", "max_tokens": 400, "ignore_eos": True}
+SHORT = {"model": "hash-model", "max_tokens": 1}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {**SHORT, "prompt": "Hello"},
+    "/v1/chat/completions": {**SHORT, "messages": [{"role": "user", "content": "Hello"}]},
+}
+COMPLETION = ("/v1/completions", BODIES["/v1/completions"])
+
+
+@contextlib.contextmanager
+def full_server(settings: ServerSettings) -> Iterator[tuple[Any, int]]:
+    """An engine with room for one request, and the port of its server."""
+    engine = make_hash_llm(step_s=0.01, max_batch_size=1, max_waiting_requests=0)
+    with bind(port=0, write_stall_s=5) as sock:
+        server = Server(engine, sock, settings)
+        thread = threading.Thread(target=server.serve_until_stopped)
+        thread.start()
+        try:
+            until(lambda: server.started)
+            yield engine, sock.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(timeout=20)
+
+
+def post(
+    port: int, path: str, body: dict[str, Any], **headers: str
+) -> tuple[http.client.HTTPResponse, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request(
+        "POST", path, json.dumps(body), {"content-type": "application/json", **headers}
+    )
+    response = connection.getresponse()
+    answer = json.loads(response.read())
+    connection.close()
+    return response, answer
+
+
+@contextlib.contextmanager
+def busy(engine: Any, port: int, **headers: str) -> Iterator[None]:
+    """While one request takes the only place."""
+    first = threading.Thread(target=post, args=(port, "/v1/completions", LONG), kwargs=headers)
+    first.start()
+    until(lambda: engine.num_open == 1)
+    yield
+    assert engine.num_open == 1, "the first request ended before the others were tried"
+    first.join()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_refusal_of_a_head_is_that_of_the_app(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "infer.access")
+    with full_server(ServerSettings(cors_origins="http://page.example")) as (engine, port):
+        with busy(engine, port):
+            early, said = post(port, path, BODIES[path], **{"x-request-id": "mine-1"})
+            # A page of another origin gets the layers' headers: this one goes through the app.
+            late, meant = post(port, path, BODIES[path], origin="http://page.example")
+        counted = engine.stats()["num_requests_refused"]
+    assert early.status == late.status == 503
+    assert said == meant
+    assert early.headers["x-request-id"] == "mine-1"
+    for name in ("retry-after", "content-type", "x-content-type-options"):
+        assert early.headers[name] == late.headers[name]
+    assert early.headers["connection"] == "close"
+    assert counted == 2
+    logged = [record.__dict__["fields"] for record in caplog.records if hasattr(record, "fields")]
+    assert [each["client_request_id"] for each in logged if each.get("status") == 503] == [
+        "mine-1",
+        None,
+    ]
+
+
+def test_other_requests_are_answered_meanwhile() -> None:
+    with full_server(ServerSettings()) as (engine, port), busy(engine, port):
+        response, answer = post(port, "/tokenize", {"prompt": "Hello"})
+        assert (response.status, answer["count"] > 0) == (200, True)
+        response, answer = post(port, "/v1/nothing", {})
+        assert response.status == 404
+
+
+def test_with_keys_the_key_is_looked_at_first(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    key = Keys(path, must_exist=False).create("one", KeyLimits())
+    mine = {"authorization": f"Bearer {key}"}
+    settings = ServerSettings(api_keys=str(path))
+    with full_server(settings) as (engine, port), busy(engine, port, **mine):
+        assert post(port, *COMPLETION)[0].status == 401
+        assert post(port, *COMPLETION, **mine)[0].status == 503

@@ -1,0 +1,115 @@
+"""The pages: relative links lead somewhere, and the modules and files that are named exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "infer"
+FOLDERS = ("", "docs", "docs/howto", "docs/performance", "examples", "src/infer/demo_model")
+PAGES = {
+    str(page.relative_to(ROOT)): page
+    for folder in FOLDERS
+    for page in sorted((ROOT / folder).glob("*.md"))
+}
+HISTORY = ("docs/log.md", "CHANGELOG.md")
+"""pages that speak of modules as they were called at the time"""
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+ROOMS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - {"infer"}
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return frozenset(heading.replace(" ", "-") for heading in plain)
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Relative links without a target."""
+    broken = []
+    for link in LINK.findall(FENCE.sub("", text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        found = target.exists() and target.is_relative_to(ROOT)
+        if not found or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@cache
+def names_of(path: Path) -> frozenset[str]:
+    """What a module defines or imports at its top."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {ast.unparse(target) for target in targets}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {alias.asname or alias.name for alias in node.names}
+    return frozenset(found)
+
+
+def is_known(name: str) -> bool:
+    """Whether `schedule.policy` or `schedule.policy.fcfs` is there."""
+    at, parts = SOURCE, name.removeprefix("infer.").split(".")
+    for index, part in enumerate(parts):
+        if (at / part).is_dir():
+            at = at / part
+        elif (at / f"{part}.py").exists():
+            rest = parts[index + 1 :]
+            return not rest or rest[0] in names_of(at / f"{part}.py")
+        else:
+            init = at / "__init__.py"
+            return index > 0 and init.exists() and part in names_of(init)
+    return True
+
+
+def unknown_names(text: str) -> list[str]:
+    """Modules and files of ours that are named and not there."""
+    unknown = []
+    for quoted in re.findall(r"`([^`\n]+)`", FENCE.sub("", text)):
+        word = quoted.split("(")[0].split(":")[0]
+        is_module = re.fullmatch(r"(?:infer\.)?([a-z]\w*)((?:\.\w+)+)", word)
+        if is_module and is_module[1] in ROOMS and not re.search(r"\.(?:py|cpp|h|md|json)$", word):
+            if not is_known(word):
+                unknown.append(word)
+        elif re.fullmatch(r"(?:src|tests|benchmarks|docs|examples)/[\w./]+", word) and not (
+            (ROOT / word).exists()
+        ):
+            unknown.append(word)
+    return unknown
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    assert broken_links(PAGES[page], PAGES[page].read_text()) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+def test_names_are_those_of_the_source(page: str) -> None:
+    new = set(re.findall(r"^\| `([\w/.]+)` \(new\)", PAGES[page].read_text(), re.MULTILINE))
+    assert set(unknown_names(PAGES[page].read_text())) - new == set()
+
+
+def test_what_is_broken_is_found() -> None:
+    page = ROOT / "README.md"
+    assert broken_links(page, "[a](docs/no.md) [b](docs/gpu.md#nowhere) [c](../x)") == [
+        "docs/no.md",
+        "docs/gpu.md#nowhere",
+        "../x",
+    ]
+    assert broken_links(page, "[a](docs/gpu.md) [b](https://x.y) [c](#what-it-does)") == []
+    names = "`schedule.pace` `engine.core.EngineCore` `engine.core.No` `tests/no.py` `os.path`"
+    assert unknown_names(names) == ["schedule.pace", "engine.core.No", "tests/no.py"]

@@ -1,0 +1,143 @@
+"""The pages of docs/howto: what they say is done to a copy of the repository, and their tests run.
+
+A block that begins with `--- path` changes a file: its hunks, apart by `@@`, are lines that stay
+(` `), go (`-`) and come (`+`). A block that begins with `# path` or `// path` is a new file. The
+`pytest` commands of a page are its proof. So a page cannot leave out a file, and cannot fall
+behind the source.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_architecture import CHECKS
+
+ROOT = Path(__file__).parents[1]
+PAGES = {path.stem: path for path in sorted((ROOT / "docs/howto").glob("*.md"))}
+LATER = ("docs/models.md",)
+"""files of which a page says in words what to add"""
+
+
+def blocks(page: str) -> list[str]:
+    """The fenced blocks of a page."""
+    return re.findall(r"^```\w*\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+
+
+def edits(page: str) -> dict[str, str]:
+    """Path → the block that changes or makes the file."""
+    found = {}
+    for block in blocks(page):
+        head, _, rest = block.partition("\n")
+        if match := re.fullmatch(r"(?:---|#|//) ((?:src|tests|setup|docs)[\w/.]*)", head):
+            assert match[1] not in found, f"{match[1]} has two blocks"
+            found[match[1]] = rest if head.startswith("---") else block
+    return found
+
+
+def listed(page: str) -> set[str]:
+    """The files that the tables of a page name."""
+    return set(re.findall(r"^\| (?:\[|`)([\w/.]+)[\]`]", PAGES[page].read_text(), re.MULTILINE))
+
+
+def changed(path: str, source: str, block: str) -> str:
+    """The source with the hunks of a block applied, each where its old lines are."""
+    for hunk in block.split("@@\n"):
+        lines = hunk.removesuffix("\n").split("\n")
+        assert all(line[:1] in (" ", "-", "+", "") for line in lines), hunk
+        old = "".join(line[1:] + "\n" for line in lines if line[:1] != "+")
+        new = "".join(line[1:] + "\n" for line in lines if line[:1] != "-")
+        assert source.count(old) == 1, f"{path} has {source.count(old)} times:\n{old}"
+        source = source.replace(old, new)
+    return source
+
+
+def results(page: str) -> dict[str, str]:
+    """Path → what the file is after the changes of a page."""
+    found = {}
+    for path, block in edits(page).items():
+        is_new = block.startswith(("# ", "// "))
+        assert is_new is not (ROOT / path).exists(), f"{path}: new, or to be changed?"
+        found[path] = block if is_new else changed(path, (ROOT / path).read_text(), block)
+    return found
+
+
+def copy_of_the_repository(to: Path) -> Path:
+    """Sources and tests; what is large is linked."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "clients", "reliability")
+    for name in ("src", "tests", "docs"):
+        shutil.copytree(ROOT / name, to / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, to)
+    for weights in (ROOT / "src/infer/demo_model").glob("*.safetensors"):
+        (to / "src/infer/demo_model" / weights.name).symlink_to(weights)
+    return to
+
+
+def commands(page: str) -> list[list[str]]:
+    """The arguments of the page's calls of pytest."""
+    lines = [line for block in blocks(page) for line in block.splitlines()]
+    return [shlex.split(line)[1:] for line in lines if line.startswith("pytest ")]
+
+
+def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def build(root: Path) -> None:
+    """Compile the native library of a copy; the test is skipped where that cannot be."""
+    if not shutil.which("c++"):
+        pytest.skip("no C++ compiler here")
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    subprocess.run(command, cwd=root, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_the_files_that_it_touches(page: str) -> None:
+    assert listed(page) - set(LATER) == set(edits(page))
+    for path, source in results(page).items():
+        if path.endswith(".py"):
+            assert ast.parse(source)
+    assert commands(page)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", PAGES)
+def test_the_changes_of_a_page_keep_the_rules_and_its_tests_need_them(
+    page: str, tmp_path: Path
+) -> None:
+    root = copy_of_the_repository(tmp_path)
+    made = results(page)
+    for path in made:
+        if path.startswith("tests"):
+            (root / path).write_text(made[path])
+    if any(path.endswith(".cpp") for path in made):
+        build(root)
+    assert run(commands(page)[0], root).returncode in (1, 2, 4), "passes without the change"
+    for path in made:
+        (root / path).write_text(made[path])
+    if any(path.endswith(".cpp") for path in made):
+        build(root)
+    for check in CHECKS:
+        assert check(root / "src/infer") == [], check.__name__
+    sources = [path for path in made if path.endswith(".py")]
+    for linter in (["check"], ["format", "--check"]):
+        subprocess.run([sys.executable, "-m", "ruff", *linter, *sources], cwd=root, check=True)
+    for command in commands(page):
+        done = run(command, root)
+        assert done.returncode == 0, done.stdout[-4000:]
