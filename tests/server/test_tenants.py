@@ -155,17 +155,21 @@ def test_what_a_key_has_used_outlives_the_server(
 
 
 def test_the_story_does_not_name_others(file: Path) -> None:
-    a, b = make(file, "a"), make(file, "b")
+    a, b, c = make(file, "a"), make(file, "b"), make(file, "c")
 
     async def use(app: App) -> None:
         body = completion_body(max_tokens=40, ignore_eos=True)
+        first = asyncio.ensure_future(app.post(COMPLETIONS, body, headers=c))
+        while not app.engine.stats()["num_running"]:  # it has the only seat: the others wait
+            await asyncio.sleep(0.002)
         works = [app.post(COMPLETIONS, body, headers=key) for key in (a, a, b)]
         replies = [reply.json()["id"] for reply in await asyncio.gather(*works)]
+        await first
         trace = (await app.get(f"/v1/requests/{replies[2]}", **b)).json()
         assert trace["events"][1]["behind"] == ["somebody else's"] * 2
         assert not any(reply in json.dumps(trace) for reply in replies[:2])
 
-    with_app(make_hash_llm(max_batch_size=1, step_s=0.002), use, api_keys=str(file))
+    with_app(make_hash_llm(max_batch_size=1, step_s=0.005), use, api_keys=str(file))
 
 
 def test_stories_of_one_key_do_not_push_out_those_of_another(
