@@ -77,7 +77,6 @@ class Tenant:
         self.key = key
         self._num_open = 0
         self._num_making = 0
-        """choices that have a place and are not yet in a story"""
         limits = key.limits
         self._buckets = {
             name: Bucket(per_minute, clock)
@@ -92,6 +91,11 @@ class Tenant:
     def sight(self) -> str | None:
         """Whose requests it may see: None = everybody's."""
         return None if self.key.limits.admin else self.key.id
+
+    @property
+    def num_making(self) -> int:
+        """Number of choices that have a place and are in no trace yet."""
+        return self._num_making
 
     def enter(self, context: RequestContext) -> None:
         """A request that costs something has come; raises 429. Costs nothing if it is refused."""
@@ -109,9 +113,9 @@ class Tenant:
     def queueing(
         self, num_choices: int, *, num_queued: int, num_taken: int, num_seats: int
     ) -> Iterator[None]:
-        """Choices take their places: inside of the block they are counted as waiting, besides the
-        `num_queued` of this key that were there before; of everybody there are `num_taken`. Raises
-        429 where more would have to wait than may; 400 where they always would."""
+        """Count choices as waiting inside of the block, beside the `num_queued` of this key that
+        wait in traces. `num_taken`: places that choices of all keys have, `num_seats` of which run.
+        Raises 429 where more would have to wait than may; 400 where they always would."""
         most = self.key.limits.max_queued
         if num_choices > most + num_seats:
             message = f"this key may have {most} choices waiting, beside {num_seats} that run: send"
