@@ -7,13 +7,14 @@ policy cannot starve a request. It is named as `module:function`, here and in
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from infer import LLM, SamplingParams
 
 LONG, SHORT = "Once upon a time " + "there was a fox and " * 60, "Once upon a time"
 
 
-def shortest_prompt_first(seated: Sequence) -> list:
+def shortest_prompt_first(seated: Sequence[Any]) -> list[Any]:
     """The policy. `num_remaining` is 1 in decode; before, it counts prompt tokens to compute."""
     return sorted(seated, key=lambda sequence: sequence.num_remaining)
 

@@ -7,6 +7,7 @@ on the other requests. A sampler is named as `module:function`.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +17,9 @@ from infer.schedule.sequence import Sampled
 PROMPT = "the the the the"
 
 
-def never_twice(logits: torch.Tensor, sequences: Sequence, forbidden: Mapping) -> list[Sampled]:
+def never_twice(
+    logits: torch.Tensor, sequences: Sequence[Any], forbidden: Mapping[str, Any]
+) -> list[Sampled]:
     """The sampler. `logits`: [R, V] float32. `forbidden`: masks [V] of grammars by request id."""
     for row, sequence in enumerate(sequences):
         logits[row, sequence.tokens[-1]] = -torch.inf

@@ -110,6 +110,6 @@ def test_what_is_broken_is_found() -> None:
         "docs/gpu.md#nowhere",
         "../x",
     ]
-    assert broken_links(page, "[a](docs/gpu.md) [b](https://x.y) [c](#what-it-does)") == []
+    assert broken_links(page, "[a](docs/gpu.md) [b](https://x.y) [c](#the-three-modes)") == []
     names = "`schedule.pace` `engine.core.EngineCore` `engine.core.No` `tests/no.py` `os.path`"
     assert unknown_names(names) == ["schedule.pace", "engine.core.No", "tests/no.py"]

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_core() -> None:
 
 def test_the_loop_of_the_page() -> None:
     [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/core.md").read_text(), re.DOTALL)
-    names: dict[str, object] = {}
+    names: dict[str, Any] = {}
     exec(code, names)
     core, tokens, texts = names["core"], names["tokens"], names["texts"]
     try:

@@ -18,7 +18,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_architecture import CHECKS
+
+from tests.test_architecture import CHECKS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/howto").glob("*.md"))}

@@ -12,6 +12,7 @@ from infer.attention.layout import BatchLayout
 from infer.kernels import loader
 from tests.attention.test_native import (
     BF16,
+    Shape,
     World,
     assert_invariant,
     error,
@@ -32,7 +33,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(loader.ISA_VARIABLE, request.param)
 
 
-SHAPES = [
+SHAPES: list[Shape] = [
     (1, 1, 64, None),
     (8, 2, 64, 100),
     (14, 2, 128, 64),
@@ -66,7 +67,7 @@ def hadamard(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_computes_attention(shape: tuple) -> None:
+def test_it_computes_attention(shape: Shape) -> None:
     heads, groups, size, window = shape
     world = make_world([1, 3, 64, 65, 130, 700], heads, groups, size, BF16, window=window)
     wanted = exact(world)
@@ -108,7 +109,7 @@ def test_cells_hold_keys_and_values(size: int) -> None:
     ],
     ids=str,
 )
-def test_a_row_has_the_same_bits_in_any_company(shape: tuple, lengths: list[int]) -> None:
+def test_a_row_has_the_same_bits_in_any_company(shape: Shape, lengths: list[int]) -> None:
     heads, groups, size, window = shape
     world = make_world(lengths, heads, groups, size, BF16, window=window)
     page = -(-max(lengths) // 16) * 16
@@ -152,12 +153,11 @@ def test_what_is_not_finite_reaches_nobody_before_it(part: str, value: float) ->
 def test_a_shared_prefix_changes_no_bit() -> None:
     lengths, size, page_size = [1130, 1101, 1664, 40], 128, 16
     generator = torch.Generator().manual_seed(1)
-    whole_world = World(
-        *(
-            [(torch.randn(n, h, size, generator=generator)).to(BF16) for n in lengths]
-            for h in (8, 2, 2)
-        )
+    q, k, v = (
+        [(torch.randn(n, h, size, generator=generator)).to(BF16) for n in lengths]
+        for h in (8, 2, 2)
     )
+    whole_world = World(q, k, v)
     for i in (1, 2):
         for part in (whole_world.k, whole_world.v):
             part[i][:1100] = part[0][:1100][: lengths[i]]
@@ -180,11 +180,11 @@ def test_a_shared_prefix_changes_no_bit() -> None:
         padded = torch.tensor([(table + [0] * width)[:width] for table in tables])
         ends = [end for _, end in spans]
         backend.plan(BatchLayout(starts, ends, torch.tensor(slots), padded))
-        parts = (
+        q, k, v = (
             torch.cat([x[first:end] for x, (first, end) in zip(part, spans, strict=True)])
             for part in (whole_world.q, whole_world.k, whole_world.v)
         )
-        return backend(0, *parts)
+        return backend(0, q, k, v)
 
     attend(own, [(0, n - 1) for n in lengths])
     last = [(n - 1, n) for n in lengths]

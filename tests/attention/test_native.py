@@ -22,6 +22,7 @@ from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend, BatchLayout
 from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
+from infer.kernels.rotary import QKRotation
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 
@@ -214,7 +215,10 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 # (query heads, groups, head size, window)
-SHAPES = [
+Shape = tuple[int, int, int, int | None]
+"""heads, groups, size of a head, window"""
+
+SHAPES: list[Shape] = [
     (1, 1, 16, None), (4, 2, 24, 5), (8, 2, 64, None), (8, 1, 64, 100), (7, 1, 80, None),
     (14, 2, 128, 64), (2, 2, 256, None), (3, 3, 8, 1), (40, 1, 40, None), (6, 3, 72, 33),
 ]  # fmt: skip
@@ -231,9 +235,9 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Callable[[tuple, torch.dtype], Reference]:
+def reference() -> Callable[[Shape, torch.dtype], Reference]:
     @functools.cache
-    def make(shape: tuple, dtype: torch.dtype) -> Reference:
+    def make(shape: Shape, dtype: torch.dtype) -> Reference:
         heads, groups, size, window = shape
         world = make_world([1, 3, 64, 65, 130, 700], heads, groups, size, dtype, window=window)
         wanted = exact(world)
@@ -248,9 +252,9 @@ def reference() -> Callable[[tuple, torch.dtype], Reference]:
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
 def test_it_computes_attention(
     isa: str,
-    shape: tuple,
+    shape: Shape,
     dtype: torch.dtype,
-    reference: Callable[[tuple, torch.dtype], Reference],
+    reference: Callable[[Shape, torch.dtype], Reference],
 ) -> None:
     found = reference(shape, dtype)
     world, wanted = found.world, found.wanted
@@ -331,7 +335,7 @@ INVARIANCE = [
     "thorough", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "each token"]
 )
 def test_a_row_has_the_same_bits_in_any_company(
-    isa: str, shape: tuple, lengths: list[int], dtype: torch.dtype, thorough: bool
+    isa: str, shape: Shape, lengths: list[int], dtype: torch.dtype, thorough: bool
 ) -> None:
     heads, groups, size, window = shape
     world = make_world(lengths, heads, groups, size, dtype, window=window)
@@ -367,8 +371,10 @@ class OwnDecodePath:
         )
         self.used.plan(layout)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.used(layer, q, k, v)
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+    ) -> Tensor:
+        return self.used(layer, q, k, v, turn)
 
 
 @pytest.mark.skipif(len(ISAS) < 2, reason="one code path only")
@@ -422,7 +428,8 @@ def test_layers_have_their_own_caches_and_windows(isa: str) -> None:
             for layer, world in enumerate(worlds):
                 parts = zip(*((world.q[i][p], world.k[i][p], world.v[i][p])
                               for i, p in enumerate(positions)), strict=True)  # fmt: skip
-                out = backend(layer, *(torch.cat(part) for part in parts))
+                q, k, v = (torch.cat(part) for part in parts)
+                out = backend(layer, q, k, v)
                 wanted = torch.cat([exact(world)[i][p] for i, p in enumerate(positions)])
                 assert error([out], [wanted])[0] < 1e-5
     finally:

@@ -64,8 +64,8 @@ def attend(
         some = turn and QKRotation(turn.cos[rows], turn.sin[rows], turn.norms)
         parts.append(backend(0, q[rows], k[rows], v[rows], some))
     caches = in_order(keys, values) if make is NativeBackend else (keys, values)
-    cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in caches)
-    return torch.cat(parts), *cells
+    key_cells, value_cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in caches)
+    return torch.cat(parts), key_cells, value_cells
 
 
 @pytest.mark.parametrize(

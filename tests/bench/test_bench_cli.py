@@ -150,6 +150,7 @@ def test_a_server_whose_engine_dies_in_the_middle(tmp_path: Path) -> None:
     def die_later() -> None:
         while llm.stats()["num_sampled_tokens"] < 20:
             pass
+        assert llm._loop is not None
         asyncio.run_coroutine_threadsafe(llm.close(), llm._loop).result(10)
 
     file = tmp_path / "result.json"

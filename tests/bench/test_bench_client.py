@@ -60,7 +60,7 @@ async def with_server(
         try:
             return await use(f"http://{host}:{port}")
         finally:
-            await asyncio.gather(*handled)
+            await asyncio.gather(*filter(None, handled))
 
 
 def ask(*answer: bytes, **how: Any) -> Record:

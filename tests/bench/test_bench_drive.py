@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ class Echo:
             self._now -= 1
 
 
-def drive(plan: list[Planned], target: Echo, **how) -> list[Record]:
+def drive(plan: list[Planned], target: Echo, **how: Any) -> list[Record]:
     return asyncio.run(Drive(plan, target, **how).run())
 
 

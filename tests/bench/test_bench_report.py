@@ -18,6 +18,7 @@ from infer.bench.report import write_report
 from infer.bench.results import environment, run_document, summarize
 from infer.cli.bench import app
 from infer.config import EngineConfig
+from infer.engine.build.checkpoint import find_checkpoint
 from infer.errors import ConfigError
 from infer.kernels.linear import bfloat16_obstacle
 
@@ -110,7 +111,7 @@ def test_the_floor_by_hand() -> None:
 def test_the_layers_of_the_model_that_ships() -> None:
     import torch
 
-    config = machine.find_checkpoint(None, dummy=True).config
+    config = find_checkpoint(None, dummy=True).config
     shapes = machine.layer_shapes(config, torch.bfloat16)
     assert shapes == {
         (256, 512): 6, (256, 256): 6, (256, 1536): 6, (768, 256): 6, (256, 2048): 1

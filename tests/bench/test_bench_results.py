@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from infer.bench.drive import Record
 from infer.bench.results import difference, median_run, percentile, run_document, summarize
 
 
-def record(arrival_s: float, token_s: list[float], **fields) -> Record:
+def record(arrival_s: float, token_s: list[float], **fields: Any) -> Record:
     fields = {"end_s": token_s[-1], "output_tokens": len(token_s), **fields}
     return Record(fields.pop("group", ""), arrival_s, arrival_s, token_s, **fields)
 
@@ -98,7 +100,7 @@ def test_a_timeline_can_be_read_back() -> None:
 
 
 def test_counters_are_those_of_the_run() -> None:
-    before = {"num_steps": 10, "num_sampled_tokens": 30}
-    after = {"num_steps": 14, "num_sampled_tokens": 42}
+    before: dict[str, int | float] = {"num_steps": 10, "num_sampled_tokens": 30}
+    after: dict[str, int | float] = {"num_steps": 14, "num_sampled_tokens": 42}
     counted = difference(before, after)
     assert counted == {"num_steps": 4, "num_sampled_tokens": 12, "mean_batch_size": 3.0}

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import EngineLimits, InputProcessor
+from infer.engine.client.input import InputProcessor
 from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.app import create_app
@@ -26,6 +26,7 @@ from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat
+from infer.types.engine_limits import EngineLimits
 from tests.support.checkpoints import END_ID, write_tokenizer
 from tests.support.doubles import make_hash_core
 from tests.support.published_templates import LOADED, SPECIAL, templates

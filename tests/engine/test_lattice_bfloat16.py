@@ -1,9 +1,9 @@
-"""The promise on a CPU in bfloat16, int8 and int4: tokens and log-probabilities bitwise equal in
-any company.
+"""Batch invariance on a CPU in bfloat16, int8 and int4: tokens and log-probabilities are bitwise
+equal in any batch.
 
-On the model that ships, with the defaults (its own dtype, the native attention kernel), with int8
-or int4 layers, and with keys and values in int8. Where the kernel was not compiled there is no
-promise, and the start-up says so; then this is skipped.
+On the shipped model, with the defaults (its own dtype, the native attention kernel), with int8 or
+int4 layers, and with keys and values in int8. Without the compiled kernel there is no such
+guarantee, and the start-up warns; these tests are then skipped.
 """
 
 from __future__ import annotations
@@ -49,11 +49,16 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
         pytest.skip(reason)
     if with_int8 and (reason := bfloat16_obstacle()):
         pytest.skip(reason)
-    settings = {"batching_mode": "sequential", "enable_prefix_caching": False, "max_seq_len": 512}
+    settings: dict[str, Any] = {
+        "batching_mode": "sequential",
+        "enable_prefix_caching": False,
+        "max_seq_len": 512,
+    }
     with LLM(**kind, **settings) as llm:
-        held = llm.core.runner.model.embedding.dtype
+        runner: Any = llm.core.runner
+        held = runner.model.embedding.dtype
         assert held == (torch.float32 if bfloat16_obstacle() else torch.bfloat16)
-        cache = llm.core.runner.caches[0]
+        cache = runner.caches[0]
         assert (cache.dtype == torch.int8) == with_int8
         return kind, run(llm)
 
@@ -88,7 +93,7 @@ def test_bitwise_as_alone(settings: dict[str, Any], alone: tuple[dict[str, Any],
 
 
 def test_int8_and_int4_are_other_models_than_bfloat16() -> None:
-    """Their layers do compute in int8: the log-probabilities are near, not equal."""
+    """Their log-probabilities are close but not equal, so the layers do compute in int8."""
     results = []
     for dtype in ("auto", "int8", "int4"):
         with LLM(dtype=dtype, max_seq_len=512) as llm:

@@ -1,4 +1,4 @@
-"""`LLM` as a Python program meets it: inputs, outputs, ends, errors, leaving early."""
+"""`LLM` as a Python program uses it: inputs, outputs, ends, errors, streams left early."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from infer import LLM, EngineConfig, FinishReason, RequestError, SamplingParams
+from infer.engine.llm import Prompt
 from infer.errors import (
     ConfigError,
     EngineDeadError,
@@ -35,7 +36,8 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 def test_outputs_come_in_input_order_with_everything(llm: LLM) -> None:
     params = GREEDY.replace(logprobs=2)
-    outputs = llm.generate(["Once upon a time", [1, 5, 7]], params)
+    prompts: list[Prompt] = ["Once upon a time", [1, 5, 7]]
+    outputs = llm.generate(prompts, params)
     assert outputs[1].prompt_token_ids == (1, 5, 7)
     assert outputs[0].prompt_token_ids == tuple(llm.tokenizer.encode("Once upon a time"))
     for output in outputs:
@@ -56,7 +58,8 @@ def test_one_prompt_of_each_kind(llm: LLM) -> None:
 
 def test_prompts_as_dicts(llm: LLM) -> None:
     ids = llm.tokenizer.encode("hello")
-    text, tokens = llm.generate([{"prompt": "hello"}, {"prompt_token_ids": ids}], GREEDY)
+    prompts: list[Prompt] = [{"prompt": "hello"}, {"prompt_token_ids": ids}]
+    text, tokens = llm.generate(prompts, GREEDY)
     assert text.token_ids == tokens.token_ids
     assert llm.generate({"prompt": "hello"}, GREEDY)[0].token_ids == text.token_ids
     for wrong in ({}, {"prompt": "a", "prompt_token_ids": [1]}, {"text": "a"}):
@@ -77,7 +80,7 @@ def test_the_core_says_what_each_request_produced(llm: LLM) -> None:
     [first] = llm.core.run_until_complete("short").values()
     assert first.token_ids == whole.token_ids[:3]
     assert first.finish_reason is FinishReason.LENGTH
-    # What was sampled in the first call is in the second one's result, too.
+    # The second call's result includes the tokens sampled during the first.
     rest = llm.core.run_until_complete()
     assert list(rest) == ["long"]
     assert rest["long"].token_ids == whole.token_ids
@@ -214,7 +217,7 @@ def test_one_bad_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
     with pytest.raises(RequestError, match="length is 256 tokens"):
         llm.generate([[1] * 250], SamplingParams(max_tokens=7))
     with pytest.raises(RequestError, match="text or a list of token ids"):
-        llm.generate([3.5])  # type: ignore[list-item]
+        llm.generate([3.5])  # type: ignore[arg-type]
     assert llm.stats()["num_steps"] == steps
 
 

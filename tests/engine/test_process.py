@@ -1,8 +1,9 @@
-"""`EngineProcess`: the same answers as in a thread, and nothing lost when the process dies."""
+"""`EngineProcess`: the same answers as from a thread, refusals, logs, the end of the process."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -12,20 +13,44 @@ import textwrap
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.loop import Abort
+from infer.engine.commands import Abort, Add, Command, Stop
 from infer.engine.process.launch import launch
-from infer.engine.process.messages import Refused, Report, read_commands, read_event
+from infer.engine.process.messages import (
+    Begin,
+    Commands,
+    ComputingAlone,
+    Inward,
+    Log,
+    Outward,
+    Ready,
+    Refused,
+    Report,
+    Text,
+    decode_inward,
+    decode_outward,
+)
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
-from infer.types import ErrorRecord, Request, StepOutput, TokenLogprobs
-from infer.types.step_events import StepEvent, StepEvents
+from infer.text.checkpoint_text import TextFiles
+from infer.types import ErrorRecord, Request, Sampling, StepOutput, TokenLogprobs
+from infer.types.engine_limits import EngineLimits
+from infer.types.engine_stats import EngineCounters, EngineGauges, EngineStats
+from infer.types.step_events import (
+    Admitted,
+    ComputedChunk,
+    Preempted,
+    Queued,
+    Resumed,
+    StepEvent,
+    StepEvents,
+)
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, solo
 
@@ -42,7 +67,7 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
 
 
 def worker_of(llm: AsyncLLM) -> EngineProcess:
-    worker = llm._worker
+    worker = llm.engine_client
     assert isinstance(worker, EngineProcess)
     return worker
 
@@ -77,26 +102,87 @@ def test_a_request_crosses_whole() -> None:
         output_token_ids=(4, 5),
         num_crashes=1,
     )
-    commands = [request, Abort("gone"), Abort("done", FinishReason.STOP), None]
-    assert read_commands(msgspec.msgpack.encode(commands)) == commands
+    commands = Commands([Add(request), Add(request), Abort("gone"), Stop()])
+    first, second, *others = crossed(commands).commands
+    assert dataclasses.asdict(first.request) == dataclasses.asdict(request)
+    assert first == second
+    assert first.request.sampling is second.request.sampling, "choices share what is large"
+    assert type(first.request.sampling) is Sampling
+    assert others == [Abort("gone"), Stop()]
+
+
+def crossed(message: Inward | Outward) -> Any:
+    """What the other process makes of a message."""
+    frame = msgspec.msgpack.encode(message)
+    is_inward = isinstance(message, get_args(Inward))
+    return decode_inward(frame) if is_inward else decode_outward(frame)
+
+
+STATS = EngineStats(
+    EngineGauges(num_running=1, num_pages=9),
+    EngineCounters(num_steps=2, num_finished={FinishReason.EOS: 3}),
+)
+EXAMPLES = (
+    *(Begin("a:b", {"n": 1, "x": None}, 20), Commands([])),
+    Text("name", TextFiles("{}", {"eos_token": "x"}, (3,), {"default": "x"})),
+    Ready(EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3), STATS),
+    Refused(ErrorRecord("m", "LoadError")),
+    Report([], STATS),
+    *(ComputingAlone("a"), ComputingAlone(None)),
+    Log("infer.x", 20, "line"),
+)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_crosses_whole(message: Inward | Outward) -> None:
+    assert crossed(message) == message
+
+
+def test_each_kind_of_message_and_command_is_a_record_with_an_example() -> None:
+    kinds = {*get_args(Inward), *get_args(Outward)}
+    assert {type(example) for example in EXAMPLES} == kinds
+    for kind in (*kinds, *get_args(Command)):
+        assert issubclass(kind, msgspec.Struct), kind
+        assert kind.__struct_config__.tag, kind
+
+
+@pytest.mark.parametrize("reason", FinishReason)
+def test_an_abort_crosses_with_its_reason(reason: FinishReason) -> None:
+    assert crossed(Commands([Abort("a", reason)])) == Commands([Abort("a", reason)])
+
+
+@pytest.mark.parametrize("frame", [None, "stop", ["stop"], ["later", 1], [["add", {}]]])
+def test_a_frame_that_is_no_message_is_refused(frame: Any) -> None:
+    for decode in (decode_inward, decode_outward):
+        with pytest.raises(msgspec.ValidationError):
+            decode(msgspec.msgpack.encode(frame))
+
+
+EVENTS = (
+    Queued("a", 2, 1, ("b", "c")),
+    Resumed("b", 0, 3),
+    Preempted("c", 5, "a"),
+    Preempted("c", 5),
+    Admitted("a", 3, 7),
+    ComputedChunk("a", 3, 4),
+)
 
 
 def test_an_output_crosses_whole() -> None:
+    assert {type(event) for event in EVENTS} == set(get_args(StepEvent))
     logprobs = TokenLogprobs(-0.125, ((3, -0.125), (4, float("-inf"))))
     outputs = [
         StepOutput("a", 3, None, logprobs, num_cached=4),
         StepOutput("b", None, FinishReason.ERROR, error=ErrorRecord("m", "EngineError", "p", "c")),
     ]
-    step_events = StepEvents(7, 0.5, 0.75, 2, (StepEvent("queued", "a", 2, 1, ("b", "c")),))
-    report = Report(outputs, {"n": 1, "x": 0.5}, step_events)
-    assert read_event(msgspec.msgpack.encode(report)) == report
+    step_events = StepEvents(7, 0.5, 0.75, 2, EVENTS)
+    report = Report(outputs, STATS, step_events)
+    assert crossed(report) == report
 
 
 @pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])
 def test_an_error_of_the_start_crosses_whole(error: LoadError) -> None:
-    event = read_event(msgspec.msgpack.encode(Refused(ErrorRecord.of(error))))
-    assert isinstance(event, Refused)
-    again = event.error.exception()
+    again = crossed(Refused(ErrorRecord.of(error))).error.exception()
     assert (type(again), str(again)) == (type(error), str(error))
 
 
@@ -207,7 +293,7 @@ ORPHAN = textwrap.dedent(
     async def main():
         await llm.start()
         async with llm.stream(llm.make_request("abc")):
-            print(llm._worker.pid, "torch" in sys.modules, flush=True)
+            print(llm.engine_client.pid, "torch" in sys.modules, flush=True)
             time.sleep(60)
     asyncio.run(main())
     """

@@ -56,6 +56,8 @@ ROUND = 100
 """examples of one kind before it is another's turn"""
 ROUND_OF_FILES = 25
 TOLD_EVERY_S = 300.0
+QUIET_S = 0.1
+"""without a byte, before a connection is taken to have nothing more to say"""
 Sent = Call | CallSequence | RawRequest
 
 
@@ -204,6 +206,11 @@ class Watched:
             with suppress(BrokenPipeError, ConnectionResetError):
                 for piece in request.pieces:
                     connection.sendall(piece)
+                connection.settimeout(QUIET_S)  # a client that closes its side gets no answer
+                with suppress(TimeoutError):
+                    while new := connection.recv(1 << 16):
+                        heard += new
+                connection.settimeout(DEADLINE_S)
                 connection.shutdown(socket.SHUT_WR)
             try:
                 while new := connection.recv(1 << 16):

@@ -63,7 +63,7 @@ def engine(**settings: Any) -> LLM:
 
 def answers(llm: LLM, order: list[int] | None = None) -> Result:
     order = order or list(range(len(PROMPTS)))
-    outputs = llm.generate([PROMPTS[i] for i in order], [params(i) for i in order], progress=False)
+    outputs = llm.generate([PROMPTS[i] for i in order], [params(i) for i in order], use_tqdm=False)
     by_prompt: dict[int, RequestOutput] = dict(zip(order, outputs, strict=True))
     return [(by_prompt[i].token_ids, by_prompt[i].logprobs) for i in range(len(PROMPTS))]
 
@@ -71,7 +71,7 @@ def answers(llm: LLM, order: list[int] | None = None) -> Result:
 @pytest.fixture(scope="module")
 def alone() -> Result:
     with engine(batching_mode="sequential", enable_prefix_caching=False) as llm:
-        runner = llm._core.runner  # type: ignore[union-attr]
+        runner = llm.core.runner
         assert isinstance(runner, DeviceRunner), "the kernels are not in use"
         return answers(llm)
 
@@ -107,7 +107,8 @@ def test_batch_invariant_answers_are_bitwise_the_same(name: str, alone: Result) 
 
 def test_memory_that_runs_out_is_contained(alone: Result, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of several requests does not fit, half of it does: nobody notices."""
-    launch, failed = DeviceRunner._launch, []
+    launch = DeviceRunner._launch
+    failed: list[int] = []
 
     def small(self: DeviceRunner, plan: Any) -> Any:
         if len(plan) > 2 and len(failed) < 6:
@@ -160,16 +161,16 @@ def workload(count: int) -> list[Request]:
     numbers = np.random.default_rng(7)
     made = []
     for i in range(count):
-        sampling: dict[str, Any] = [
+        kinds: list[dict[str, Any]] = [
             {},
             {"temperature": 0.8},
             {"temperature": 0.9, "top_p": 0.8, "top_k": 20},
             {"temperature": 1.0, "logprobs": 2},
             {"presence_penalty": 0.5},
             {"prompt_logprobs": 1},
-        ][i % 6]
+        ]
         num_prompt, num_output = (int(n) for n in numbers.integers(1, 40, 2))
-        made.append(request(f"{i}", num_prompt, num_output, **sampling))
+        made.append(request(f"{i}", num_prompt, num_output, **kinds[i % len(kinds)]))
     return made
 
 
@@ -230,7 +231,7 @@ def test_a_launch_compiles_nothing_after_the_warm_up(device: torch.device) -> No
             each = [
                 SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 9, 33)
             ]
-            llm.generate(PROMPTS[:3], each, progress=False)
+            llm.generate(PROMPTS[:3], each, use_tqdm=False)
         finally:
             patch.undo()
         assert not compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ def drawn() -> list[int]:
     logits = 3 * torch.randn((64, 5000), generator=torch.Generator().manual_seed(1))
     sequences = []
     for row in range(64):
-        narrow = {"top_p": 0.3 + row / 100, "min_p": 0.01} if row % 2 else {}
+        narrow: dict[str, Any] = {"top_p": 0.3 + row / 100, "min_p": 0.01} if row % 2 else {}
         params = SamplingParams(temperature=0.5 + row / 64, **narrow)
         sequences.append(Sequence.from_request(Request("r", (1, row), params, row, 10), row))
     return [sampled.token_id for sampled in sample(logits, sequences)]

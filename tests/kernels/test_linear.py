@@ -145,6 +145,7 @@ def test_it_is_chosen_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, b = layer(64, 64, True)
     product = make_linear(weight, b)
     assert isinstance(product, NativeLinear)
+    assert b is not None
     assert torch.equal(product(torch.zeros((2, 64)).bfloat16()), b.expand(2, -1))
     assert isinstance(make_linear(weight.float()), PackedLinear)
     monkeypatch.setenv(linear.VARIABLE, "onednn")
@@ -249,6 +250,7 @@ def test_the_check_finds_what_onednn_does() -> None:
 @pytest.mark.parametrize("k", [100, 2048, 8192])
 def test_packed_float32_is_the_same_in_any_company(k: int) -> None:
     weight, b = layer(k, 600, True)
+    assert b is not None
     product = PackedLinear(weight.float(), b.float())
     x = rows(130, k).float()
     whole = product(x)
@@ -280,7 +282,7 @@ def test_the_check_sees_the_layers_of_a_model(architecture: str, dtype: torch.dt
     promised_here = dtype == torch.float32 or linear.native_obstacle() is None
     if promised_here:
         assert batch_invariance_problem(model) is None
-    model.lm_head = Breaking(layer(32, 90, False)[0].to(dtype), 40)  # type: ignore[attr-defined]
+    model.lm_head = Breaking(layer(32, 90, False)[0].to(dtype), 40)
     assert "32 → 90" in str(batch_invariance_problem(model))
 
 

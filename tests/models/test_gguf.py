@@ -86,14 +86,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_logits(case: str, tmp_path: Path) -> None:
     arch, shape = CASES[case]
-    keys = {"final_logit_softcapping": 5.0} if "final_logit_softcapping" in shape else {}
+    keys: dict[str, Any] = (
+        {"final_logit_softcapping": 5.0} if "final_logit_softcapping" in shape else {}
+    )
     theirs = write(tmp_path / "m.gguf", arch, make_model(arch, **shape), **keys)
     assert GGUFFile(tmp_path / "m.gguf").config.dtype == "float32"
     assert_same(tmp_path / "m.gguf", theirs)
 
 
 def test_mistral3(tmp_path: Path) -> None:
-    shape = {
+    shape: dict[str, Any] = {
         "head_dim": 24,
         "sliding_window": None,
         "rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 0.25},

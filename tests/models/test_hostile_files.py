@@ -19,7 +19,7 @@ import pytest
 from infer.models.hub import SHIPPED_FOLDER
 from tests.support.hostile_files import LIMIT_BYTES, LIMIT_S, load_all
 
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 def config(**fields: Any) -> Change:
@@ -158,6 +158,7 @@ WEIGHTS: dict[str, Change] = {
     "header cut": header(b'{"a":'),
     "header depth": header(DEEP.encode()),
     "header list": header(b"[]"),
+    "header quoted in the error": header(json.dumps({"__metadata__": "x" * 10_000}).encode()),
     "overlap": header(_tensors(ONE, ("b", "F32", [2], [4, 12]))),
     "no data": header(_tensors(ONE)),
     "shape 2^40": header(_tensors(("a", "F32", [2**40], [0, 8]))),

@@ -1,4 +1,4 @@
-"""Prompts with the same beginning, computed once even while they are being computed."""
+"""Common prefixes of prompts that run at the same time are computed once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def core_for(num_seats: int = 16, **settings: object) -> EngineCore:
 
 
 def finish(core: EngineCore, requests: list[Request]) -> int:
-    """Run to the end, compare every output with that of a solo run; the steps it took."""
+    """Run to the end and compare every output with a solo run; returns the number of steps."""
     tokens: dict[str, list[int | None]] = {r.request_id: [] for r in requests}
     steps = 0
     while core.has_work:
@@ -52,7 +52,7 @@ MODES = [
     {"batching_mode": "static"},
     {"batching_mode": "sequential"},
     {"num_seats": 5},
-    {"num_pages": 200},  # room for two that share nothing
+    {"num_pages": 200},  # enough for two prompts without sharing
     {"max_num_batched_tokens": 50},
     {"max_num_batched_tokens": 5000},
 ]
@@ -65,7 +65,7 @@ def test_a_common_prefix_is_computed_once(settings: dict[str, object]) -> None:
     for r in requests:
         core.add(r)
     finish(core, requests)
-    stats = core.stats()
+    stats = core.stats().by_name()
     decoded = 16 * 3  # the first token comes with the prompt
     wasted = stats["num_preemptions"] * (1024 + 40)
     assert 0 <= stats["num_computed_tokens"] - (1024 + 16 * 40 + decoded) <= wasted
@@ -92,10 +92,10 @@ def test_when_the_one_who_computes_leaves_another_goes_on_where_it_was(
     else:
         core.scheduler.preempt(first)
     finish(core, requests)
-    lost = budget % 16  # of the page that was not full
-    assert core.stats()["num_computed_tokens"] == 1024 + lost + len(requests) * (40 + 3)
-    if leave == "preempt":  # what it finds again it computed itself
-        assert core.stats()["num_cached_tokens"] == 5 * 1024
+    lost = budget % 16  # tokens of the page that was not full
+    assert core.stats().counters.num_computed_tokens == 1024 + lost + len(requests) * (40 + 3)
+    if leave == "preempt":  # what it finds again was its own, so it does not count as cached
+        assert core.stats().counters.num_cached_tokens == 5 * 1024
 
 
 def test_it_also_may_end_by_itself() -> None:
@@ -104,7 +104,7 @@ def test_it_also_may_end_by_itself() -> None:
     for r in requests:
         core.add(r)
     finish(core, requests)
-    assert core.stats()["num_computed_tokens"] == 1024 + 4 * (40 + 3)
+    assert core.stats().counters.num_computed_tokens == 1024 + 4 * (40 + 3)
 
 
 def test_others_do_not_wait() -> None:
@@ -124,11 +124,11 @@ def test_without_the_cache_everybody_computes_everything() -> None:
     for r in requests:
         core.add(r)
     finish(core, requests)
-    assert core.stats()["num_computed_tokens"] == 4 * (1064 + 3)
+    assert core.stats().counters.num_computed_tokens == 4 * (1064 + 3)
 
 
 def branching(r: random.Random, name: str, scope: str) -> Request:
-    """A prompt from a small tree of prompts, so that any two part somewhere."""
+    """A prompt from a small tree of prompts, so that any two share a prefix of some length."""
     prompt = [token for _ in range(r.randrange(1, 7)) for token in [r.randrange(2)] * 5]
     prompt = prompt[: r.randrange(1, len(prompt) + 1)]
     return Request(name, tuple(prompt), GREEDY, 0, r.randrange(1, 4), cache_scope=scope)
@@ -156,8 +156,8 @@ def test_any_page_of_any_prompt_is_computed_once(policy: str) -> None:
             ends = range(page_size, len(prompt), page_size)
             pages |= {(request.cache_scope, prompt[:end]) for end in ends}
             rest += len(prompt) - len(ends) * page_size
-        decoded = core.stats()["num_sampled_tokens"] - len(requests)
-        assert core.stats()["num_computed_tokens"] <= len(pages) * page_size + rest + decoded
+        decoded = core.stats().counters.num_sampled_tokens - len(requests)
+        assert core.stats().counters.num_computed_tokens <= len(pages) * page_size + rest + decoded
 
 
 def test_leaving_and_preemption_at_any_time_change_no_token() -> None:

@@ -90,7 +90,8 @@ class ResponsesApi:
     def make_requests(self, engine: AsyncLLM, wire: ResponseBody, answer_id: str) -> list[Request]:
         with in_callers_names({"max_tokens": "max_output_tokens", "prompt": "input"}):
             sampling = SamplingParams(temperature=0, max_tokens=wire.max_output_tokens)
-            return list(requests_of(engine, [wire.input], sampling, answer_id))
+            checked = engine.check_sampling(sampling)
+            return list(requests_of(engine, [wire.input], checked, answer_id))
 
     def make_answer(
         self,
@@ -194,12 +195,14 @@ def with_awaits() -> Iterator[tuple[str, ast.Module]]:
 
 
 async def counted(app: App, stream: bool) -> tuple[int, set[Count]]:
-    """A request's status, and what is counted at each turn of the loop, from the first count of a request's choices until
-    they have run for some turns."""
+    """A request's status, and what is counted at each turn of the loop, from the first count of its
+    choices until they have run for some turns."""
     engine, traces = app.engine, app.app.state.traces
     await app.post(COMPLETIONS, BODIES[COMPLETIONS](max_tokens=1))
     [trace] = traces.all(None)
-    tenant, loop, found, num_turns = trace.context.tenant, asyncio.get_running_loop(), set(), 0
+    tenant, loop = trace.context.tenant, asyncio.get_running_loop()
+    found: set[Count] = set()
+    num_turns = 0
 
     def look() -> None:
         nonlocal num_turns

@@ -1,4 +1,4 @@
-"""TLS and Unix sockets: who can listen, how, and what is said where it cannot be."""
+"""TLS and Unix sockets, and the errors if they cannot be used."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,7 @@ def running(sock: socket.socket, settings: ServerSettings) -> Iterator[list[str]
 
 
 def ask(connection: http.client.HTTPConnection) -> None:
-    """A whole answer, a stream, and a refusal after which the connection is closed."""
+    """Ask for a plain answer, a stream, and a refusal after which the connection is closed."""
     connection.request("POST", "/v1/completions", BODY, JSON)
     assert connection.getresponse().read().startswith(b"{")
     streamed = BODY.replace("{", '{"stream": true, ', 1)
@@ -182,11 +183,13 @@ def test_keys_in_clear_text_are_warned_of(
     file = tmp_path / "keys.json"
     Keys(file, must_exist=False).create("a", KeyLimits())
     certificate, key = made["one"]
-    for host, more, warned in (
+    both: dict[str, Any] = {"ssl_certfile": certificate, "ssl_keyfile": key}
+    cases: list[tuple[str, dict[str, Any], bool]] = [
         ("0.0.0.0", {}, True),
         ("127.0.0.1", {}, False),
-        ("0.0.0.0", {"ssl_certfile": certificate, "ssl_keyfile": key}, False),
-    ):
+        ("0.0.0.0", both, False),
+    ]
+    for host, more, warned in cases:
         caplog.clear()
         settings = ServerSettings(api_keys=str(file), **more)
         with caplog.at_level(logging.WARNING), pytest.raises(LoadError, match="/no/such"):

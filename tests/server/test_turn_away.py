@@ -1,4 +1,4 @@
-"""Refusals at the heads of requests, while the engine has no room for more."""
+"""`TurnAway`: requests that are refused by their headers while the engine has no room."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_refusal_of_a_head_is_that_of_the_app(
     with full_server(ServerSettings(cors_origins="http://page.example")) as (engine, port):
         with busy(engine, port):
             early, said = post(port, path, BODIES[path], **{"x-request-id": "mine-1"})
-            # A page of another origin gets the layers' headers: this one goes through the app.
+            # The app answers requests of other origins, because its layers add headers for them.
             late, meant = post(port, path, BODIES[path], origin="http://page.example")
         counted = engine.stats()["num_requests_refused"]
     assert early.status == late.status == 503
@@ -104,7 +104,7 @@ def test_other_requests_are_answered_meanwhile() -> None:
 def test_with_keys_the_key_is_looked_at_first(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     key = Keys(path, must_exist=False).create("one", KeyLimits())
-    mine = {"authorization": f"Bearer {key}"}
+    mine: dict[str, Any] = {"authorization": f"Bearer {key}"}
     settings = ServerSettings(api_keys=str(path))
     with full_server(settings) as (engine, port), busy(engine, port, **mine):
         assert post(port, *COMPLETION)[0].status == 401

@@ -111,6 +111,7 @@ def write(
         else:
             data = gguf.quants.quantize(values + np.float32(shift), stored)
         written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert written is not None, name
         writer.add_tensor(written, data, raw_dtype=stored)
         seen = gguf.quants.dequantize(data, stored).reshape(values.shape) - np.float32(shift)
         back = seen if order is None else seen[np.argsort(order)]
@@ -145,6 +146,7 @@ def write_gpt2(path: Path, model: Any, kind: Q = Q.F32, *, with_head: bool = Fal
         data = gguf.quants.quantize(np.ascontiguousarray(values.T if is_turned else values), stored)
         written = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert written, name
+        assert written is not None, name
         writer.add_tensor(written, data, raw_dtype=stored)
         if with_head and written == "token_embd.weight":
             writer.add_tensor("output.weight", data, raw_dtype=stored)

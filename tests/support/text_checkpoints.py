@@ -130,7 +130,7 @@ def byte_level(*, bos: bool = True) -> Tokenizer:
             vocab_size=420,
             special_tokens=special,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_use_tqdm=False,
+            show_progress=False,
         ),
     )
     # These tokens are not special: models write them as text. Their characters are inside and
@@ -154,7 +154,7 @@ def _sentencepiece_bpe() -> Tokenizer:
     trained.normalizer = normalizers.Replace(" ", "▁")
     trained.train_from_iterator(
         [sentence for sentence in SENTENCES if "中文" not in sentence],
-        trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_use_tqdm=False),
+        trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>"], show_progress=False),
     )
     model = json.loads(trained.to_str())["model"]
     names = [token.content for token in _control_tokens()] + BYTE_TOKENS
@@ -210,7 +210,7 @@ def unigram() -> Tokenizer:
             vocab_size=200,
             unk_token="<unk>",
             special_tokens=[token.content for token in _control_tokens()],
-            show_use_tqdm=False,
+            show_progress=False,
         ),
     )
     pieces = [tuple(entry) for entry in json.loads(trained.to_str())["model"]["vocab"]]

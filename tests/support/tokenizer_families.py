@@ -60,7 +60,7 @@ def _byte_level(control: list[str], words: str | None, text_tokens: list[str]) -
     trainer = trainers.BpeTrainer(
         vocab_size=420,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_use_tqdm=False,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.add_special_tokens(_control(control))  # after the vocabulary, as in the families
@@ -73,7 +73,7 @@ def _spaced_pieces(control: list[str]) -> Tokenizer:
     """BPE with ▁ for a space and byte tokens for unknown characters; control tokens come first."""
     trained = Tokenizer(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
-    trainer = trainers.BpeTrainer(vocab_size=300, show_use_tqdm=False)
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False)
     trained.train_from_iterator([s for s in SENTENCES if "中文" not in s], trainer)
     model = json.loads(trained.to_str())["model"]
     names = list(dict.fromkeys([*control, *BYTE_TOKENS, *model["vocab"]]))
@@ -135,12 +135,17 @@ def gpt2() -> Tokenizer:
     return _byte_level(["<|endoftext|>"], None, [])
 
 
-LLAMA2 = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+LLAMA2: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 LLAMA2 |= {"add_bos_token": True, "add_eos_token": False}
 LLAMA3 = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-QWEN = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+QWEN: dict[str, Any] = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
 QWEN |= {"add_bos_token": False, "add_prefix_space": False, "unk_token": None, "errors": "replace"}
-GEMMA = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
+GEMMA: dict[str, Any] = {
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
 GEMMA |= {"add_bos_token": True, "add_eos_token": False}
 END_OF_TEXT = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 

@@ -82,7 +82,7 @@ def trained(name: str) -> Tokenizer:
     alphabet = pre.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         [*SENTENCES, "12 123 1234 12345 it's we'll 'Sx"] * 2,
-        trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_use_tqdm=False),
+        trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False),
     )
     if name == "llama-bpe":  # some tokens are words that no merges form
         description = json.loads(tokenizer.to_str())

@@ -20,7 +20,7 @@ Messages = list[dict[str, Any]]
 Chats = dict[str, tuple[Messages, dict[str, Any]]]
 NAMES = ("llama32", "qwen25", "qwen3", "gemma3")
 WITH_TOOLS = NAMES[:3]
-DATE = {"date_string": "01 Jan 2030"}
+DATE: dict[str, Any] = {"date_string": "01 Jan 2030"}
 
 
 def function(name: str, **properties: str) -> dict[str, Any]:
@@ -215,7 +215,7 @@ EXPECTED = {
 def test_the_formats_as_they_are_documented(pairs: dict[str, Pair], name: str) -> None:
     """The prompts are written out, so that the templates here stay like the models' own."""
     messages = [{"role": "system", "content": "Be."}, user("Hi")]
-    options = {**DATE, "enable_thinking": False}
+    options: dict[str, Any] = {**DATE, "enable_thinking": False}
     text, ids = pairs[name].ours.apply_chat_template(messages, **options)
     assert text == EXPECTED[name]
     assert pairs[name].ours.decode(ids, skip_special_tokens=False) == text

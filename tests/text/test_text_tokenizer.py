@@ -153,7 +153,7 @@ def test_properties(pair: Pair) -> None:
 @pytest.mark.parametrize("flags", [{}, {"add_bos_token": True}, {"add_eos_token": True}])
 @pytest.mark.parametrize("bos", [True, False])
 def test_bos_is_the_post_processors_decision(
-    tmp_path: Path, bos: bool, flags: dict[str, bool]
+    tmp_path: Path, bos: bool, flags: dict[str, Any]
 ) -> None:
     pair = load_pair("byte_level", save(tmp_path, byte_level(bos=bos), **flags))
     expected = pair.theirs.encode("Hello")

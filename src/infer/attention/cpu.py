@@ -23,6 +23,7 @@ from infer.kernels.layer_stack import LayerStack
 from infer.kernels.rotary import QKRotation
 
 MAX_HEAD_DIM = 256
+"""Maximum size of a head that the kernel supports."""
 
 
 def obstacle(
@@ -34,9 +35,9 @@ def obstacle(
     if dtype == torch.int8:
         return loader.int8_cache_obstacle(head_dim, page_size)
     if dtype not in (torch.bfloat16, torch.float32):
-        return f"the kernel knows bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
+        return f"the kernel supports bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if head_dim % 8 or not 8 <= head_dim <= MAX_HEAD_DIM:
-        return f"the kernel knows head sizes of 8, 16, … {MAX_HEAD_DIM}, not {head_dim}"
+        return f"the kernel supports head sizes of 8, 16, … {MAX_HEAD_DIM}, not {head_dim}"
     return loader.available()
 
 

@@ -1,4 +1,4 @@
-"""`BatchLayout`: where a step's queries, keys and values lie; `AttentionBackend`: the protocol.
+"""`BatchLayout`: the lengths and cache cells of a step; `AttentionBackend`: the backends' protocol.
 
 `runner.pack` makes the layout and the backends read it. All docstrings use these letters in shapes:
 T tokens of the step, B sequences, R sampled rows, H query heads, G key/value heads, D head size,

@@ -22,6 +22,7 @@ from infer.attention.layout import BatchLayout
 from infer.kernels.rotary import QKRotation
 
 TILE = 128
+"""Maximum number of query tokens of a tile."""
 
 
 def padded_context(num_keys: int) -> int:

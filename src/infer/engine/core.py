@@ -23,6 +23,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from infer.engine.process.blame import is_suspect
 from infer.errors import DeviceLostError
 from infer.schedule.page_allocator import PageTable
 from infer.schedule.scheduler import Scheduler
@@ -35,6 +36,7 @@ from infer.types import (
     StepOutput,
     TokenLogprobs,
 )
+from infer.types.engine_stats import EngineGauges, EngineStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
@@ -42,13 +44,6 @@ log = logging.getLogger(__name__)
 MAX_LOST_STEPS = 3
 """number of steps in a row without any result after which `try_out` decides whether the engine is
 broken or the requests are"""
-GAUGES = frozenset(
-    {
-        *("num_waiting", "num_running", "num_preempted"),
-        *("num_pages", "num_free_pages", "num_indexed_pages"),
-    }
-)
-"""names in `EngineCore.stats` that are gauges; all others are counters, which never decrease"""
 _TRIAL = "trial"
 _LOST = ErrorRecord("the engine failed while computing this request")
 
@@ -115,10 +110,10 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        announce: Callable[[str], None] = lambda request_id: None,
+        announce: Callable[[str | None], None] = lambda request_id: None,
     ) -> None:
         """`announce` is called with the id of a request that is computed alone next because an
-        engine crashed with it, and with "" before several requests are computed together."""
+        engine crashed with it, and with None before several requests are computed together."""
         self.scheduler = scheduler
         self.runner = runner
         self._announce = announce
@@ -197,7 +192,7 @@ class EngineCore:
         failed: dict[str, ErrorRecord] = {}
         for part in self._parts(plan):
             if part is not plan or _is_suspect(part[0]):
-                self._announce(part[0].sequence.request_id if _is_suspect(part[0]) else "")
+                self._announce(part[0].sequence.request_id if _is_suspect(part[0]) else None)
             self._execute(part, computed, sampled, failed)
         outputs = self.scheduler.commit(self.scheduler.advance(tuple(computed)), sampled)
         for request_id, error in failed.items():
@@ -247,10 +242,9 @@ class EngineCore:
             scheduler.pending_events.clear()
 
     def _parts(self, plan: Plan) -> list[Plan]:
-        """The parts in which a plan is executed: each suspect alone, then all others together.
-
-        A suspect is a request with which an engine has crashed. Computed alone, it is known to be
-        the cause if the engine crashes again."""
+        """The parts in which a plan is executed: each suspect (see `engine.process.blame`) alone,
+        then all others together. A suspect that is computed alone is known to be the cause if the
+        engine crashes again."""
         alone = [chunk for chunk in plan if _is_suspect(chunk)]
         if not alone:
             return [plan]
@@ -344,25 +338,21 @@ class EngineCore:
             outputs.extend(self.step(flush=True))
         return outputs
 
-    def stats(self) -> dict[str, int | float]:
-        """Gauges (see `GAUGES`) and counters by name."""
+    def stats(self) -> EngineStats:
+        """Gauges and counters of now. Another thread may be stepping."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
-        counts = scheduler.stats
-        return {
-            "num_waiting": len(scheduler.waiting),
-            "num_running": len(scheduler.running),
-            "num_preempted": len(scheduler.preempted),
-            "num_pages": allocator.num_usable,
-            "num_free_pages": allocator.num_free,
-            "num_indexed_pages": allocator.num_indexed,
-            "num_evictions": allocator.num_evictions,
-            **{name: getattr(counts, name) for name in counts.__slots__ if name != "num_finished"},
-            # A copy, made at once, because another thread may be stepping.
-            **{f"num_finished_{reason}": n for reason, n in dict(counts.num_finished).items()},
-        }
+        return EngineStats(
+            EngineGauges(
+                num_waiting=len(scheduler.waiting),
+                num_running=len(scheduler.running),
+                num_preempted=len(scheduler.preempted),
+                num_pages=allocator.num_usable,
+                num_free_pages=allocator.num_free,
+                num_indexed_pages=allocator.num_indexed,
+            ),
+            scheduler.stats.counters(num_evictions=allocator.num_evictions),
+        )
 
 
 def _is_suspect(chunk: Chunk) -> bool:
-    """Whether an engine has crashed with this request and it has not sampled a token since."""
-    request = chunk.sequence.request
-    return request.num_crashes > 0 and chunk.sequence.num_output == len(request.output_token_ids)
+    return is_suspect(chunk.sequence.request, chunk.sequence.num_output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,7 +126,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
-    ) -> Iterator[TextDelta]:
+    ) -> Generator[TextDelta, None, None]:
         """Yield the pieces of one completion as they are generated; of one answer, if `prompt` is
         a list of messages.
 
@@ -137,7 +137,7 @@ class LLM:
         request = self.make_request(prompt, sampling_params)  # type: ignore[arg-type]
         return self._stream(request)
 
-    def _stream(self, request: Request) -> Iterator[TextDelta]:
+    def _stream(self, request: Request) -> Generator[TextDelta, None, None]:
         # Added here and not in `stream`, so that an iterator that is never started holds no seat.
         self._add(request)
         pieces = self._pieces[request.request_id]
@@ -211,8 +211,8 @@ class LLM:
         self._pieces.pop(request_id, None)
 
     def stats(self) -> dict[str, int | float]:
-        """Gauges and counters of the engine."""
-        return self.core.stats()
+        """Gauges and counters of the engine, by name."""
+        return {**self.core.stats().by_name()}
 
     def close(self) -> None:
         """Abort all requests and release the model."""

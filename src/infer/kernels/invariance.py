@@ -54,7 +54,7 @@ def batch_invariance_problem(model: object) -> str | None:
                 return (
                     f"on this machine a row of the {width} → {height} product in"
                     f" {str(dtype).removeprefix('torch.')} is not the same alone and among"
-                    f" {num_rows}: an answer may depend on the requests beside it"
+                    f" {num_rows}: an answer may depend on other requests in the batch"
                 )
     return None
 

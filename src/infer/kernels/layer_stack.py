@@ -38,6 +38,7 @@ class LayerStack:
     """
 
     def __init__(self, first: Parts, num_layers: int, addresses: list[int]) -> None:
+        """`first`: the first layer, for the sizes. `addresses`: six per layer, for layers.cpp."""
         self._num_layers, self._table = num_layers, array("q", addresses)
         qkv, o, gate_up, _, norms = first
         kv_size = (qkv.out_features - o.in_features) // 2

@@ -107,6 +107,7 @@ class _Composed:
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
     ) -> None:
+        """`weight`: [out, in], or [2 out, in] with a gate; `bias`: [out] or [2 out]."""
         rows, self.in_features = weight.shape
         self.out_features = rows // 2 if fusion.gate else rows
         self.num_weights = weight.numel()
@@ -137,6 +138,7 @@ class PlainLinear(_Composed):
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
     ) -> None:
+        """`weight`: [out, in], or [2 out, in] with a gate; `bias`: [out] or [2 out]."""
         super().__init__(weight, bias, fusion)
         self.weight = weight
 
@@ -215,6 +217,7 @@ class PackedLinear(_Composed):
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
     ) -> None:
+        """`weight`: [out, in], or [2 out, in] with a gate; `bias`: [out] or [2 out]."""
         super().__init__(weight, bias, fusion)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
 
@@ -246,6 +249,7 @@ class Int8Linear(_Composed):
         *,
         bits: int = 8,
     ) -> None:
+        """`weight`: [out, in], or [2 out, in] with a gate; `bits`: 8, or 4 for int4."""
         super().__init__(weight, bias, fusion)
         whole, scales = _quantized(weight) if bits == 8 else _quantized4(weight)
         self._scales = scales.squeeze(1)

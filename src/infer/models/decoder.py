@@ -41,6 +41,7 @@ class Attention:
         *,
         offset: bool = False,
     ) -> None:
+        """`index`: of the layer; `prefix`: of its tensors' names; `norm`: of the input."""
         self.index = index
         self.config = config
         hidden, size = config.hidden_size, config.head_dim
@@ -77,6 +78,7 @@ class GatedMLP:
     def __init__(
         self, config: ModelConfig, source: WeightSource, prefix: str, norm: Norm, gate: str
     ) -> None:
+        """`prefix`: of the tensors' names; `norm`: the norm of the input."""
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}
         fusion = Fusion(norm=norm, gate=gate)

@@ -15,6 +15,7 @@ from infer.models.model_config import MAX_LAYERS, ConfigReader, ModelConfig, Rop
 from infer.models.rope_config import read_rope, read_rope_spec
 
 Windows = tuple[int | None, ...]
+"""Sliding window of each layer, as in `ModelConfig.windows`."""
 
 
 def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -50,6 +50,7 @@ class Gemma3:
     """The Gemma 3 decoder. See the module's docstring."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, max_seq_len: int) -> None:
+        """`max_seq_len`: the number of positions, which is the length of the RoPE tables."""
         self.config = config
         root = _root(source)
         vocab, hidden = config.vocab_size, config.hidden_size

@@ -108,7 +108,7 @@ _TENSOR_NAME = re.compile(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_27B_LAYERS = 62
 _MAX_ITEMS = 2_000_000
-"""Maximum number of items of all arrays of a file; the largest known vocabulary has 850,000."""
+"""Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
 _MAX_ENTRIES = 65_536
 """Maximum number of keys, and maximum number of tensors."""
 _ROWS_BYTES = 1 << 26
@@ -335,14 +335,14 @@ class _Reader(GGUFReader):
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
         if count and offset >= len(self.data):  # with a wrong length the loop would hardly end
-            raise ValueError("it ends before what it announces")
+            raise ValueError("it is shorter than its metadata says")
         return super()._get(offset, dtype, count, override_order)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         if self._is_in_array:
-            raise ValueError("it has an array of arrays, which no key of a model is")
+            raise ValueError("it has an array of arrays, which no model needs")
         # Each item takes 100 to 300 bytes of memory, however few bytes it has in the file.
         self._num_items += int(self._get(orig_offs + 4, np.uint64)[0])
         if self._num_items > _MAX_ITEMS:
@@ -384,5 +384,5 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
         problem = str(error) or type(error).__name__
         raise LoadError(f"{path} is cut short or damaged: {problem:.300}") from None
     if reader.byte_order != "I":
-        raise LoadError(f"{path} is written in the byte order of another kind of machine")
+        raise LoadError(f"{path} has another byte order than this machine")
     return metadata, {tensor.name: tensor for tensor in reader.tensors}

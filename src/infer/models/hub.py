@@ -13,15 +13,17 @@ from infer.errors import LoadError
 from infer.models.model_config import load_json
 
 SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
+"""Folder of the demo model."""
 SHIPPED_NAME = "infer-demo"
+"""Name under which the demo model is served."""
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str]:
     """(folder or GGUF file, name under which it is served) of a checkpoint.
 
-    `model`: a path, a hub id `owner/name`, or None for the demo model. A hub id is downloaded at
-    `revision` unless it is in the local hub cache. `LoadError` if there is no such checkpoint.
+    `model`: a path, a hub id `owner/name`, or None for the demo model. The checkpoint of a hub id
+    is downloaded at `revision` to the local hub cache. `LoadError` if there is no such checkpoint.
     """
     if model is None or model == SHIPPED_NAME:
         return SHIPPED_FOLDER, SHIPPED_NAME

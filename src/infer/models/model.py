@@ -30,6 +30,7 @@ class Model(Protocol):
     """A decoder-only transformer."""
 
     config: ModelConfig
+    """Config from which the model was made."""
     lm_head: Linear
     """The linear layer that `logits` uses, E → V."""
 

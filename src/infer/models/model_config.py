@@ -122,6 +122,7 @@ class ConfigReader:
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        """`raw`: the fields of the file; `where`: its name in error messages."""
         self.raw = raw
         self.where = where
         self.problems: list[str] = []

@@ -38,6 +38,7 @@ _GEMMA3 = Architecture(
     "infer.models.gemma3:Gemma3",
     "text models; sliding and global layers, two RoPE tables, final soft-capping",
 )
+# The supported architectures by their name in `config.json`.
 ARCHITECTURES: Mapping[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         "Llama 2, 3.x", families.read_llama, _DECODER, "RoPE scaling, biases, tied or untied"

@@ -69,6 +69,7 @@ class RopeTable:
     def __init__(
         self, config: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device
     ) -> None:
+        """`head_dim`: size of a head, D; `max_seq_len`: number of positions."""
         freqs = inverse_frequencies(config, head_dim)
         angles = torch.arange(max_seq_len, dtype=torch.float32)[:, None] * freqs
         self._cos = (angles.cos() * config.attention_factor).to(device)

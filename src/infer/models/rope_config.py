@@ -14,6 +14,7 @@ from typing import Any
 from infer.models.model_config import MAX_NUMBER, ConfigReader, RopeConfig
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+"""Kinds of RoPE scaling that are supported."""
 _REQUIRED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -84,7 +85,7 @@ def _yarn_attention_factor(reader: ConfigReader, spec: Mapping[str, Any], factor
         value = scales[name] = spec.get(name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value < MAX_NUMBER):
-            reader.problems.append(f"RoPE {name} must be a number from 0 on, not {value!r:.80}")
+            reader.problems.append(f"RoPE {name} must be a number of 0 or more, not {value!r:.80}")
             scales[name] = None
 
     def sharpening(scale: float) -> float:

@@ -26,7 +26,9 @@ from infer.kernels.loader import advise
 from infer.models.model_config import load_json
 
 SINGLE_FILE = "model.safetensors"
+"""Name of the file of a checkpoint that has only one."""
 INDEX_FILE = "model.safetensors.index.json"
+"""Name of the file that maps tensor names to files, in a checkpoint of several files."""
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -209,10 +211,10 @@ def _files_of_names(folder: Path) -> Mapping[str, str]:
             raise LoadError(f"{index}: weight_map must map tensor names to files")
         values = list(weight_map.values())
         if wrong := [file for file in values if not isinstance(file, str)]:
-            raise LoadError(f"{index}: weight_map names the file {wrong[0]!r:.80}, not a text")
+            raise LoadError(f"{index}: weight_map must map to names of files, not {wrong[0]!r:.80}")
         files = sorted(set(values))
         if outside := next((f for f in files if Path(f).name != f or len(f) > 255), None):
-            raise LoadError(f"{index}: {outside!r:.80} is outside the folder, or no name of a file")
+            raise LoadError(f"{index}: {outside!r:.80} is not the name of a file in this folder")
         absent = [file for file in files if not (folder / file).is_file()]
         if absent:
             raise LoadError(f"{index} names files that are not there: {listing(absent)}")

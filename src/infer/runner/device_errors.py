@@ -12,5 +12,5 @@ def translated(error: RuntimeError) -> Exception:
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return MemoryError(str(error))
     if isinstance(error, torch.AcceleratorError):
-        return DeviceLostError(f"the device does not compute any more: {error}")
+        return DeviceLostError(f"the device has failed: {error}")
     return error

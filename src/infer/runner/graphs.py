@@ -57,6 +57,7 @@ class Graphs(Generic[Result]):
     """Captured work by key. See the module's docstring."""
 
     def __init__(self, capture: Capture[Result]) -> None:
+        """`capture`: records work for replay, such as `CudaCapture`."""
         self._capture = capture
         self._replays: dict[Hashable, Callable[[], Result]] = {}
 

@@ -39,6 +39,7 @@ class Packer:
     """Converts plans to tensors. See the module's docstring."""
 
     def __init__(self, page_size: int, device: torch.device) -> None:
+        """`page_size`: number of cells of a page; `device`: of the tensors."""
         self._page_size = page_size
         self._device = device
         self._tables = torch.zeros((0, 0), dtype=torch.int64)

@@ -29,7 +29,7 @@ from torch import Tensor
 from infer.kernels import loader
 from infer.runner import vocab_blocks
 from infer.schedule.sequence import NONE_LEFT, NOT_FINITE, Sampled, Sequence
-from infer.types import SamplingParams, TokenLogprobs
+from infer.types import Sampling, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
 
@@ -194,8 +194,8 @@ def adjust(rows: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHIN
     bias, seen, written, ends = (_Cells(rows) for _ in range(4))
     for row, sequence in enumerate(sequences):
         params = sequence.request.sampling
-        if params.bias_pairs:
-            bias.add(row, *zip(*params.bias_pairs, strict=True))
+        if params.logit_bias:
+            bias.add(row, *zip(*params.logit_bias, strict=True))
         if params.repetition_penalty != 1.0:
             seen.add(row, sequence.tokens, params.repetition_penalty)
         if (params.presence_penalty or params.frequency_penalty) and sequence.num_output:
@@ -360,7 +360,7 @@ def _points(sequences: list[Sequence], like: Tensor, attempt: int = 0) -> Tensor
     return _tensor(points, like, torch.float64)
 
 
-def _temperatures(params: list[SamplingParams], like: Tensor) -> Tensor:
+def _temperatures(params: list[Sampling], like: Tensor) -> Tensor:
     return _tensor([p.temperature for p in params], like, torch.float32)
 
 

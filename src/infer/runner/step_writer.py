@@ -20,6 +20,7 @@ from infer.schedule.sequence import PENDING, Chunk, Plan, Sequence
 _MASK64 = (1 << 64) - 1
 _SIGN64 = 1 << 63
 Host = dict[str, np.ndarray]
+"""Columns of a host buffer by name; see `StepLayout`."""
 
 
 class StepWriter:
@@ -28,6 +29,7 @@ class StepWriter:
     def __init__(
         self, backend: DeviceBackend, rows: TableRows, page_size: int, vocab_size: int
     ) -> None:
+        """`rows`: the page tables on the device; `page_size`: number of cells of a page."""
         self._backend, self._rows = backend, rows
         self._page_size, self._vocab_size = page_size, vocab_size
         self._sampled_row: dict[int, int] = {}

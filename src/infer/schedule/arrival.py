@@ -12,7 +12,7 @@ from infer.errors import RequestError, too_long
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.sequence import Sequence
 from infer.types import Request
-from infer.types.step_events import StepEvent
+from infer.types.step_events import Queued, Resumed
 
 MAX_NAMED = 4
 """maximum number of requests ahead in the queue that a "queued" event names"""
@@ -39,9 +39,9 @@ def check_fits(request: Request, max_seq_len: int, allocator: PageAllocator) -> 
         )
 
 
-def queued(sequence: Sequence, waiting: Seq[Sequence], num_running: int) -> StepEvent:
+def queued(sequence: Sequence, waiting: Seq[Sequence], num_running: int) -> Queued | Resumed:
     """The event that a sequence waits; `waiting` is in order of rank and does not contain it."""
     place = bisect(waiting, sequence.rank, key=lambda other: other.rank)
     before = tuple(s.request_id for s in waiting[max(0, place - MAX_NAMED) : place])
-    kind = "resumed" if sequence.request.num_crashes else "queued"
-    return StepEvent(kind, sequence.request_id, place, num_running, before)
+    kind = Resumed if sequence.request.num_crashes else Queued
+    return kind(sequence.request_id, place, num_running, before)

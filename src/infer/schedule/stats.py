@@ -1,7 +1,7 @@
 """`SchedulerStats`: the scheduler's counters since it was made
 
-No counter ever decreases. The scheduler writes them; `EngineCore.stats` reads them for /health,
-logs and tests.
+No counter ever decreases. The scheduler writes them; `EngineCore.stats` reads them as
+`EngineCounters`, whose docstrings say what each number is.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from infer.types import FinishReason
+from infer.types.engine_stats import EngineCounters
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters."""
+    """The counters of one scheduler while they grow; see `EngineCounters`."""
 
     num_submitted: int = 0
-    """requests accepted; equals waiting + running + preempted + finished"""
     num_requests_refused: int = 0
-    """requests refused because the queue was full; a façade that checks the queue itself adds the
-    requests that it refused"""
     num_finished: Counter[FinishReason] = field(default_factory=Counter)
     """requests that have ended, by finish reason"""
     num_steps: int = 0
@@ -31,7 +29,6 @@ class SchedulerStats:
     num_sampled_tokens: int = 0
     """output tokens that were sampled and delivered"""
     num_late_tokens: int = 0
-    """tokens that were dropped because their sequence ended while the step was computed"""
     num_prompt_tokens: int = 0
     """prompt tokens of all requests admitted"""
     num_cached_tokens: int = 0
@@ -39,15 +36,30 @@ class SchedulerStats:
     num_preemptions: int = 0
     """times a running sequence lost its pages"""
     num_batches: int = 0
-    """static mode: batches that have ended"""
     num_batch_tokens: int = 0
-    """static mode: prompt and output tokens of those batches"""
     num_padded_tokens: int = 0
-    """static mode: tokens those batches would take if every sequence were padded to the longest,
-    as classical implementations do; reported only, nothing is padded here"""
 
     def count_batch(self, lengths: Seq[int]) -> None:
         """Count a static batch that has ended; `lengths` are its sequences' lengths in tokens."""
         self.num_batches += 1
         self.num_batch_tokens += sum(lengths)
         self.num_padded_tokens += max(lengths) * len(lengths)
+
+    def counters(self, *, num_evictions: int) -> EngineCounters:
+        """A copy of now; `num_evictions`: what the page allocator has counted."""
+        return EngineCounters(
+            num_evictions=num_evictions,
+            num_submitted=self.num_submitted,
+            num_requests_refused=self.num_requests_refused,
+            num_steps=self.num_steps,
+            num_computed_tokens=self.num_computed_tokens,
+            num_sampled_tokens=self.num_sampled_tokens,
+            num_late_tokens=self.num_late_tokens,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            num_batches=self.num_batches,
+            num_batch_tokens=self.num_batch_tokens,
+            num_padded_tokens=self.num_padded_tokens,
+            num_finished=dict(self.num_finished),
+        )

@@ -27,6 +27,7 @@ from infer.text.tools.json_calls import BracketEnd, write_json
 from infer.types.grammar import Grammar
 
 MAX_FORCED_CALLS = 8
+"""Maximum number of calls in an answer that a grammar enforces."""
 _CALL_HEAD = '{"name": '
 
 

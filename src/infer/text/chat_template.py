@@ -89,7 +89,7 @@ def _environment() -> BoundedEnvironment:
 
 def _strftime_now(pattern: str) -> str:
     if len(pattern) > 100:
-        raise WorkError("the template formats a time too long")
+        raise WorkError("the template gives strftime_now more than 100 characters")
     return datetime.datetime.now().strftime(pattern)
 
 
@@ -134,7 +134,9 @@ class ChatTemplate:
                 MAX_PROBE_S,
             )
         except WorkError as error:
-            raise LoadError(f"the chat template cannot be used: a few words in, {error}") from None
+            raise LoadError(
+                f"the chat template cannot be used, not even for a few words: {error}"
+            ) from None
 
     def _common_variables(self) -> dict[str, Any]:
         """The variables that are the same for every prompt."""

@@ -17,6 +17,7 @@ from infer.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
                 "mask_token")  # fmt: skip
+"""Names of tokens in configuration files."""
 _OLDER_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json",
                 "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model",
                 "qwen.tiktoken")  # fmt: skip
@@ -75,6 +76,7 @@ class _Folder:
         self.problems: list[str] = []
 
     def text_files(self) -> TextFiles:
+        """Read all files; what is wrong is added to `problems`."""
         tokenizer_json = self.text("tokenizer.json")
         if tokenizer_json is None and not self.problems:
             self.problems.append(self.missing_tokenizer())
@@ -95,6 +97,7 @@ class _Folder:
         )
 
     def text(self, name: str) -> str | None:
+        """The text of a file; None if it is missing or cannot be read, which is a problem."""
         most = (MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES)
         try:
             return read_text(self.path / name, most[name == "tokenizer.json"])
@@ -109,6 +112,7 @@ class _Folder:
             return None
 
     def json_object(self, name: str) -> dict[str, Any]:
+        """The object in a JSON file; {} if the file is missing or is not an object."""
         text = self.text(name)
         try:
             value = {} if text is None else parse_json(text)
@@ -121,6 +125,7 @@ class _Folder:
         return value
 
     def missing_tokenizer(self) -> str:
+        """The problem of a folder without tokenizer.json."""
         older = [name for name in _OLDER_FILES if (self.path / name).exists()]
         if not older:
             return "tokenizer.json is missing; copy it from the checkpoint's repository"
@@ -131,6 +136,7 @@ class _Folder:
         )
 
     def named_tokens(self, config: Mapping[str, Any]) -> dict[str, str]:
+        """The text of each named token that is set, by name."""
         values = {name: config[name] for name in NAMED_TOKENS if config.get(name) is not None}
         named = {name: _content(value) for name, value in values.items()}
         self.problems += [
@@ -142,6 +148,7 @@ class _Folder:
         return {name: content for name, content in named.items() if content}
 
     def added_tokens(self, added: Any) -> tuple[Mapping[str, Any], ...]:
+        """The entries of `added_tokens_decoder` in the order of their ids."""
         try:
             tokens = tuple(added[key] for key in sorted(added, key=int))
             if all(isinstance(token, Mapping) and _content(token) is not None for token in tokens):
@@ -154,6 +161,7 @@ class _Folder:
         return ()
 
     def eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence ids of generation_config.json and config.json, each once."""
         ids: list[int] = []
         for name in ("generation_config.json", "config.json"):
             config = self.json_object(name)

@@ -21,6 +21,7 @@ from infer.errors import LoadError
 from infer.text.checkpoint_text import TextFiles
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+"""Types of tokens in `tokenizer.ggml.token_type`."""
 _NAMED_IDS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -135,9 +136,11 @@ class _Vocabulary:
         self.named_ids = {name: i for name, i in named.items() if i is not None}
 
     def error(self, problem: str) -> LoadError:
+        """The error for a problem, which begins with the name of a key."""
         return LoadError(f"{self.where}: the tokenizer cannot be used: tokenizer.ggml.{problem}")
 
     def need(self, name: str, kind: type) -> Any:
+        """The value of a required key of type `kind`; `LoadError` if it is missing."""
         value = self.metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(value, kind):
             found = "is missing" if value is None else f"is {value!r:.40}"
@@ -152,6 +155,7 @@ class _Vocabulary:
         return values
 
     def id_at(self, key: str, default: int | None = None) -> int | None:
+        """The token id that a key holds; `LoadError` if there is no such token."""
         value = self.metadata.get(f"tokenizer.ggml.{key}", default)
         if value is not None and not (isinstance(value, int) and 0 <= value < len(self.tokens)):
             raise self.error(f"{key} is {value!r}, outside of {len(self.tokens)} tokens")

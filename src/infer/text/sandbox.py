@@ -327,7 +327,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _check_numbers(self, spec: str) -> None:
         for digits in re.findall(r"\d+", spec):
             if len(digits) > 5 or int(digits) > MAX_RANGE:
-                raise WorkError("the template pads a text too far")
+                raise WorkError(f"the template pads a text to more than {MAX_RANGE} characters")
             self.spend(int(digits))
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -362,14 +362,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                       "wordcount"):  # fmt: skip
             self._walk(value, chars=0.25)
             if any(_length(each) > 100 for each in _texts(others)):
-                raise WorkError("the template separates with a text too long")
+                raise WorkError(f"the template gives `{name}` a text of more than 100 characters")
         elif name == "replace" and len(others) > 1:
             self._walk(value, chars=0)
             self._spend_replacing(str(value), others[0], others[1])
         elif name == "format":
             self._check_percent(str(value), others)
         elif name == "sum" and any(not isinstance(each, (int, float, str)) for each in others):
-            raise WorkError("the template adds up lists")
+            raise WorkError("the template uses the filter `sum` on lists")
         elif name in ("indent", "wordwrap") and isinstance(value, str):
             width = max([4, *(each for each in others if isinstance(each, int)),
                          *map(_length, others)])  # fmt: skip
@@ -401,4 +401,4 @@ def _texts(values: Sequence[Any]) -> Iterator[str]:
 
 def _check_widths(values: Sequence[Any], most: int = MAX_RANGE) -> None:
     if any(isinstance(value, int) and abs(value) > most for value in values):
-        raise WorkError("the template asks for a width or a number too large")
+        raise WorkError(f"the template uses a width or a count above {most}")

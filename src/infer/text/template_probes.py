@@ -23,6 +23,7 @@ from infer.text.tools.formats import ToolFormat, format_that_reads
 Render = Callable[[Sequence[dict[str, Any]], dict[str, Any]], str]
 """Function (messages, variables of the template) → prompt, which may raise `RequestError`."""
 Message = dict[str, Any]
+"""Message of a chat, as in OpenAI's API."""
 
 _TOOL_VARIABLES = ("tools", "xml_tools", "functions", "custom_tools", "available_tools")
 """Names of the variable for tools in published templates, in the order in which they are tried."""
@@ -149,6 +150,7 @@ class _Probes:
         self._ends_s = time.monotonic() + MAX_PROBING_S
 
     def shown(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
+        """The prompt of a probe; "" if it cannot be rendered."""
         if time.monotonic() > self._ends_s:
             return ""
         try:

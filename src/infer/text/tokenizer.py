@@ -211,7 +211,7 @@ def _encode(
         if type(error).__name__ != "PanicException":
             raise
         raise RequestError(
-            "the tokenizer of this model cannot cut this text", param=param
+            "the tokenizer of this model cannot encode this text: a pattern gives up", param=param
         ) from None
 
 

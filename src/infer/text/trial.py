@@ -45,7 +45,7 @@ def try_patterns(tokenizer_json: str) -> None:
     else:
         if done.returncode == 0:
             return
-    raise LoadError("tokenizer.json cannot be used: its patterns take too long over short texts")
+    raise LoadError("tokenizer.json cannot be used: its patterns take too long for short texts")
 
 
 def _known(pattern: str) -> bool:

@@ -1,15 +1,33 @@
-"""`end_of`: what the end of a choice is called, everywhere where it is told.
+"""`FinishReason`: why a sequence ended; `end_of`: what that is called, wherever it is shown.
 
-One table for answers, stories, metrics, logs, spans and counts: a reason that is added to
+One table for answers, traces, metrics, logs, spans and counts: a reason that is added to
 `FinishReason` must be added here, or nothing passes the type checker.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, assert_never
+from enum import StrEnum
+from typing import Literal, NamedTuple, assert_never
 
-from infer.types import FinishReason
 
+class FinishReason(StrEnum):
+    """Why a sequence ended; every request ends in exactly one of these."""
+
+    EOS = "eos"
+    """the model ended it with one of its end-of-sequence tokens"""
+    STOP = "stop"
+    """a stop string or a stop token id of the request was reached"""
+    COMPLETE = "complete"
+    """what the request's grammar wants is complete, and nothing may follow"""
+    LENGTH = "length"
+    """`max_tokens` were generated"""
+    ABORT = "abort"
+    """the caller left or cancelled"""
+    ERROR = "error"
+    """refused by the engine, or the engine failed on it; `StepOutput.error` says which"""
+
+
+EndCounter = Literal["num_requests_finished", "num_requests_cancelled", "num_requests_failed"]
 DISCONNECTED = "disconnected"
 NORMAL_OUTCOMES = ("stop", "length")
 
@@ -20,9 +38,9 @@ class End(NamedTuple):
     word: str | None
     """OpenAI's `finish_reason`; None: it was not finished but broken off"""
     outcome: str
-    """in stories, metrics, logs and spans"""
-    counter: str
-    """in `AsyncLLM.stats`"""
+    """in traces, metrics, logs and spans"""
+    counter: EndCounter
+    """the field of `RequestCounters` in which it is counted"""
 
 
 def end_of(reason: FinishReason | None) -> End:

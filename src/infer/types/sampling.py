@@ -1,4 +1,8 @@
-"""`SamplingParams`: how the tokens of one request are chosen, checked where it is made."""
+"""`SamplingParams`: how the tokens of one request are chosen, checked where it is made.
+
+`SamplingParams` is what a caller gives; `Sampling` is what is kept of it. The engine knows only
+the second.
+"""
 
 from __future__ import annotations
 
@@ -44,59 +48,61 @@ def _check_count(name: str, count: int, limit: int, what: str = "entries") -> No
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of one request are chosen and when it ends.
+class Sampling:
+    """How the tokens of one request are chosen and when it ends, each value in its one form.
 
     Order of application: logit bias and penalties, what is not allowed, temperature, top-k, top-p
     and min-p, draw.
     Log-probabilities are those of the model's raw logits. The draw is a pure function of the seed
     and the token's position, so a seeded request gives the same text in any company.
 
-    Raises `RequestError` for a value of the wrong type, `UnprocessableError` for one out of range.
+    Callers construct `SamplingParams`; a message boundary decodes this class. Both raise
+    `RequestError` for a value of the wrong type and `UnprocessableError` for one out of range.
     """
 
     temperature: float = 1.0
     """0 = greedy; else 0.01 to 2"""
     top_k: int = 0
-    """keep the k most probable tokens; 0 or -1 = all"""
+    """number of most probable tokens that are kept; 0 or -1 = all"""
     top_p: float = 1.0
-    """keep the smallest set of most probable tokens whose probabilities add up to this; (0, 1]"""
+    """probability mass of the smallest set of most probable tokens that is kept; (0, 1]"""
     min_p: float = 0.0
-    """drop tokens less probable than this fraction of the most probable one; 0 to 1"""
+    """least probability of a token that is kept, as a fraction of the highest one; 0 to 1"""
     repetition_penalty: float = 1.0
-    """divide (or, if negative, multiply) the logits of tokens in prompt and output; (0, 10]"""
+    """divisor (of a negative logit, factor) for tokens in prompt and output; (0, 10]"""
     presence_penalty: float = 0.0
-    """subtract once from the logits of tokens in the output; -2 to 2"""
+    """number subtracted once from the logit of a token that is in the output; -2 to 2"""
     frequency_penalty: float = 0.0
-    """subtract for each time a token is in the output; -2 to 2"""
-    logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = ()
-    """token id → value added to its logit, -100 to 100; kept as a sorted tuple of pairs"""
+    """number subtracted from a token's logit for each time it is in the output; -2 to 2"""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value added to its logit, -100 to 100), in ascending order"""
     seed: int | None = None
     """64-bit signed; None = one is chosen from the engine's seed"""
     max_tokens: int | None = 16
-    """how many tokens to generate at most; None = as many as the context has room for"""
+    """most tokens that are generated; None = as many as the context has room for"""
     min_tokens: int = 0
-    """no end-of-sequence or stop token is sampled, and no stop string ends it, before this many"""
-    stop: str | Iterable[str] = ()
-    """strings that end the output; kept as a tuple"""
-    stop_token_ids: Iterable[int] = ()
-    """token ids that end the output; kept as a tuple"""
+    """tokens before which no end-of-sequence or stop token is sampled and no stop string ends the
+    output"""
+    stop: tuple[str, ...] = ()
+    """strings that end the output"""
+    stop_token_ids: tuple[int, ...] = ()
+    """token ids that end the output"""
     ignore_eos: bool = False
-    """go on after the model's end-of-sequence tokens"""
+    """whether the output goes on after the model's end-of-sequence tokens"""
     include_stop_str_in_output: bool = False
-    """keep the stop string (or stop token's text) that ended the output in its text"""
+    """whether the text keeps the stop string (or stop token's text) that ended it"""
     skip_special_tokens: bool = True
-    """leave special tokens out of the text"""
+    """whether special tokens are left out of the text"""
     logprobs: int | None = None
     """None = no log-probabilities; k = those of the sampled token and the k most probable ones"""
     prompt_logprobs: int | None = None
     """the same for each token of the prompt but the first; such a prompt is always computed"""
-    grammar: Grammar | Mapping[str, str] | None = None
-    """the text must be one of these; it ends when it is complete, whatever `ignore_eos` says"""
-    allowed_token_ids: Iterable[int] | None = None
-    """only these are sampled; kept as a tuple"""
-    bad_words: Iterable[str] = ()
-    """texts that are not generated, as far as they are spelled as alone; kept as a tuple"""
+    grammar: Grammar | None = None
+    """what the text must be; it ends when it is complete, whatever `ignore_eos` says"""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """the only token ids that are sampled; None = all"""
+    bad_words: tuple[str, ...] = ()
+    """texts that are not generated, as far as they are spelled as alone"""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 2.0)
@@ -134,31 +140,66 @@ class SamplingParams:
         for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, flag), bool):
                 raise RequestError(f"{flag} must be true or false", param=flag)
-        object.__setattr__(self, "stop", _clean_strings("stop", self.stop, MAX_STOP_STRINGS))
-        stop_ids = _clean_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        object.__setattr__(self, "stop_token_ids", stop_ids)
-        if self.allowed_token_ids is not None:
-            name = "allowed_token_ids"
-            allowed = _clean_ids(name, self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-            if not allowed:
-                raise UnprocessableError(f"{name} is empty: nothing could be sampled", param=name)
-            object.__setattr__(self, name, allowed)
-        bad = _clean_strings("bad_words", self.bad_words, MAX_BAD_WORDS)
-        object.__setattr__(self, "bad_words", bad)
-        object.__setattr__(self, "grammar", _clean_grammar(self.grammar))
-        object.__setattr__(self, "logit_bias", _clean_logit_bias(self.logit_bias))
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as it is kept."""
-        assert isinstance(self.stop, tuple)
-        return self.stop
 
-    @property
-    def bias_pairs(self) -> tuple[tuple[int, float], ...]:
-        """`logit_bias` as it is kept."""
-        assert isinstance(self.logit_bias, tuple)
-        return self.logit_bias
+class SamplingParams(Sampling):
+    """A `Sampling` made from what a caller gives; every field by keyword.
+
+    Some fields may be given in more forms than the one that is kept: `stop` as one string,
+    `logit_bias` as a mapping, `grammar` as a mapping of `kind` and `text`, and all lists as any
+    iterable.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        *,
+        logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
+        stop: str | Iterable[str] = (),
+        stop_token_ids: Iterable[int] = (),
+        grammar: Grammar | Mapping[str, str] | None = None,
+        allowed_token_ids: Iterable[int] | None = None,
+        bad_words: Iterable[str] = (),
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        seed: int | None = None,
+        max_tokens: int | None = 16,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        super().__init__(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=_clean_logit_bias(logit_bias),
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop=_clean_strings("stop", stop, MAX_STOP_STRINGS),
+            stop_token_ids=_clean_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ignore_eos=ignore_eos,
+            include_stop_str_in_output=include_stop_str_in_output,
+            skip_special_tokens=skip_special_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=_clean_grammar(grammar),
+            allowed_token_ids=_clean_allowed(allowed_token_ids),
+            bad_words=_clean_strings("bad_words", bad_words, MAX_BAD_WORDS),
+        )
 
     def replace(self, **changes: object) -> SamplingParams:
         """A copy with some fields changed; checked like a new one."""
@@ -193,6 +234,16 @@ def _clean_ids(name: str, ids: Iterable[int], limit: int) -> tuple[int, ...]:
     _check_count(name, len(kept), limit)
     for token_id in kept:
         _check_int(name, token_id, 0, 2**31 - 1)
+    return kept
+
+
+def _clean_allowed(ids: Iterable[int] | None) -> tuple[int, ...] | None:
+    if ids is None:
+        return None
+    name = "allowed_token_ids"
+    kept = _clean_ids(name, ids, MAX_ALLOWED_TOKEN_IDS)
+    if not kept:
+        raise UnprocessableError(f"{name} is empty: nothing could be sampled", param=name)
     return kept
 
 

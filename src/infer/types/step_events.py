@@ -1,31 +1,66 @@
 """`StepEvents`: what a step did, beside the tokens that it gave.
 
-The scheduler notes what happens to a request (it has to wait behind others, gets a seat, a part of
-its prompt is computed, it loses its pages); a step in which everybody decodes notes nothing, so
-telling costs nothing where it would cost most. The facts go out with the step's outputs, and the
-server makes a request's story and its metrics of them. Plain data, stdlib only.
+The scheduler records what happens to a request: one class for each kind of event. A step in which
+everybody decodes records nothing, so recording costs nothing where it would cost most. The events
+go out with the step's outputs, and the server makes a request's trace and its metrics of them.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 
-class StepEvent(NamedTuple):
-    """Something that happened to a request: in a step, or since the step before."""
-
-    kind: str
-    """queued: `num` wait before it, `total` are running, `others` = the next of those before it ·
-    resumed: the same, after an engine had died · admitted: `num` of `total` tokens were found in
-    the cache · chunk: `total` tokens from `num` on are computed · preempted: it loses `num`
-    computed tokens, because `others` needed the pages"""
+class _Waiting(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
-    num: int
-    total: int
-    others: tuple[str, ...] = ()
+    num_before: int
+    """requests that wait before it"""
+    num_running: int
+    """requests that have a seat"""
+    behind: tuple[str, ...] = ()
+    """ids of the next few of those before it"""
 
 
-class StepEvents(NamedTuple):
+class Queued(_Waiting, frozen=True, tag="queued"):
+    """A request waits for a seat."""
+
+
+class Resumed(_Waiting, frozen=True, tag="resumed"):
+    """A request waits for a seat again, because the engine that had it has died."""
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
+    """A request gets a seat, and pages for all its tokens."""
+
+    request_id: str
+    num_cached: int
+    """tokens that were found in the prefix cache"""
+    num_tokens: int
+    """all tokens that it has now"""
+
+
+class ComputedChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
+    """A part of a request's tokens is computed; a single output token is no event."""
+
+    request_id: str
+    start: int
+    """position of the first token of the part"""
+    num_tokens: int
+
+
+class Preempted(msgspec.Struct, frozen=True, array_like=True, tag="preempted"):
+    """A request loses its pages, and all that was computed of it."""
+
+    request_id: str
+    num_lost: int
+    """tokens that had been computed"""
+    needed_by: str | None = None
+    """id of the request that needed the pages or the seat"""
+
+
+StepEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted
+
+
+class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     """One step, and what happened since the one before. Times are those of `time.monotonic`, which
     all processes of a machine share."""
 
@@ -34,4 +69,6 @@ class StepEvents(NamedTuple):
     started_s: float
     ended_s: float
     num_sequences: int
+    """sequences that were computed in the step"""
     events: tuple[StepEvent, ...] = ()
+    """in the order in which they happened"""

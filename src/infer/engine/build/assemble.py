@@ -30,7 +30,7 @@ from infer.engine.build.memory_plan import (
     make_plan,
 )
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import EngineLimits, InputProcessor, log_tool_use
+from infer.engine.client.input import InputProcessor, log_tool_use
 from infer.engine.core import EngineCore
 from infer.engine.loop import Announce, Blueprint, EngineThread
 from infer.errors import ConfigError, LoadError
@@ -48,6 +48,7 @@ from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.tokenizer import Tokenizer
+from infer.types.engine_limits import EngineLimits
 
 log = logging.getLogger(__name__)
 

@@ -2,10 +2,10 @@
 
 `async with engine.stream(request) as pieces` runs a request. Entering takes a place (or raises
 `OverloadedError`); leaving for any reason aborts an unfinished request. `reserved` holds places for
-requests that are still being made, and hands them over. Each request has a mailbox. The outputs of
-a step arrive in one message and are turned into text here, on the event loop. A slow reader gets
-the waiting pieces merged into one. A request for which too much waits is cancelled; the engine
-never waits for a reader.
+requests that are still being made and hands them over. Each request has a mailbox. The outputs of a
+step arrive in one message and are turned into text here, on the event loop. A slow reader gets the
+waiting pieces merged into one. A request for which too much waits is cancelled; the engine never
+waits for a reader.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
-from functools import partial, reduce
-from typing import Any, Protocol, TypeVar
+from copy import copy
+from functools import partial
+from typing import Any, Protocol
 
+from infer.engine.client.engine_client import SOFT_LIMIT_S, EngineClient
 from infer.engine.client.input import InputProcessor
+from infer.engine.client.mailbox import MAX_MAILBOX_BYTES, Mailbox
 from infer.engine.client.output import OutputProcessor, collected
-from infer.engine.loop import SOFT_LIMIT_S, EngineClient
 from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
 from infer.types import (
-    ErrorRecord,
     FinishReason,
     Request,
     RequestOutput,
@@ -31,22 +32,13 @@ from infer.types import (
     TextDelta,
 )
 from infer.types.ends import end_of
+from infer.types.engine_stats import RequestCounters, ServingStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-COUNTS = (
-    *("num_requests_admitted", "num_requests_refused"),
-    *("num_requests_finished", "num_requests_cancelled", "num_requests_failed"),
-)
-"""counters of the façade; at any moment admitted = num_open + finished + cancelled + failed"""
 MAX_MESSAGES_A_TURN = 8
 """maximum number of engine steps that the event loop reads before it runs other tasks"""
-MAX_MAILBOX_BYTES = 256 * 1024
-"""approximate bytes that may wait for one reader after merging; beyond it the request is
-cancelled"""
 MAX_MAILBOXES_BYTES = 256 * 1024 * 1024
 """approximate bytes that may wait for all readers together; beyond it the requests with most are
 cancelled and their pieces dropped"""
@@ -55,56 +47,12 @@ _CHECK_INTERVAL_S = 0.1
 """minimum seconds between two checks of all mailboxes, of which there may be thousands"""
 
 
-class Mailbox:
-    """The pieces of one request that have arrived and have not been read."""
-
-    def __init__(self, processor: OutputProcessor, merge: bool) -> None:
-        self.processor = processor
-        self.is_cancelled = False
-        self._merge = merge
-        self._pieces: list[TextDelta] = []
-        self.num_bytes = 0
-        """approximate bytes of the pieces that wait because the reader is slow"""
-        self._reader: asyncio.Future[None] | None = None
-
-    def cancel(self) -> None:
-        """Count the request as cancelled, with whatever finish reason it ends."""
-        self.is_cancelled = True
-
-    def drop(self) -> None:
-        """Drop all waiting pieces, the final one included; the next piece is the first again."""
-        self._pieces, self.num_bytes, self.processor.finish_reason = [], 0, None
-
-    def put(self, piece: TextDelta) -> None:
-        """Add a piece; called on the event loop."""
-        if self._pieces:  # the reader is slow; otherwise counting is not worth its time
-            self.num_bytes += _size_of(piece)
-            if self.num_bytes > MAX_MAILBOX_BYTES and self._merge:
-                self._pieces = [reduce(TextDelta.merge, self._pieces)]
-                self.num_bytes = _size_of(self._pieces[0]) + _size_of(piece)
-        self._pieces.append(piece)
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-
-    async def take(self) -> list[TextDelta]:
-        """Wait until a piece is there and take all of them (merged into one, if so constructed).
-        There may be one reader at a time."""
-        if not self._pieces:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-        pieces, self._pieces, self.num_bytes = self._pieces, [], 0
-        return [reduce(TextDelta.merge, pieces)] if self._merge else pieces
-
-
-def _size_of(piece: TextDelta) -> int:
-    """Approximate bytes that a piece takes in memory."""
-    pairs = sum(1 + len(each.top) for each in piece.logprobs)
-    return 200 + len(piece.text) + 48 * len(piece.token_ids) + 125 * pairs
-
-
 class RequestStream:
-    """A running request in its caller's hands. Iterating gives its pieces, the last of which has a
-    finish reason, to one reader at a time. The caller closes it."""
+    """A running request, held by its caller, who must `close` it.
+
+    Iterating yields its pieces, the last of which has a finish reason. There may be one reader at a
+    time.
+    """
 
     def __init__(self, request: Request, mailbox: Mailbox, leave: Callable[[], None]) -> None:
         """`leave` is called once, by the first `close`."""
@@ -113,11 +61,12 @@ class RequestStream:
         self._leave: Callable[[], None] | None = leave
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
-        return _pieces(self._mailbox)
+        return self._mailbox.pieces()
 
     async def output(self) -> RequestOutput:
-        """The whole output, once the request has ended; closes the stream. Raises `EngineError` if
-        the request fails, and the `RequestError` with which the engine refuses it."""
+        """Wait for the request's end, close the stream and return the whole output. Raises
+        `EngineError` if the request fails, and the `RequestError` with which the engine refuses
+        it."""
         with closing(self):
             return collected(self._request, [piece async for piece in self])
 
@@ -129,16 +78,16 @@ class RequestStream:
 
 
 class Reservation:
-    """Places that are held for requests while they are made."""
+    """Places in the queue that are held for requests which are being made."""
 
     def __init__(self, count: int, enter: Callable[[Request, bool], RequestStream]) -> None:
-        """`count`: places. `enter` runs a request in one of them."""
+        """`enter` runs a request in one of the held places."""
         self._num_left = count
         self._enter = enter
 
     def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
-        """Run a request, which takes over one of the places; see `AsyncLLM.enter`. Nobody else can
-        get the place in between. Raises `EngineDeadError` if there is no engine any more."""
+        """Run a request in one of the held places, which no other request can take in between; see
+        `AsyncLLM.enter`. Raises `EngineDeadError` if the engine has ended."""
         if not self._num_left:
             raise ValueError("no place of this reservation is left")
         stream = self._enter(request, merge)
@@ -146,7 +95,7 @@ class Reservation:
         return stream
 
     def release(self) -> int:
-        """Give up the places that no request has taken over; returns how many they were."""
+        """Give up the places that no request has taken; returns their number."""
         count, self._num_left = self._num_left, 0
         return count
 
@@ -181,7 +130,8 @@ class AsyncLLM:
         """number of token ids"""
         self.num_seats = input_processor.limits.num_seats
         """maximum number of requests in the batch"""
-        self._worker = worker
+        self.engine_client = worker
+        """the engine: a thread or a process"""
         self._input_processor = input_processor
         self._mailboxes: dict[str, Mailbox] = {}
         self._messages: deque[Callable[[], None]] = deque()
@@ -191,7 +141,7 @@ class AsyncLLM:
         self._draining = False
         self._check_is_planned = False
         self._num_reserved = 0
-        self._counts = dict.fromkeys(COUNTS, 0)
+        self._counts = RequestCounters()
 
     def observe(self, observer: Observer) -> None:
         """Call `observer` for all further events. There is one observer; a second call, from a
@@ -205,18 +155,18 @@ class AsyncLLM:
     @property
     def is_alive(self) -> bool:
         """Whether requests are accepted: started, not closed, and the engine has not died."""
-        return not self._closed and self._worker.is_alive
+        return not self._closed and self.engine_client.is_alive
 
     @property
     def is_ready(self) -> bool:
         """Whether the engine would work on a request that is sent now; implies `is_alive`."""
-        return self.is_alive and not self._draining and self._worker.is_ready
+        return self.is_alive and not self._draining and self.engine_client.is_ready
 
     @property
     def is_live(self) -> bool:
         """Whether it is alive and does not hang: with open requests, the engine has reported within
         `SOFT_LIMIT_S`."""
-        is_stuck = self.num_open > 0 and self._worker.silence_s >= SOFT_LIMIT_S
+        is_stuck = self.num_open > 0 and self.engine_client.silence_s >= SOFT_LIMIT_S
         return self.is_alive and not is_stuck
 
     @property
@@ -236,18 +186,18 @@ class AsyncLLM:
     async def start(self) -> None:
         """Start the engine; once."""
         self._loop = asyncio.get_running_loop()
-        self._worker.start(self._deliver, self._died)
+        self.engine_client.start(self._deliver, self._died)
 
     async def close(self) -> None:
         """End open requests with an error, then stop the engine. Further requests are refused."""
         self._end(EngineDeadError("the server is shutting down"))
-        await asyncio.to_thread(self._worker.stop)
+        await asyncio.to_thread(self.engine_client.stop)
         await asyncio.to_thread(self._input_processor.close)
 
     def _end(self, error: EngineDeadError) -> None:
         self._closed = True
         for mailbox in self._mailboxes.values():
-            _fail(mailbox, error)
+            mailbox.fail(error)
 
     async def __aenter__(self) -> AsyncLLM:
         await self.start()
@@ -263,22 +213,22 @@ class AsyncLLM:
         return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
 
     def refusal(self) -> OverloadedError | None:
-        """Why one more request would be refused for want of room, counted as refused; None where
-        there is room, or where something else would be wrong with it."""
+        """The error for one more request if the queue is full, which is then counted as refused;
+        None if there is room, or if the engine is not running."""
         try:
             self._check_capacity(1)
         except OverloadedError as error:
             return error
         except EngineDeadError:
-            self._counts["num_requests_refused"] -= 1  # whoever raises it will count it
+            self._counts.num_requests_refused -= 1  # counted when the request gets this error
         return None
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[Reservation]:
         """Hold places for `count` requests while they are made, so that a refused request costs no
-        work. A place is held until a request takes it over (`Reservation.enter`) or the block is
-        left.
+        work.
 
+        A place is held until a request takes it over (`Reservation.enter`) or the block is left.
         Raises `OverloadedError` or `EngineDeadError`, like `stream`.
         """
         self._check_capacity(count)
@@ -298,7 +248,7 @@ class AsyncLLM:
             raise
 
     def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
-        """Run a request; the caller closes the stream. `stream` does both.
+        """Run a request; returns its stream, which the caller must close (`stream` does both).
 
         `merge=False` keeps one piece per token for a slow reader too. Raises `OverloadedError` if
         the queue is full, `EngineDeadError` if the engine is not running or the server shuts down.
@@ -308,16 +258,16 @@ class AsyncLLM:
             raise ValueError(f"a request with id {request.request_id!r} is already running")
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
         self._mailboxes[request.request_id] = mailbox
-        self._counts["num_requests_admitted"] += 1
-        self._worker.add(request)
+        self._counts.num_requests_admitted += 1
+        self.engine_client.add(request)
         return RequestStream(request, mailbox, partial(self._leave, request.request_id))
 
     def _leave(self, request_id: str) -> None:
         mailbox = self._mailboxes.pop(request_id)
         reason = mailbox.processor.finish_reason
         if reason is None:
-            self._worker.abort(request_id)
-        self._counts[end_of(None if mailbox.is_cancelled else reason).counter] += 1
+            self.engine_client.abort(request_id)
+        self._counts.count_end(end_of(None if mailbox.is_cancelled else reason).counter)
         if self._observer is not None:
             self._observer.left(request_id, reason)
 
@@ -325,10 +275,8 @@ class AsyncLLM:
     async def stream(
         self, request: Request, *, merge: bool = True
     ) -> AsyncIterator[AsyncIterator[TextDelta]]:
-        """Run a request; yields an iterator over its pieces, the last of which has a finish reason.
-
-        Leaving the block aborts an unfinished request. Parameters and errors: see `enter`.
-        """
+        """Run a request; yields an iterator over its pieces. Leaving the block aborts an unfinished
+        request. Raises the errors of `enter`."""
         with closing(self.enter(request, merge=merge)) as running:
             yield aiter(running)
 
@@ -337,21 +285,23 @@ class AsyncLLM:
         mailbox = self._mailboxes.get(request_id)
         if mailbox is not None and mailbox.processor.finish_reason is None:
             mailbox.cancel()
-            _fail(mailbox, error)
-            self._worker.abort(request_id)
+            mailbox.fail(error)
+            self.engine_client.abort(request_id)
 
     async def generate(self, request: Request) -> RequestOutput:
         """Run a request to its end; cancelling the task aborts it.
 
-        Raises the errors of `enter` and of `RequestStream.output`.
+        Raises what `enter` raises, and what `RequestStream.output` raises.
         """
         return await self.enter(request).output()
 
     def stats(self) -> dict[str, int | float]:
         """Gauges and counters of engine and façade by name."""
-        stats = self._worker.stats()
-        counts = {name: count + stats.get(name, 0) for name, count in self._counts.items()}
-        return {**stats, "num_open": self.num_open, **counts}
+        return {**self.read_stats().by_name()}
+
+    def read_stats(self) -> ServingStats:
+        """The same as a record."""
+        return ServingStats(self.engine_client.stats(), copy(self._counts), self.num_open)
 
     def _check_capacity(self, count: int) -> None:
         num_taken = len(self._mailboxes) + self._num_reserved
@@ -365,7 +315,7 @@ class AsyncLLM:
             error = OverloadedError(busy)
         else:
             return
-        self._counts["num_requests_refused"] += count
+        self._counts.num_requests_refused += count
         raise error
 
     def _deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
@@ -408,15 +358,15 @@ class AsyncLLM:
                 piece = processor.push(output)
             except Exception:
                 log.exception("request %s: its output cannot be made text", output.request_id)
-                _fail(mailbox, EngineError("the output of this request cannot be made text"))
-                self._worker.abort(output.request_id)
+                mailbox.fail(EngineError("the output of this request cannot be made text"))
+                self.engine_client.abort(output.request_id)
                 continue
             if piece is not None:
                 mailbox.put(piece)
                 is_behind = is_behind or mailbox.num_bytes > 0
                 is_full = is_full or mailbox.num_bytes > MAX_MAILBOX_BYTES
             if processor.take_abort():
-                self._worker.abort(output.request_id, FinishReason.STOP)
+                self.engine_client.abort(output.request_id, FinishReason.STOP)
         if is_full:  # checked after its reader has had a chance to run
             asyncio.get_running_loop().call_soon(self._cancel_stalled)
         elif is_behind and not self._check_is_planned:
@@ -437,18 +387,3 @@ class AsyncLLM:
                 return
             message = "the client reads too slowly: too much of the answer was waiting to be read"
             self.cancel(request_id, CancelledError(message, code="client_stalled"))
-
-
-def _fail(mailbox: Mailbox, error: EngineError | RequestError) -> None:
-    if mailbox.processor.finish_reason is None:
-        mailbox.processor.finish_reason = FinishReason.ERROR
-        reason = ErrorRecord.of(error)
-        mailbox.put(TextDelta("", (), finish_reason=FinishReason.ERROR, error=reason))
-
-
-async def _pieces(mailbox: Mailbox) -> AsyncIterator[TextDelta]:
-    while True:
-        for piece in await mailbox.take():
-            yield piece
-            if piece.finish_reason is not None:
-                return

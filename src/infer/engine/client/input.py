@@ -17,8 +17,8 @@ from infer.errors import RequestError, UnprocessableError, too_long
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.text.tokenizer import Tokenizer
-from infer.types import Request, SamplingParams
-from infer.types.grammar import Grammar
+from infer.types import Request, Sampling, SamplingParams
+from infer.types.engine_limits import EngineLimits
 
 log = logging.getLogger(__name__)
 
@@ -33,31 +33,12 @@ def log_tool_use(tokenizer: Tokenizer) -> None:
         log.log(logging.INFO if use.is_known else logging.WARNING, "%s", use.summary)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Limits of an engine; made by `engine.build.assemble`."""
-
-    vocab_size: int
-    """width of the logits; every token id is smaller"""
-    max_seq_len: int
-    """maximum length of prompt and output together, in tokens"""
-    num_seats: int
-    """maximum number of sequences in the batch"""
-    max_waiting_requests: int
-    """maximum number of requests in the queue"""
-
-    @property
-    def max_unfinished(self) -> int:
-        """Maximum number of requests that are running or waiting."""
-        return self.num_seats + self.max_waiting_requests
-
-
 @dataclass(frozen=True, slots=True)
 class CheckedSampling:
-    """A `SamplingParams` that is valid for the model, with derived values; made once by
+    """A `Sampling` that is valid for the model, with derived values; made once by
     `InputProcessor.check` for all requests that share it."""
 
-    sampling: SamplingParams
+    sampling: Sampling
     bad_token_ids: tuple[tuple[int, ...], ...]
     """token sequences that must not be generated, from `bad_words`"""
     grammar_bytes: int = 0
@@ -77,7 +58,7 @@ class InputProcessor:
     def make_request(
         self,
         prompt: str | Sequence[int],
-        sampling: SamplingParams | CheckedSampling | None = None,
+        sampling: Sampling | CheckedSampling | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -119,12 +100,12 @@ class InputProcessor:
         """End the grammar checker's process."""
         self.grammars.close()
 
-    def check(self, sampling: SamplingParams) -> CheckedSampling:
+    def check(self, sampling: Sampling) -> CheckedSampling:
         """Check everything about a sampling that depends on the model but not on the prompt: token
         ids, grammar, bad words. Raises `RequestError`. The time is linear in the fields' sizes."""
         self._check_ids(sampling)
         num_bytes = 0
-        if isinstance(sampling.grammar, Grammar):
+        if sampling.grammar is not None:
             num_bytes = self.grammars.check(sampling.grammar)
         return CheckedSampling(sampling, self._spellings(sampling.bad_words), num_bytes)
 
@@ -168,11 +149,11 @@ class InputProcessor:
         if num_chars > limit * self.tokenizer.max_token_chars * _MAX_SHRINKING:
             raise too_long(limit, f"the prompt is too long: {num_chars} characters", param="prompt")
 
-    def _check_ids(self, sampling: SamplingParams) -> None:
+    def _check_ids(self, sampling: Sampling) -> None:
         for name, ids in (
-            ("logit_bias", [token for token, _ in sampling.bias_pairs]),
-            ("stop_token_ids", list(sampling.stop_token_ids)),
-            ("allowed_token_ids", list(sampling.allowed_token_ids or ())),
+            ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("allowed_token_ids", sampling.allowed_token_ids or ()),
         ):
             for token in ids:
                 if token >= self.limits.vocab_size:
@@ -196,7 +177,7 @@ class InputProcessor:
             raise too_long(limit, found, param="prompt")
         return limit - num_prompt
 
-    def _max_tokens(self, num_prompt: int, sampling: SamplingParams) -> int:
+    def _max_tokens(self, num_prompt: int, sampling: Sampling) -> int:
         limit, room = self.limits.max_seq_len, self._remaining_tokens(num_prompt)
         wanted = room if sampling.max_tokens is None else sampling.max_tokens
         if wanted > room:

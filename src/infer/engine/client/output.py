@@ -29,7 +29,7 @@ class OutputProcessor:
             skip_special_tokens=sampling.skip_special_tokens,
             shown_token_ids=request.shown_token_ids,
         )
-        self._stop = StopMatcher(sampling.stop_strings, sampling.include_stop_str_in_output)
+        self._stop = StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
         self._keep_end = sampling.include_stop_str_in_output
         self._min_tokens = sampling.min_tokens
         self._num_tokens = 0

@@ -1,9 +1,9 @@
-"""The engine process: makes an engine as it is told, and runs it until its parent has gone.
+"""The engine process: builds an engine from `Begin`, and runs it until its parent has gone.
 
 `python -m infer.engine.process.child FD PARENT` is started by `engine.process.supervisor` with one
 end of a socket pair. Commands are read by a thread of their own, so that the end of the parent is
-seen at once, whatever a step is doing. It ignores the signals that a terminal or process manager
-sends to the whole group: when to end is the parent's decision.
+seen at once, whatever a step is doing. The process ignores the signals that a terminal or process
+manager sends to the whole group: its parent decides when it ends.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import infer.engine.process.messages as messages
-from infer.engine.loop import Blueprint, Command, EngineLoop, freeze_heap
+from infer.engine.commands import Command
+from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
 from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
 
 DUMP_SIGNAL = signal.SIGUSR1
-"""writes the stacks of all threads to stderr, also while the interpreter is stuck"""
+"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck"""
 WRAP_VARIABLE = "INFER_WRAP_CORE"
-"""`module:function`, for tests: gets the engine core and returns one to which things happen"""
+"""variable of the environment for tests: `module:function` that gets the engine core and returns
+one that fails on purpose"""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,7 +63,9 @@ def _read(frames: Iterator[bytes | None], commands: queue.SimpleQueue[Command]) 
     try:
         for frame in frames:
             assert frame is not None
-            for command in messages.read_commands(frame):
+            message = messages.decode_inward(frame)
+            assert isinstance(message, messages.Commands), "an engine begins once"
+            for command in message.commands:
                 commands.put(command)
     finally:
         os._exit(1)  # nobody is there any more
@@ -78,7 +82,8 @@ def main(fd: int, parent: int) -> int:
     frames = channel.frames()
     first = next(frames)
     assert first is not None
-    begin = messages.read_begin(first)
+    begin = messages.decode_inward(first)
+    assert isinstance(begin, messages.Begin), "the first frame says how to begin"
     logger = logging.getLogger("infer")
     logger.addHandler(_LogToParent(channel))
     logger.setLevel(begin.log_level)
@@ -96,6 +101,7 @@ def main(fd: int, parent: int) -> int:
         channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
     freeze_heap()
+    sys.setswitchinterval(0.001)  # so long a step waits for a thread that compiles a grammar
     # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
     # be used again, 2,000 of each length, which fill over an hour and look like a leak.
     gc.set_threshold(700, 2, 2)

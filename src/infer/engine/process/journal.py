@@ -3,10 +3,8 @@ received.
 
 It lives on the API side and makes the engine disposable: what a dead engine had not finished is
 given to the next one with its tokens so far, and goes on at the same position with the same seed,
-so with the same tokens. A request that takes engines with it must not go on for ever: after a crash
-each request begins in a step of its own (`EngineCore.step`), and who was alone in the step in which
-an engine has died again is not tried any more. The others are innocent, however often an engine
-dies under them. Plain data, no threads; `engine.process.supervisor` holds the lock.
+so with the same tokens. Which request is given up after a crash is decided by
+`engine.process.blame`. Plain data, no threads; `engine.process.supervisor` holds the lock.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from infer.engine.process.blame import GIVEN_UP, CrashHistory
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 
@@ -21,12 +20,8 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 class _Entry:
     request: Request
     token_ids: list[int] = field(default_factory=list)
-    num_crashes: int = 0
-    num_alone: int = 0
-    """crashes in a row in a step that computed nobody else"""
-
-
-MAX_FROM_OUTSIDE = 3
+    """output tokens until now"""
+    crashes: CrashHistory = field(default_factory=CrashHistory)
 
 
 class RequestJournal:
@@ -56,27 +51,23 @@ class RequestJournal:
             wanted.append(output)
             if output.token_id is not None:
                 entry.token_ids.append(output.token_id)
-                entry.num_alone = 0
+                entry.crashes.record_token()
             if output.finish_reason is not None:
                 del self._entries[output.request_id]
         return wanted
 
-    def crashed(self, alone: str, *, from_outside: bool) -> list[StepOutput]:
+    def crashed(self, alone: str | None, *, from_outside: bool) -> list[StepOutput]:
         """The engine died with all of these; returns the end of the one that is to blame, if any.
 
-        `alone`: the request that was being computed by itself, or "". `from_outside`: somebody
-        else on the machine did it, so that once, and even twice, may be chance.
+        `alone`: id of the request that was being computed by itself, if one was. `from_outside`:
+        somebody else on the machine ended the engine.
         """
-        for entry in self._entries.values():
-            entry.num_crashes += 1
-        suspect = self._entries.get(alone)
-        if suspect is None:
-            return []
-        suspect.num_alone += 1
-        if suspect.num_alone < (MAX_FROM_OUTSIDE if from_outside else 1):
-            return []
-        message = "the engine died more than once while computing this request; it is given up"
-        return [self._end(alone, ErrorRecord(message))]
+        ends = []
+        for request_id, entry in list(self._entries.items()):
+            entry.crashes.record_crash(alone=request_id == alone)
+            if request_id == alone and entry.crashes.is_to_blame(from_outside=from_outside):
+                ends.append(self._end(request_id, GIVEN_UP))
+        return ends
 
     def fail_all(self, error: ErrorRecord) -> list[StepOutput]:
         """The ends of all."""
@@ -88,7 +79,7 @@ class RequestJournal:
             replace(
                 entry.request,
                 output_token_ids=tuple(entry.token_ids),
-                num_crashes=entry.num_crashes,
+                num_crashes=entry.crashes.num_crashes,
             )
             for entry in self._entries.values()
         ]

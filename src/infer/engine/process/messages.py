@@ -1,9 +1,9 @@
 """What crosses between an API process and its engine process, and how it is written.
 
 A frame is four bytes of length and msgpack; no pickle, so a frame can only ever become one of the
-records below. Inward goes `Begin`, once, and then lists of commands: everything that was asked
-since the last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one
-`Report` a step, and `Log` lines at any time. Used by `engine.process.supervisor` and
+records below. Inward goes `Begin`, once, and then `Commands`: everything that was asked since the
+last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one `Report`
+a step, and `Log` lines at any time. Used by `engine.process.supervisor` and
 `engine.process.child`.
 """
 
@@ -13,26 +13,35 @@ import select
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, assert_never
 
 import msgspec
 
-from infer.engine.client.input import EngineLimits
-from infer.engine.loop import Abort, Command
+from infer.engine.commands import Add, Command
 from infer.text.checkpoint_text import TextFiles
-from infer.types import ErrorRecord, Request, SamplingParams, StepOutput
+from infer.types import ErrorRecord, Sampling, StepOutput
+from infer.types.engine_limits import EngineLimits
+from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
 _PIECE = 1 << 18
 
 
-class Begin(msgspec.Struct, array_like=True):
+class Begin(msgspec.Struct, array_like=True, tag="begin"):
     """How the engine process makes its engine."""
 
     factory: str
     """`module:function`; the function gets `settings` and returns a `Blueprint`"""
     settings: dict[str, Any]
     log_level: int
+    """the least level of the lines that are sent back; see `logging`"""
+
+
+class Commands(msgspec.Struct, array_like=True, tag="commands"):
+    """What was asked since the last frame, in that order."""
+
+    commands: Sequence[Command]
 
 
 class Text(msgspec.Struct, array_like=True, tag="text"):
@@ -46,7 +55,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """The engine takes commands from now on."""
 
     limits: EngineLimits
-    stats: dict[str, int | float]
+    stats: EngineStats
     settings: dict[str, Any] = {}
     """what another engine must be given to take over from this one, beside its own settings"""
 
@@ -62,14 +71,14 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
     """A step is done, or there is nothing to do: the engine lives."""
 
     outputs: list[StepOutput]
-    stats: dict[str, int | float]
+    stats: EngineStats
     step_events: StepEvents | None = None
     more: bool = False
     """the rest of the step follows"""
 
 
 def reports(
-    outputs: list[StepOutput], stats: dict[str, int | float], step_events: StepEvents | None
+    outputs: list[StepOutput], stats: EngineStats, step_events: StepEvents | None
 ) -> Iterator[Report]:
     """A step's outputs. The log-probabilities of a prompt go in a frame of their own: reading
     those of eight long prompts at once would keep the interpreter for 50 ms."""
@@ -82,9 +91,10 @@ def reports(
 
 
 class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
-    """Whom the engine computes by itself next, because an engine has died with it; "" = nobody."""
+    """The request that the engine computes by itself next, because an engine has died with it."""
 
-    request_id: str
+    request_id: str | None
+    """None = those that are computed next are several"""
 
 
 class Log(msgspec.Struct, array_like=True, tag="log"):
@@ -95,29 +105,39 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
     line: str
 
 
-Event = Text | Ready | Refused | Report | ComputingAlone | Log
+Inward = Begin | Commands
+Event = Text | Ready | Refused | Report | ComputingAlone
+"""what happens to an engine"""
+Outward = Event | Log
 
-read_begin = msgspec.msgpack.Decoder(Begin).decode
-read_event = msgspec.msgpack.Decoder[Event](Event).decode
+decode_outward = msgspec.msgpack.Decoder[Outward](Outward).decode
+_decode_inward = msgspec.msgpack.Decoder[Inward](Inward).decode
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def read_commands(frame: bytes) -> list[Command]:
-    """The commands of a frame. Values are checked as they are when a caller makes them; those that
-    the choices of one request share are checked once."""
-    commands: list[Command] = []
-    given: dict[str, Any] = {}
-    sampling = SamplingParams()
-    for command in msgspec.msgpack.decode(frame):
-        if isinstance(command, dict):
-            if command["sampling"] != given:
-                given = command["sampling"]
-                sampling = SamplingParams(**given)
-            lists = {name: tuple(v) for name, v in command.items() if isinstance(v, list)}
-            commands.append(Request(**{**command, **lists, "sampling": sampling}))
-        else:
-            commands.append(None if command is None else msgspec.convert(command, Abort))
-    return commands
+def decode_inward(frame: bytes) -> Inward:
+    """The record of a frame. The choices of one request share a sampling, which may hold thousands
+    of token ids; requests that follow one another with equal samplings share one here, too."""
+    message = _decode_inward(frame)
+    match message:
+        case Begin():
+            return message
+        case Commands():
+            return Commands(_with_shared_samplings(message.commands))
+        case _:
+            assert_never(message)
+
+
+def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
+    shared: list[Command] = []
+    sampling: Sampling | None = None
+    for command in commands:
+        if isinstance(command, Add):
+            if command.request.sampling == sampling:
+                command = Add(replace(command.request, sampling=sampling))
+            sampling = command.request.sampling
+        shared.append(command)
+    return shared
 
 
 class Channel:
@@ -132,7 +152,7 @@ class Channel:
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
-    def send(self, message: msgspec.Struct | Sequence[Command]) -> None:
+    def send(self, message: Inward | Outward) -> None:
         """Write a frame; `OSError` if nobody is at the other end."""
         body = _encode(message)
         with self._sending:

@@ -22,34 +22,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, assert_never
 
 import infer.engine.process.messages as messages
-from infer.engine.client.input import EngineLimits
-from infer.engine.core import GAUGES
-from infer.engine.loop import HEARTBEAT_S, SOFT_LIMIT_S, Abort, Command, Deliver
+from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
+from infer.engine.commands import Abort, Add, Command, Stop
+from infer.engine.process.blame import was_from_outside
 from infer.engine.process.child import DUMP_SIGNAL
 from infer.engine.process.journal import RequestJournal
+from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
 from infer.errors import EngineDeadError, LoadError
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.engine_limits import EngineLimits
+from infer.types.engine_stats import EngineCounters, EngineStats
 
 log = logging.getLogger(__name__)
 
 HANG_S = 120.0
-"""longer than any step; a step of a large model on a slow CPU takes many seconds"""
+"""seconds without a report after which a process is killed; longer than any step of a large model
+on a slow CPU"""
 LOAD_TIMEOUT_S = 3600.0
-"""an engine that is not ready by then is given up; it may have a large checkpoint to download"""
+"""seconds after which an engine that is not ready is given up; a checkpoint may be downloaded"""
 LOADING_LOG_S = 30.0
-"""an engine that is being loaded is mentioned so often"""
+"""seconds between two log lines about an engine that is being loaded"""
 STOP_S = 5.0
-"""how long a process may take to end when it is told to"""
+"""seconds that a process may take to end after `Stop`"""
 LAST_WORDS_S = 1.0
-"""how long what a process has written to stderr is read after its end: somebody else may hold it"""
+"""seconds for which stderr is read after the end of its process: another may hold it open"""
 MAX_FAILURES = 5
-"""lives in a row that gave nobody a token; then requests are refused until one begins well"""
+"""processes in a row that gave no request a token, before requests are refused"""
 _MAX_PAUSE_S = 30.0
 
 
@@ -57,13 +60,14 @@ class _EngineRun:
     """One engine process, from its start to its end."""
 
     def __init__(self, begin: messages.Begin) -> None:
-        self.alone = ""
-        """the request it is computing by itself"""
+        self.alone: str | None = None
+        """id of the request that it computes by itself"""
         self.killed = False
-        """by us: it did not report any more"""
+        """whether we have killed it because it did not report"""
         self._heard_s = time.monotonic()
         self._has_dumped = False
-        self._commands: queue.SimpleQueue[Command | EOFError] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        """to be written; None: the writer is to end"""
         ours, theirs = socket.socketpair()
         with theirs:
             # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
@@ -85,13 +89,13 @@ class _EngineRun:
     def pid(self) -> int:
         return self._process.pid
 
-    def computes_alone(self, request_id: str) -> None:
-        """Which request it computes by itself from now on; "" = none."""
+    def computes_alone(self, request_id: str | None) -> None:
+        """Note which request it computes by itself from now on."""
         self.alone = request_id
 
     @property
     def silence_s(self) -> float:
-        """How long it has not reported."""
+        """Seconds since its last report."""
         return time.monotonic() - self._heard_s
 
     def send(self, command: Command) -> None:
@@ -106,10 +110,10 @@ class _EngineRun:
                 with contextlib.suppress(queue.Empty):
                     while True:
                         commands.append(self._commands.get_nowait())
-                wanted = [c for c in commands if not isinstance(c, EOFError)]
+                wanted = [command for command in commands if command is not None]
                 if len(wanted) < len(commands):
                     return
-                self._channel.send(wanted)
+                self._channel.send(messages.Commands(wanted))
 
     def _listen(self) -> None:
         """What it writes to stderr (stacks, warnings of libraries) is logged here, where a log that
@@ -127,8 +131,9 @@ class _EngineRun:
     def events(
         self, hang_s: float | None, *, load_timeout_s: float | None = None
     ) -> Iterator[messages.Event]:
-        """What it reports, until it ends. `hang_s`: the watchdog's hard limit; None = none.
-        `load_timeout_s`: how long it may take from now until the last of these events."""
+        """What it reports, until it ends; its log lines are logged here. `hang_s`: the watchdog's
+        hard limit; None = none. `load_timeout_s`: how long it may take from now until the last of
+        these events."""
         started_s = time.monotonic()
         said_s = started_s
         for frame in self._channel.frames(patience_s=HEARTBEAT_S):
@@ -145,7 +150,7 @@ class _EngineRun:
                     self._watch(self.silence_s, hang_s)
                 continue
             self._heard_s, self._has_dumped = time.monotonic(), False
-            event = messages.read_event(frame)
+            event = messages.decode_outward(frame)
             if isinstance(event, messages.Log):
                 logging.getLogger(event.logger).log(event.level, "%s", event.line)
             else:
@@ -171,11 +176,15 @@ class _EngineRun:
         except subprocess.TimeoutExpired:
             self.kill()
             code = self._process.wait()
-        self._commands.put(EOFError())
+        self._commands.put(None)
         self._writer.join()
         self._listener.join(LAST_WORDS_S)
         self._channel.close()
         return code
+
+
+def _stopped_while_loading() -> LoadError:
+    return LoadError("the engine was stopped while it was being loaded")
 
 
 def _log_stderr(lines: list[bytes]) -> None:
@@ -200,17 +209,17 @@ class EngineProcess:
         self._begin = messages.Begin(factory, dict(settings), level)
         self._hang_s = hang_s
         self._lock = threading.Lock()
-        """held to change the ledger together with who gets the commands"""
+        """held to change the journal together with who gets the commands"""
         self._journal = RequestJournal()
-        self._ready: _EngineRun | None = None
-        """gets the commands; None while there is nobody"""
-        self._starting: _EngineRun | None = None
+        self._lifecycle = Lifecycle()
+        self._engine_run: _EngineRun | None = None
+        """the latest process; the state says whether it takes commands"""
         self._num_failures = 0
-        self._num_restarts = 0
-        self._stats: dict[str, int | float] = {}
-        self._counted: Counter[str] = Counter()
-        """what the processes before this one have counted"""
-        self._stopping = threading.Event()
+        """processes in a row that gave nobody a token"""
+        self._stats = EngineStats()
+        """of the process that works"""
+        self._counted = EngineCounters()
+        """sum over the processes before it"""
         self._deliver: Deliver = lambda outputs, step_events: None
         self._died: Callable[[], None] = lambda: None
         self._thread: BackgroundThread | None = None
@@ -220,24 +229,26 @@ class EngineProcess:
 
         `on_text` is called while it loads its weights; what it raises ends the process.
         """
-        engine_run = self._begin_life()
+        self._lifecycle.move(SupervisorState.LOADING)
+        engine_run = self._new_run()
         try:
             ready = self._greet(engine_run, on_text)
+            if not self._lifecycle.move(SupervisorState.LOADED):
+                raise _stopped_while_loading()
         except BaseException:
             engine_run.kill()
             engine_run.reap()
+            self._lifecycle.move(SupervisorState.STOPPED)
             raise
-        finally:
-            with self._lock:
-                self._starting = None
-        self._ready, self._stats = engine_run, ready.stats
+        self._stats = ready.stats
         settings = {**self._begin.settings, **ready.settings}
         self._begin = messages.Begin(self._begin.factory, settings, self._begin.log_level)
         return ready.limits
 
     def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
         """See `EngineClient`; after `launch`."""
-        assert self._thread is None
+        if not self._lifecycle.move(SupervisorState.SERVING):
+            return
         self._deliver, self._died = deliver, died
         self._thread = BackgroundThread(self._run, self._end, "infer-engine")
         self._thread.start()
@@ -245,113 +256,122 @@ class EngineProcess:
     @property
     def is_alive(self) -> bool:
         """Whether requests are taken; while one process follows another they wait."""
-        return (
-            self._thread is not None and self._thread.is_alive and self._num_failures < MAX_FAILURES
-        )
+        return self._lifecycle.state.takes_requests
 
     @property
     def is_ready(self) -> bool:
         """Whether there is a process that works, and has not been silent for too long."""
-        return self._ready is not None and self.silence_s < SOFT_LIMIT_S and self.is_alive
+        is_serving = self._lifecycle.state is SupervisorState.SERVING
+        return is_serving and self.silence_s < SOFT_LIMIT_S
 
     @property
     def silence_s(self) -> float:
         """See `EngineClient`."""
-        engine_run = self._ready
-        return 0.0 if engine_run is None else engine_run.silence_s
+        worker = self._worker
+        return 0.0 if worker is None else worker.silence_s
 
     @property
     def pid(self) -> int | None:
         """Of the process that works, if one does."""
-        engine_run = self._ready
-        return None if engine_run is None else engine_run.pid
+        worker = self._worker
+        return None if worker is None else worker.pid
+
+    @property
+    def _worker(self) -> _EngineRun | None:
+        """The process that takes commands, if there is one."""
+        return self._engine_run if self._lifecycle.state.has_worker else None
 
     def add(self, request: Request) -> None:
         """See `EngineClient`."""
         with self._lock:
             self._journal.add(request)
-            if self._ready is not None:
-                self._ready.send(request)
+            if (worker := self._worker) is not None:
+                worker.send(Add(request))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
         with self._lock:
             self._journal.drop(request_id)
-            if self._ready is not None:
-                self._ready.send(Abort(request_id, reason))
+            if (worker := self._worker) is not None:
+                worker.send(Abort(request_id, reason))
 
     def stop(self) -> None:
         """See `EngineClient`."""
         if self._thread is not None:
             self._thread.stop()
             return
-        ready = self._ready
-        self._end()
-        if ready is not None:
-            ready.reap()
+        if self._end().has_worker and self._engine_run is not None:
+            self._engine_run.reap()
+            self._lifecycle.move(SupervisorState.STOPPED)
 
-    def _end(self) -> None:
-        """Have the thread end within `STOP_S`, and what runs over there."""
-        self._stopping.set()
+    def _end(self) -> SupervisorState:
+        """End the process, and the thread within `STOP_S`; returns the state before."""
         with self._lock:
-            ready, starting = self._ready, self._starting
-        if ready is not None:
-            ready.send(None)
-        if starting is not None:
-            starting.kill()
+            before, engine_run = self._lifecycle.stop(), self._engine_run
+        if engine_run is None or before.is_ending:
+            return before
+        if before.has_worker:
+            engine_run.send(Stop())
+        else:
+            engine_run.kill()
         if self._thread is not None:
             self._thread.join(STOP_S)
-            if ready is not None:
-                ready.kill()
+            engine_run.kill()
+        return before
 
-    def stats(self) -> dict[str, int | float]:
-        """Gauges of the process that works, counts of all; `num_restarts`: how many have died."""
-        stats = {name: value + self._counted[name] for name, value in self._stats.items()}
-        return {**stats, "num_restarts": self._num_restarts}
+    def stats(self) -> EngineStats:
+        """See `EngineClient`."""
+        with self._lock:
+            stats, counted = self._stats, self._counted
+        return EngineStats(stats.gauges, counted.plus(stats.counters))
 
     def _run(self) -> None:
+        engine_run = self._engine_run
         try:
-            while self._ready is not None:
-                self._follow(self._ready)
-                if self._stopping.is_set():
-                    return
-                self._start_again()
+            while engine_run is not None:
+                self._follow(engine_run)
+                engine_run = self._start_again()
+            self._lifecycle.move(SupervisorState.STOPPED)
         except BaseException:
             log.exception("the engine's supervisor has died")
+            self._lifecycle.move(SupervisorState.DEAD)
             self._died()
-        finally:
-            if self._ready is not None:
-                self._ready.reap()
+            if self._engine_run is not None:
+                self._engine_run.reap()
 
     def _follow(self, engine_run: _EngineRun) -> None:
         """Pass on what a process reports, until it ends; and put down what it leaves behind."""
         step: list[StepOutput] = []
         for event in engine_run.events(self._hang_s):
-            if isinstance(event, messages.ComputingAlone):
-                engine_run.computes_alone(event.request_id)
-            elif isinstance(event, messages.Report):
-                engine_run.computes_alone("")
-                self._stats = event.stats
-                if event.outputs:
-                    self._num_failures = 0
-                    with self._lock:
-                        step += self._journal.record(event.outputs)
-                if not event.more and (step or event.step_events):
-                    self._deliver(step, event.step_events)
-                    step = []
-        if step:  # it died before the step was told to its end
+            match event:
+                case messages.ComputingAlone():
+                    engine_run.computes_alone(event.request_id)
+                case messages.Report():
+                    engine_run.computes_alone(None)
+                    self._stats = event.stats
+                    if event.outputs:
+                        self._num_failures = 0
+                        with self._lock:
+                            step += self._journal.record(event.outputs)
+                    if not event.more and (step or event.step_events):
+                        self._deliver(step, event.step_events)
+                        step = []
+                case messages.Text() | messages.Ready() | messages.Refused():
+                    log.warning("the engine process says twice how it has started")
+                case _:
+                    assert_never(event)
+        if step:  # it died before the last part of the step had come
             self._deliver(step, None)
         with self._lock:
-            self._ready = None
-        ended = {name: value for name, value in self._stats.items() if name not in GAUGES}
-        self._counted.update(ended)
-        self._stats = dict.fromkeys((*self._stats, *ended), 0)
+            is_wanted = self._lifecycle.move(SupervisorState.RESTARTING)
+            self._counted = self._counted.plus(self._stats.counters)
+            self._stats = EngineStats()
         code = engine_run.reap()
-        if self._stopping.is_set():
+        if not is_wanted:
             return
-        self._num_restarts += 1
-        from_outside = code == -signal.SIGKILL and not engine_run.killed
+        from_outside = was_from_outside(code, killed_by_us=engine_run.killed)
         with self._lock:
+            self._counted = self._counted.plus(EngineCounters(num_restarts=1))
             count = len(self._journal)
             ends = self._journal.crashed(engine_run.alone, from_outside=from_outside)
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
@@ -362,34 +382,37 @@ class EngineProcess:
         else:
             self._count_failure()
 
-    def _start_again(self) -> None:
-        """Returns when there is a process that works, or when it is time to stop."""
+    def _start_again(self) -> _EngineRun | None:
+        """The next process, when it takes commands; None when it is time to stop."""
         started_s = time.monotonic()
-        while not self._stopping.wait(self._pause_s()):
-            engine_run = self._begin_life()
+        while not self._lifecycle.wait_for_stop(self._pause_s()):
+            engine_run = self._new_run()
             try:
                 ready = self._greet(engine_run, lambda text: None)
+                requests = self._hand_over(engine_run, ready)
             except LoadError as error:
                 engine_run.kill()
                 engine_run.reap()
-                if not self._stopping.is_set():
+                if not self._lifecycle.state.is_ending:
                     log.error("the engine cannot be started again: %s", error)
                     self._count_failure()
                 continue
-            finally:
-                with self._lock:
-                    self._starting = None
-            self._num_failures = min(self._num_failures, MAX_FAILURES - 1)
-            with self._lock:
-                self._ready, self._stats = engine_run, ready.stats
-                requests = self._journal.resumed()
-                for request in requests:
-                    engine_run.send(request)
             took_s = time.monotonic() - started_s
-            log.warning(
-                "another engine process has %d requests after %.1f s", len(requests), took_s
-            )
-            return
+            log.warning("another engine process has %d requests after %.1f s", requests, took_s)
+            return engine_run
+        return None
+
+    def _hand_over(self, engine_run: _EngineRun, ready: messages.Ready) -> int:
+        """Give a new process all unfinished requests; returns their number."""
+        self._num_failures = min(self._num_failures, MAX_FAILURES - 1)
+        with self._lock:
+            if not self._lifecycle.move(SupervisorState.SERVING):
+                raise _stopped_while_loading()
+            self._stats = ready.stats
+            requests = self._journal.resumed()
+            for request in requests:
+                engine_run.send(Add(request))
+        return len(requests)
 
     def _pause_s(self) -> float:
         num = self._num_failures
@@ -398,18 +421,19 @@ class EngineProcess:
     def _count_failure(self) -> None:
         self._num_failures += 1
         if self._num_failures == MAX_FAILURES:
+            self._lifecycle.move(SupervisorState.REFUSING)
             log.error("the engine has failed %d times in a row: requests are refused", MAX_FAILURES)
             reason = ErrorRecord.of(EngineDeadError("the engine has died and does not start again"))
             with self._lock:
                 ends = self._journal.fail_all(reason)
             self._deliver(ends, None)
 
-    def _begin_life(self) -> _EngineRun:
+    def _new_run(self) -> _EngineRun:
         """A process that is starting, which `stop` ends."""
         engine_run = _EngineRun(self._begin)
         with self._lock:
-            self._starting = engine_run
-            if self._stopping.is_set():
+            self._engine_run = engine_run
+            if self._lifecycle.state.is_ending:
                 engine_run.kill()
         return engine_run
 
@@ -417,14 +441,19 @@ class EngineProcess:
         self, engine_run: _EngineRun, on_text: Callable[[messages.Text], None]
     ) -> messages.Ready:
         for event in engine_run.events(None, load_timeout_s=self._load_timeout_s):
-            if isinstance(event, messages.Text):
-                on_text(event)
-            elif isinstance(event, messages.Refused):
-                raise event.error.exception()
-            elif isinstance(event, messages.Ready):
-                return event
-        if self._stopping.is_set():
-            raise LoadError("the engine was stopped while it was being loaded")
+            match event:
+                case messages.Text():
+                    on_text(event)
+                case messages.Refused():
+                    raise event.error.exception()
+                case messages.Ready():
+                    return event
+                case messages.Report() | messages.ComputingAlone():
+                    raise LoadError("the engine process reports a step before it is ready")
+                case _:
+                    assert_never(event)
+        if self._lifecycle.state.is_ending:
+            raise _stopped_while_loading()
         if engine_run.killed:
             raise LoadError(
                 f"the engine was not ready after {self._load_timeout_s:g} s; where loading takes"

@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from infer.kernels.cuda import has_pdl
 
 SCAN_BLOCK = 4096
+"""Number of columns of a block."""
 GROUP: tl.constexpr = tl.constexpr(64)
 """Number of columns of a group, the unit in which `narrow` reads a row."""
 SCAN_GROUPS: tl.constexpr = tl.constexpr(64)

@@ -1,1 +1,1 @@
-"""HTTP below the endpoints: connections, bodies, errors, the context of a request."""
+"""HTTP below the endpoints: connections, bodies, errors, request contexts."""

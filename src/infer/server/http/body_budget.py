@@ -1,7 +1,7 @@
-"""`BodyBudget`: how many bytes all request bodies together may hold while they are read.
+"""`BodyBudget`: a limit on the bytes that all request bodies together hold while they are read
 
-A body that is sent slowly or never ends holds what has come of it. The first bytes of each are not
-counted, so that short requests go on while long bodies fill the budget.
+A body that is sent slowly, or never ends, keeps the bytes received so far in memory. The first
+bytes of each body are not counted, so short requests still work when long bodies fill the budget.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from infer.errors import OverloadedError
 
 UNCOUNTED_BYTES = 8 * 1024
-"""of each body"""
+"""first bytes of each body that are not counted"""
 MAX_BYTES = 36 * 1024 * 1024
-"""64 MiB for all bodies, less those first bytes of 1,024 connections and what the protocol holds of
-each: a piece that is parsed, one that has been, and their copies"""
+"""counted bytes of all bodies: 64 MiB, less the uncounted bytes of 1,024 connections and the
+protocol's buffers for each of them (a piece being parsed, a parsed one, and their copies)"""
 
 
 class BodyBudget:
@@ -25,12 +25,15 @@ class BodyBudget:
         self._max_bytes = max_bytes
         self._uncounted_bytes = uncounted_bytes
         self.num_bytes = 0
-        """that are counted now"""
+        """counted bytes of all bodies that are being read"""
 
     @contextmanager
     def body(self) -> Iterator[Callable[[int], None]]:
-        """For one body. The result is called with its length before it grows to that, and raises
-        `OverloadedError` where there is no room; at the end the bytes are given back."""
+        """Count one body until the block ends.
+
+        Call the yielded function with the body's new length in bytes before it grows; it raises
+        `OverloadedError` if the budget is used up.
+        """
         held = 0
 
         def grow_to(length: int) -> None:

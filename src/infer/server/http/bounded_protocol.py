@@ -1,17 +1,21 @@
-"""`BoundedProtocol`: uvicorn's HTTP/1.1 with bounds on what a connection may cost.
+"""`BoundedProtocol`: uvicorn's HTTP/1.1 with bounds on what a connection may cost
 
-Who has a place is decided by `Connections`. One whose request line and headers are not complete
-`HEADER_TIMEOUT_S` after they have begun (or after the connection was opened) is answered with 408;
-what is not HTTP with 400, as are chunks whose framing is longer than what they hold. An answer to
-a request whose body has not been read is the connection's last one: what still comes is read for
-`LINGER_S` and thrown away unparsed, because a close with something unread is a reset, and the
-client might not see the answer. A turn of the event loop parses at most `EVENTS_A_TURN` pieces of
-a connection. Bodies have their own deadline in `body`, answers theirs in `failures.Edge`; a
-connection that takes nothing for longer than that is cut here, because a close would wait until
-what is left has been read. A client that closes its side after a whole request gets its answer.
-A request that the server has no room for is refused as soon as its head has been parsed, without a
-task and without the app: under overload most requests end so, and each pass through the event loop
-costs as long as it takes to write everybody's tokens. Used by `serve`.
+`Connections` decides which connection has a place. A connection is answered with 408 if its request
+line and headers are not complete `HEADER_TIMEOUT_S` after they began (or after it was opened), and
+with 400 for anything that is not HTTP and for chunks whose framing is longer than their content.
+
+An answer to a request whose body has not been read is the connection's last. The rest of the body
+is read for `LINGER_S` and discarded unparsed, because closing a socket with unread data resets the
+connection, and the client might not see the answer.
+
+One iteration of the event loop parses at most `EVENTS_A_TURN` pieces of a connection. Bodies have a
+deadline in `Offload`, answers one in `RequestBoundary`. A connection whose client reads
+nothing for longer than that is reset here, because a close would wait until the rest is read. A
+client that closes its sending side after a whole request gets its answer.
+
+A request for which the server has no room is refused when its headers have been parsed, without a
+task and without the app. Under overload most requests end so, and each iteration of the event loop
+takes as long as writing all streams' tokens. Used by `serve`.
 """
 
 from __future__ import annotations
@@ -42,45 +46,47 @@ from infer.server.http.error_responses import (
 )
 
 HEADER_TIMEOUT_S = 10.0
+"""seconds within which request line and headers must be complete"""
 READ_BYTES = 8 * 1024
-"""at once, so that many bodies neither keep the event loop for long nor fill the memory before they
-are counted (asyncio: 256 KiB)"""
+"""bytes per read: few, so that many bodies neither block the event loop for long nor fill the
+memory before they are counted (asyncio reads 256 KiB)"""
 _DISCARD_BYTES = 64 * 1024
-"""at once, of what is thrown away"""
+"""bytes per read of data that is discarded"""
 EVENTS_A_TURN = 64
-"""requests and chunks of one connection: 10 µs each, 1,300 of 6 bytes fit into `READ_BYTES`"""
+"""requests and chunks of one connection that one iteration of the event loop parses; each takes
+10 µs, and 1,300 of 6 bytes fit into `READ_BYTES`"""
 MAX_FRAMING_BYTES = 4096
-"""of a chunked body, above the length of what the chunks hold"""
+"""bytes by which a chunked body's framing may exceed twice its content's length"""
 REFUSED_S = 1.0
-"""so long a connection that has been refused may take to send the rest and to read why"""
+"""seconds for which a refused connection may send the rest of its request and read the answer"""
 LINGER_S = 5.0
-"""the same where it was the answer to a request whose body still comes"""
+"""the same for a connection whose last answer was sent before the body had been read"""
 LINGER_BYTES = 4 * 1024 * 1024
-"""of such a body; then nothing more is read"""
-LOOK_S = 0.05
-"""between two looks whether a client that has closed its side is still there"""
-ASK_S = 5.0
-"""between two lines that make its system tell"""
+"""bytes of such a body after which nothing more is read"""
+POLL_CLIENT_S = 0.05
+"""interval in seconds at which a half-closed connection is checked for a client that is gone"""
+PROBE_CLIENT_S = 5.0
+"""interval in seconds at which data is sent to it, so that a client that is gone resets it"""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_ESTABLISHED, _CLOSE_WAIT = 1, 8  # as Linux has it in `tcp_info`
+_ESTABLISHED, _CLOSE_WAIT = 1, 8  # states in Linux's `tcp_info`
 
 _uvicorn_log = logging.getLogger("infer.server.uvicorn")
-_uvicorn_log.setLevel(logging.ERROR)  # its warnings name no client; `Refusals` does
+_uvicorn_log.setLevel(logging.ERROR)  # its warnings name no client; those of `Refusals` do
 
 
 class BoundedConnection(h11.Connection):
-    """h11's parser, which parses so much a turn and measures the framing of chunks."""
+    """h11's parser with a limit on events per turn and on the framing of chunks."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
         self.is_behind = False
-        """there may be more to parse than this turn allows"""
+        """whether the limit of this turn was reached, so that data may be left to parse"""
         self._num_events = 0
         self._num_received = 0
         self._num_payload = 0
 
     def begin_turn(self) -> None:
-        """The next `EVENTS_A_TURN` events may be parsed."""
+        """Allow another `EVENTS_A_TURN` events."""
         self.is_behind = False
         self._num_events = 0
 
@@ -90,7 +96,7 @@ class BoundedConnection(h11.Connection):
         super().receive_data(data)
 
     def next_event(self) -> Any:
-        """See h11; the end of a turn looks like the end of what has come."""
+        """See h11; at the end of a turn it returns NEED_DATA, as if no data were left."""
         if self._num_events >= EVENTS_A_TURN:
             self.is_behind = True
             self._check_framing()
@@ -124,8 +130,8 @@ class BoundedProtocol(H11Protocol):
         turn_away: Callable[[Scope], Response | None] | None = None,
         **named: Any,
     ) -> None:
-        """`turn_away`: the refusal of a request of which only the head is known; None where the app
-        is to answer it."""
+        """`write_stall_s`: seconds after which a client that reads nothing is cut off. `turn_away`:
+        the refusal of a request by its headers; None if the app is to answer it."""
         super().__init__(*arguments, **named)
         self._turn_away = turn_away
         self._refusal: Response | None = None
@@ -136,10 +142,10 @@ class BoundedProtocol(H11Protocol):
         self._write_stall_s = write_stall_s
         self._places = places
         self._deadline: asyncio.TimerHandle | None = None
-        self._cut: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._is_refused = False
         self._num_discarded = 0
-        self._goes_on = False
+        self._will_continue = False
         self._is_half_closed = False
 
     # ---- reading
@@ -154,11 +160,11 @@ class BoundedProtocol(H11Protocol):
             self._refuse(OverloadedError("the server has too many connections"), "connections", 0)
 
     def _read_at_once(self) -> None:
-        """Most clients send their request right behind the connection: reading it here saves the
-        pass through the event loop in which asyncio would find out."""
+        """Read the first bytes now: most clients send a request as soon as they are connected, and
+        waiting for asyncio to see it costs an iteration of the event loop."""
         if self.scheme == "https":
             return
-        with contextlib.suppress(OSError):  # nothing has come yet, or asyncio will see the error
+        with contextlib.suppress(OSError):  # no data yet, or an error that asyncio will see
             sock = self.transport.get_extra_info("socket")
             if data := os.read(sock.fileno(), READ_BYTES):
                 self.data_received(data)
@@ -174,37 +180,37 @@ class BoundedProtocol(H11Protocol):
         super().handle_events()
         if self._is_refused or self.transport.is_closing():
             return
-        if self.conn.is_behind and not self._goes_on:
-            self._goes_on = True
+        if self.conn.is_behind and not self._will_continue:
+            self._will_continue = True
             self.transport.pause_reading()
-            self.loop.call_soon(self._go_on)
+            self.loop.call_soon(self._continue_parsing)
         self._note_use()
 
-    def _go_on(self) -> None:
-        self._goes_on = False
+    def _continue_parsing(self) -> None:
+        self._will_continue = False
         if self._is_refused or self.transport.is_closing():
             return
         self.handle_events()
-        if not (self._goes_on or self._is_refused or self.flow.read_paused):
+        if not (self._will_continue or self._is_refused or self.flow.read_paused):
             self.transport.resume_reading()
 
     def _should_upgrade(self) -> bool:
-        """An upgrade is an offer, which may be left unanswered. uvicorn asks for it between a
-        request's head and its task: here is the place to refuse."""
+        """Ask `turn_away` for a refusal. uvicorn calls this between parsing the headers and making
+        the task; a real upgrade need not be answered and is ignored."""
         self._refusal = None
         if self._turn_away is not None:
             self._refusal = self._turn_away(cast(Scope, self.scope))
         return self._refusal is not None
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        """Never an upgrade: see `_should_upgrade`."""
+        """Send the refusal of `_should_upgrade`; this is never an upgrade."""
         refusal, self._refusal = self._refusal, None
         assert refusal is not None
         self._write_last(refusal.status_code, refusal.raw_headers, bytes(refusal.body))
         self._linger(REFUSED_S)
 
     def _note_use(self) -> None:
-        """What the connection is doing now; the deadline belongs to one of these."""
+        """Report the connection's state to `Connections`; the deadline runs in state HEAD."""
         if self.conn.their_state is not h11.IDLE:
             use = Use.REQUEST
         elif self.conn.trailing_data[0] or self.cycle is None:
@@ -218,21 +224,21 @@ class BoundedProtocol(H11Protocol):
             self._set_deadline()
 
     def _set_deadline(self) -> None:
-        self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self._be_late)
+        self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self._refuse_late_head)
 
     def _unset_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _be_late(self) -> None:
+    def _refuse_late_head(self) -> None:
         message = f"the headers were not complete after {HEADER_TIMEOUT_S:g} s"
         self._refuse(HttpError(408, message, code="request_timeout"), "header_timeout")
 
     # ---- answering
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app, with the answer to a request that nobody reads to its end made the last one."""
+        """Run the app; if it answers before the body has been read, make that the last answer."""
         scope[KEY] = self._places
         if not self._places.admit(self):
             if scope["path"] not in PROBE_PATHS:
@@ -268,7 +274,7 @@ class BoundedProtocol(H11Protocol):
             return
         if self.transport.is_closing():
             if left := self.transport.get_write_buffer_size():
-                self._expect_less_than(left)
+                self._schedule_progress_check(left)
         elif self._has_unread_body():
             self._linger(LINGER_S)
         else:
@@ -278,37 +284,37 @@ class BoundedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Later than `RequestBoundary`, which ends the answer in an orderly way.
-        self._cut = self.loop.call_later(self._write_stall_s + 1, self._reset)
+        # Later than `RequestBoundary`, which ends the request first.
+        self._stall_timer = self.loop.call_later(self._write_stall_s + 1, self._reset)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._cut is not None:
-            self._cut.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
 
     def _reset(self) -> None:
         sock = self.transport.get_extra_info("socket")
-        # Without this the kernel would go on trying to deliver what it has.
+        # Without this the kernel would keep trying to deliver the data it has.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.transport.abort()
 
-    def _expect_less_than(self, left: int) -> None:
-        self.loop.call_later(self._write_stall_s, self._look_again, left)
+    def _schedule_progress_check(self, left: int) -> None:
+        self.loop.call_later(self._write_stall_s, self._check_progress, left)
 
-    def _look_again(self, left: int) -> None:
+    def _check_progress(self, left: int) -> None:
         now = self.transport.get_write_buffer_size()
         if now >= left:
             self._reset()
         elif now:
-            self._expect_less_than(now)
+            self._schedule_progress_check(now)
 
     # ---- refusing
 
     def send_400_response(self, msg: str) -> None:
-        """h11 cannot read what comes (uvicorn would say so in plain text)."""
+        """Answer data that h11 cannot parse with our JSON error; uvicorn's is plain text."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self._places.refusals.note("invalid_http", self.client)
-            self.transport.close()  # in the middle of an answer, or behind its end
+            self.transport.close()  # during an answer or after it
             return
         error = sys.exception()
         if getattr(error, "error_status_hint", 400) == 431:
@@ -317,8 +323,8 @@ class BoundedProtocol(H11Protocol):
             message = "this is not valid HTTP/1.1"
             self._refuse(HttpError(400, message, code="invalid_http"), "invalid_http")
         else:
-            message = "the chunks of the body are so short that their framing is longer than it"
-            message += "; send larger chunks, or Content-Length"
+            message = "the chunks of the body are so short that their framing is longer than the"
+            message += " body; send larger chunks, or Content-Length"
             self._refuse(HttpError(400, message, code="invalid_http"), "chunk_framing")
 
     def _refuse(self, error: RequestError, reason: str, linger_s: float = REFUSED_S) -> None:
@@ -328,14 +334,14 @@ class BoundedProtocol(H11Protocol):
         self._linger(linger_s)
 
     def _write_last(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-        """An answer past h11, which could not say it in each of its states; then nothing more."""
+        """Write the connection's last answer without h11, which could not in each of its states."""
         head = [b"HTTP/1.1 %d " % status + STATUS_PHRASES[status], b"connection: close"]
         headers = (*self.server_state.default_headers, *headers)
         head += [name + b": " + value for name, value in headers if name != b"connection"]
         self.transport.write(b"\r\n".join([*head, b"", body]))
 
     def _linger(self, seconds: float) -> None:
-        """Nothing more is parsed or answered; the connection is closed after so long."""
+        """Parse and answer nothing more, and close the connection after `seconds`."""
         self._is_refused = True
         self._unset_deadline()
         self._unset_keepalive_if_required()
@@ -344,7 +350,7 @@ class BoundedProtocol(H11Protocol):
             self.cycle.message_event.set()
             self.cycle.body = bytearray()
             self.cycle = None  # type: ignore[assignment]
-        self.conn = BoundedConnection()  # what the old one holds is freed
+        self.conn = BoundedConnection()  # frees the old one's buffers
         self._places.note(self, Use.REFUSED)
         if seconds == 0:
             self.transport.close()
@@ -361,7 +367,7 @@ class BoundedProtocol(H11Protocol):
             self.transport.pause_reading()
 
     def give_way(self) -> None:
-        """Close for the sake of another connection; who may have sent something is told."""
+        """Close for another connection; a client that may have sent something gets a 503."""
         if not self._is_refused and (self.cycle is None or self.conn.trailing_data[0]):
             error = OverloadedError("the server has too many connections")
             self._refuse(error, "connections", 0)
@@ -378,11 +384,12 @@ class BoundedProtocol(H11Protocol):
     # ---- the end
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """The client sends nothing more; True = the connection stays open to answer it.
+        """Handle the end of the client's data; True keeps the connection open to answer it.
 
-        Whoever has closed the whole connection looks the same, but its system resets the
-        connection when something arrives there. Before an answer that is a line that each client
-        passes over. Where this cannot be seen, and after half a request, the client counts as gone.
+        A client that has closed the whole connection looks the same, but its system resets the
+        connection when data arrives there. Before an answer begins, that data is a `100 Continue`,
+        which every client ignores. If the state cannot be read, or the request is incomplete, the
+        client counts as gone.
         """
         cycle = self.cycle
         if self._is_refused or cycle is None or cycle.response_complete or self.scheme == "https":
@@ -391,7 +398,7 @@ class BoundedProtocol(H11Protocol):
             return None
         if not self._is_half_closed:
             self._is_half_closed = True
-            self._look_for_client(0.0)
+            self._poll_client(0.0)
         return True
 
     def _is_gone(self) -> bool:
@@ -404,7 +411,7 @@ class BoundedProtocol(H11Protocol):
             return True
         return state not in (_ESTABLISHED, _CLOSE_WAIT)
 
-    def _look_for_client(self, asked_s: float) -> None:
+    def _poll_client(self, asked_s: float) -> None:
         cycle = self.cycle
         if self._is_refused or self.transport.is_closing():
             return
@@ -413,19 +420,19 @@ class BoundedProtocol(H11Protocol):
             return
         now_s = self.loop.time()
         if cycle.response_started or cycle.response_complete:
-            pass  # what is written tells
-        elif now_s - asked_s >= ASK_S:
-            if cycle.scope["http_version"] == "1.0" and asked_s:  # it does not know such lines
+            pass  # the answer itself causes the reset
+        elif now_s - asked_s >= PROBE_CLIENT_S:
+            if cycle.scope["http_version"] == "1.0" and asked_s:  # 1.0 has no 100 Continue
                 self.transport.abort()
                 return
             if cycle.scope["http_version"] != "1.0":
                 self.transport.write(_CONTINUE)
             asked_s = now_s
-        self.loop.call_later(LOOK_S, self._look_for_client, asked_s)
+        self.loop.call_later(POLL_CLIENT_S, self._poll_client, asked_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._places.remove(self)
         self._unset_deadline()
-        if self._cut is not None:
-            self._cut.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         super().connection_lost(exc)

@@ -1,10 +1,11 @@
-"""`Connections`: who has a place, who gives way when there is none, and what was refused.
+"""`Connections`: the number of open connections, and which is closed when a new one needs its place
 
-One object for all connections of a server. A place is a file descriptor, so their number follows
-from the process's limit, which is raised first. When all places are taken, a connection that
-nobody uses gives way to a new one: first those whose request was refused, then kept-alive ones
-without a request, then those whose first bytes do not come. If all are in use, some more may stay
-until their request has been read: a health probe is answered there, everything else gets 503.
+One object counts all connections of a server. A place is a file descriptor, so the number of places
+follows from the process's limit, which is raised first. When all places are taken, an unused
+connection is closed for a new one: first those whose request was refused, then kept-alive ones
+without a request, then those that send nothing after being opened. If all are in use, a few more
+connections are accepted until their request has been read: a health probe is answered, any other
+request gets 503.
 """
 
 from __future__ import annotations
@@ -25,33 +26,39 @@ from infer.errors import ConfigError
 log = logging.getLogger("infer.server")
 
 KEY = "infer.connections"
-"""in a scope: the `Connections` of the server"""
+"""key of the server's `Connections` in an ASGI scope"""
 PROBE_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+"""paths that are answered when all places are in use"""
 MAX_CONNECTIONS = 1024
+"""maximum number of places"""
 PROBE_PLACES = 8
-"""beside the others: for health probes when all places are in use"""
+"""additional connections, for health probes when all places are in use"""
 ACCEPTED_AT_ONCE = 16
-"""by the event loop in one turn: so many are open before any of them is counted"""
+"""connections that the event loop accepts in one iteration, before any of them is counted"""
 SILENT_S = 1.0
-"""a connection that has not sent a whole head for so long gives way to a new one"""
+"""seconds without complete headers after which a connection may be closed for a new one"""
 SILENT_PROBE_S = 0.1
-"""the same for one in the places for probes, which ask at once"""
+"""the same for the places for probes, whose clients send at once"""
 _TURNS_UNTIL_CLOSED = 4
-"""from `accept` to the descriptor's end of a connection that is refused at once"""
+"""event loop iterations from `accept` to the closed descriptor of a connection refused at once"""
 _RESERVED_DESCRIPTORS = 16
-"""for another engine process, the sessions, the file of keys"""
+"""file descriptors kept free for another engine process, the sessions and the file of keys"""
 _MIN_PLACES = 4
+"""number of places below which the server does not start"""
 _LOG_EVERY_S = 1.0
-"""for each reason; what comes between is counted in the next line"""
+"""minimum seconds between two log lines for one reason; the later line counts those in between"""
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How many connections may be open."""
+    """Numbers of connections that may be open."""
 
     places: int = MAX_CONNECTIONS
+    """connections of any kind"""
     probe_places: int = PROBE_PLACES
+    """additional connections, for health probes"""
     accepted_at_once: int = ACCEPTED_AT_ONCE
+    """connections accepted in one iteration of the event loop (the listening socket's backlog)"""
 
 
 def _num_open_descriptors() -> int:
@@ -64,8 +71,8 @@ def _num_open_descriptors() -> int:
 
 
 def connection_limits() -> ConnectionLimits:
-    """Raise the soft limit of file descriptors where that is needed and allowed; what it leaves
-    room for. Raises `ConfigError` if that is next to nothing."""
+    """Raise the soft limit of file descriptors if that is needed and allowed; returns the limits
+    that follow from it. Raises `ConfigError` if fewer than `_MIN_PLACES` remain."""
     used = _num_open_descriptors() + _RESERVED_DESCRIPTORS
     whole = ConnectionLimits()
     more = whole.probe_places + _TURNS_UNTIL_CLOSED * whole.accepted_at_once
@@ -84,7 +91,7 @@ def connection_limits() -> ConnectionLimits:
 def _raised_descriptor_limit(wanted: int) -> int:
     try:
         import resource
-    except ImportError:  # not a Unix: sockets are no descriptors there
+    except ImportError:  # not Unix: sockets are not file descriptors there
         return wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -98,28 +105,28 @@ def _raised_descriptor_limit(wanted: int) -> int:
 
 
 class Use(enum.Enum):
-    """What a connection is doing; members are in the order in which they give way."""
+    """State of a connection; connections are closed for others in the order of the members."""
 
     REFUSED = enum.auto()
-    """it has its last answer and is given time to read it"""
+    """its last answer was sent; it stays open for a while so that the client can read it"""
     IDLE = enum.auto()
-    """kept alive: nothing has come since the last answer"""
+    """kept alive; nothing was received since the last answer"""
     HEAD = enum.auto()
-    """a request line and headers are expected, or come"""
+    """waiting for a request line and headers, or reading them"""
     REQUEST = enum.auto()
-    """a request is read or answered"""
+    """reading or answering a request"""
 
 
 class Connection(Protocol):
-    """What `Connections` asks of one."""
+    """The interface of a connection for `Connections`."""
 
     def give_way(self) -> None:
-        """Close now."""
+        """Close now, because another connection needs the place."""
 
 
 @dataclass
 class Refusals:
-    """Counts what was refused before it reached an endpoint, and says so in the log."""
+    """Counts and logs what was refused before it reached an endpoint."""
 
     counts: Counter[str] = field(default_factory=Counter)
     clock: Callable[[], float] = time.monotonic
@@ -127,7 +134,10 @@ class Refusals:
     _unlogged: Counter[str] = field(default_factory=Counter)
 
     def note(self, reason: str, client: tuple[str, int] | None) -> None:
-        """`reason` is a short word of ours. At most one line a second for each reason."""
+        """Count a refusal; log it if the last line for this reason is a second old.
+
+        `reason`: a short name of the reason, as in `/metrics`. `client`: address and port.
+        """
         self.counts[reason] += 1
         now_s = self.clock()
         if now_s - self._logged_s.get(reason, -_LOG_EVERY_S) < _LOG_EVERY_S:
@@ -142,7 +152,7 @@ class Refusals:
 
 
 class _Group:
-    """Connections by what they do, each in the order in which they began to."""
+    """Connections by state, in each state in the order in which they entered it."""
 
     def __init__(self, silent_s: float, clock: Callable[[], float]) -> None:
         self._silent_s = silent_s
@@ -157,20 +167,20 @@ class _Group:
         return connection in self._uses
 
     def put(self, connection: Connection, use: Use) -> None:
-        """Add it, or note that it does something else now."""
+        """Add a connection, or change its state."""
         if self._uses.get(connection) is not use:
             self.remove(connection)
             self._uses[connection] = use
             self._by_use[use][connection] = self._clock()
 
     def remove(self, connection: Connection) -> None:
-        """Forget it, if it is here."""
+        """Remove a connection, if it is in the group."""
         use = self._uses.pop(connection, None)
         if use is not None:
             del self._by_use[use][connection]
 
     def make_room(self) -> bool:
-        """Close the one that is needed least; False if each of them is in use."""
+        """Close the connection that is needed least; returns False if all are in use."""
         for use in (Use.REFUSED, Use.IDLE, Use.HEAD):
             for connection, since_s in self._by_use[use].items():
                 if use is Use.HEAD and self._clock() - since_s < self._silent_s:
@@ -193,42 +203,42 @@ class Connections:
         self.refusals = Refusals(clock=clock)
         self.num_gave_way = 0
         self._placed = _Group(SILENT_S, clock)
-        self._others = _Group(SILENT_PROBE_S, clock)
+        self._for_probes = _Group(SILENT_PROBE_S, clock)
 
     @property
     def num_open(self) -> int:
-        """All of them, those without a place included."""
-        return len(self._placed) + len(self._others)
+        """Number of open connections, those in the places for probes included."""
+        return len(self._placed) + len(self._for_probes)
 
     def add(self, connection: Connection) -> bool:
-        """One has been accepted; False = it must be closed."""
-        if self._has_room(self._placed, self.limits.places):
+        """Count an accepted connection; returns False if it must be closed."""
+        if self._find_place(self._placed, self.limits.places):
             self._placed.put(connection, Use.HEAD)
-        elif self._has_room(self._others, self.limits.probe_places):
-            self._others.put(connection, Use.HEAD)
+        elif self._find_place(self._for_probes, self.limits.probe_places):
+            self._for_probes.put(connection, Use.HEAD)
         else:
             return False
         return True
 
     def admit(self, connection: Connection) -> bool:
-        """Whether its request may be worked on: it has a place, or there is one for it now."""
-        if connection in self._others and self._has_room(self._placed, self.limits.places):
-            self._others.remove(connection)
+        """Whether a connection's request may be processed: it has a place, or gets one now."""
+        if connection in self._for_probes and self._find_place(self._placed, self.limits.places):
+            self._for_probes.remove(connection)
             self._placed.put(connection, Use.REQUEST)
         return connection in self._placed
 
     def note(self, connection: Connection, use: Use) -> None:
-        """It does something else now."""
-        for group in (self._placed, self._others):
+        """Change the state of a connection."""
+        for group in (self._placed, self._for_probes):
             if connection in group:
                 group.put(connection, use)
 
     def remove(self, connection: Connection) -> None:
-        """It is closed."""
+        """Stop counting a connection that is closed."""
         self._placed.remove(connection)
-        self._others.remove(connection)
+        self._for_probes.remove(connection)
 
-    def _has_room(self, group: _Group, places: int) -> bool:
+    def _find_place(self, group: _Group, places: int) -> bool:
         if len(group) < places:
             return True
         if not group.make_room():
@@ -238,7 +248,8 @@ class Connections:
 
 
 def connections_of(scope: Scope) -> Connections:
-    """Those of the server that a request came to; without one (tests), of its own."""
+    """The `Connections` of the server that received a request; a new one if there is no server
+    (in tests)."""
     if KEY not in scope:
         scope[KEY] = Connections()
     connections = scope[KEY]
@@ -247,5 +258,5 @@ def connections_of(scope: Scope) -> Connections:
 
 
 def note_refusal(scope: Scope, reason: str) -> None:
-    """A request was refused for how it came, not for what it asks."""
+    """Count a request that was refused because of its transport, not its content."""
     connections_of(scope).refusals.note(reason, scope.get("client"))

@@ -1,8 +1,9 @@
-"""`RequestContext`: one HTTP request, from its headers to the last byte of its answer.
+"""`RequestContext`: the state of one HTTP request, from its headers to the last byte of its answer
 
-Made by the outermost layer (`failures.Edge`) and found in the ASGI scope by everybody further in.
-Whatever a request holds that must be given back however it ends (its story, its place among the
-requests of its key, a timer) is registered in `leaving`, which is closed in that one place.
+The outermost layer (`RequestBoundary`) makes it and puts it into the ASGI scope, where all others
+find it. Everything that a request holds and that must be released however it ends (its trace, its
+place among the requests of its key, a timer) is registered in `cleanup`, which `RequestBoundary`
+closes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-KEY = "infer.visit"
+KEY = "infer.request_context"
+"""key of the context in an ASGI scope"""
 HARMLESS = re.compile(r"[A-Za-z0-9._-]{1,128}")
-"""what of a client's own words goes into a header of the answer"""
+"""text of a client that may be repeated in a header of the answer"""
 
 
 def _new_id() -> str:
@@ -34,34 +36,37 @@ class RequestContext:
     method: str = ""
     path: str = ""
     id: str = field(default_factory=_new_id)
-    """made here; 128 bits of chance"""
+    """random id of the request: 128 bits in hexadecimal"""
     client_id: str | None = None
-    """the client's `x-request-id`: echoed and shown, never a key"""
+    """the client's `x-request-id`; it is echoed and shown, and never used as a key"""
     client: str | None = None
-    """address and port of whoever has connected; None: it has none"""
+    """address and port of the client; None if it has none (a Unix socket)"""
     received_s: float = field(default_factory=time.monotonic)
+    """time of arrival in seconds, on the monotonic clock"""
     received_at: float = field(default_factory=time.time)
+    """time of arrival in seconds since the epoch"""
     traceparent: str | None = None
-    """the caller's span, where there is one"""
+    """the caller's span, as the header `traceparent` has it"""
     key_name: str = ""
-    """of the API key; "" where there are none"""
+    """name of the API key; empty without keys"""
     tenant: object = None
-    """whose it is: set by `tenants.Gate`"""
+    """the `Tenant` of the request; set by `AuthMiddleware`"""
     model: str = ""
-    """whose it is, of several"""
+    """name of the model that serves the request, if there are several"""
     headers: list[tuple[str, str]] = field(default_factory=list)
-    """that the answer gets"""
+    """headers to add to the answer"""
     status: int = 0
-    """of the answer, once there is one"""
-    told: dict[str, Any] = field(default_factory=dict)
-    """the summary of its story, for the log"""
+    """HTTP status of the answer; 0 before there is one"""
+    trace_summary: dict[str, Any] = field(default_factory=dict)
+    """summary of the request's trace for the log; empty before the trace has ended"""
     on_revoked: Callable[[], object] | None = None
-    """ends what runs, when the key has been revoked"""
+    """ends the running work of the request; called when its key has been revoked"""
     cleanup: ExitStack = field(default_factory=ExitStack)
+    """callbacks that release what the request holds; run when it has ended"""
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:
-        """The visit of an ASGI scope; made the first time that it is asked for."""
+        """The context of an ASGI scope; the first call makes it."""
         context = scope.get(KEY)
         if context is None:
             context = scope[KEY] = cls(scope["method"], scope["path"])
@@ -78,5 +83,5 @@ class RequestContext:
 
     @property
     def shown_id(self) -> str:
-        """What the answer's `x-request-id` is."""
+        """Value of the answer's `x-request-id`: the client's, if it sent one, else our own."""
         return self.client_id or self.id

@@ -1,8 +1,8 @@
-"""The one place where an exception becomes an HTTP error, and the layer that none gets past.
+"""HTTP errors from exceptions; `RequestBoundary`, the outermost layer, which catches all of them
 
-Our own exceptions are shown as they are (`infer.errors` promises that they hold nothing of the
-server's inside); any other becomes one fixed sentence, because its text may carry paths, addresses
-or somebody's prompt.
+Our own exceptions are shown as they are (`infer.errors` guarantees that they reveal nothing about
+the server's internals). Any other becomes one fixed sentence, because its text may contain paths,
+addresses or a prompt.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from infer.server.http.context import HARMLESS, RequestContext
 log = logging.getLogger("infer.server")
 
 DEAD_RETRY_AFTER_S = 5
-"""Retry-After of a 503 that says nothing about when"""
+"""seconds in `Retry-After` of a 503 whose exception has no time of its own"""
 MAX_HEADER_BYTES = 16 * 1024
-"""request line and headers"""
+"""maximum bytes of request line and headers together"""
 IGNORED = "infer.ignored"
-"""where in a request's scope the names of fields are that were not understood and not refused"""
+"""key, in an ASGI scope, of the names of the request's fields that were ignored"""
 _UNEXPECTED = "the server failed to process this request"
 _ABSENT = {"/v1/embeddings": "embeddings", "/v1/responses": "responses"}
-"""OpenAI's paths that clients try, and what they will not find"""
+"""OpenAI's paths that clients try and that do not exist here, with their names in the error"""
 _ROUTER = {
     404: "there is no such route: this server completes texts and chats; see / for what there is",
     405: "this route is there, but not with this method; see the Allow header",
@@ -42,11 +42,11 @@ _MAX_IGNORED_SHOWN = 32
 
 
 class ClientGone(Exception):
-    """The client has left (or reads nothing any more): there is nobody to answer."""
+    """The client has closed the connection or reads nothing, so there is no one to answer."""
 
 
 class HttpError(RequestError):
-    """A refusal with a status that only HTTP knows."""
+    """A refusal with an HTTP status that `infer.errors` has no exception for."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class HttpError(RequestError):
         type: str | None = None,
         retry_after_s: int | None = None,
     ) -> None:
-        """`type`: of OpenAI's error body, if it is not the usual one; for the others see
+        """`type` is that of OpenAI's error body, by default `invalid_request_error`.
+        `retry_after_s` becomes the header `Retry-After`, in seconds. For the others see
         `RequestError`."""
         super().__init__(message, param=param, code=code)
         self.status = status
@@ -67,14 +68,14 @@ class HttpError(RequestError):
 
 
 def headers_too_large() -> HttpError:
-    """There, or while they come."""
+    """The error for request line and headers over `MAX_HEADER_BYTES`, complete or not."""
     message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
     return HttpError(431, message, code="headers_too_large")
 
 
 def _check_head(scope: Scope) -> None:
-    """What the parser lets through: it looks at the size only of what is not complete, and a length
-    beside chunks may mean another end of the request to whoever passed it on."""
+    """Refuse headers that the parser accepts: it limits the size of incomplete headers only, and it
+    allows Content-Length beside Transfer-Encoding, which proxies may read differently."""
     sizes = [len(name) + len(value) + 4 for name, value in scope["headers"]]
     target = len(scope.get("raw_path", b"")) + len(scope.get("query_string", b""))
     if len(scope["method"]) + target + 14 + sum(sizes) > MAX_HEADER_BYTES:
@@ -92,7 +93,7 @@ def _check_head(scope: Scope) -> None:
 
 
 def describe(error: BaseException) -> Response:
-    """What the client is told: OpenAI's error body, one line of ASCII JSON."""
+    """The response for an exception: OpenAI's error body, as one line of ASCII JSON."""
     status, kind, message = 500, "server_error", _UNEXPECTED
     param: str | None = None
     code: str | None = "internal_error"
@@ -103,7 +104,7 @@ def describe(error: BaseException) -> Response:
             param, code = error.param, error.code
         else:
             code = "engine_unavailable" if status == 503 else "engine_error"
-        if status == 408:  # nothing that comes now could be told from the rest of it
+        if status == 408:  # the rest of this request could be mistaken for the next one
             headers = {"connection": "close"}
         retry_after_s = getattr(error, "retry_after_s", None)
         if retry_after_s is not None or status == 503:
@@ -119,7 +120,7 @@ def describe(error: BaseException) -> Response:
 
 
 async def respond(http: Request, error: Exception) -> Response:
-    """The app's handler of every exception that is expected."""
+    """The app's handler for expected exceptions."""
     if isinstance(error, HTTPException) and (name := _ABSENT.get(http.url.path)):
         message = f"this server has no {name}: it completes texts and chats; see / for what it has"
         error = HttpError(404, message, code="not_found")
@@ -133,25 +134,25 @@ async def respond(http: Request, error: Exception) -> Response:
 
 
 async def pass_on(_: Request, error: Exception) -> Response:
-    """In the place of Starlette's last resort, which would answer with words of its own, and whom
-    nobody reads any more: `RequestBoundary` knows what to do."""
+    """The app's handler for all other exceptions, instead of Starlette's, which would send an error
+    in its own format. It raises, and `RequestBoundary` answers."""
     raise error
 
 
 def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """A header for what was ignored; names that are no names are shown as `?`."""
+    """The header that lists ignored fields; a name with other characters is shown as `?`."""
     names = scope[IGNORED][:_MAX_IGNORED_SHOWN]
     shown = ", ".join(name if HARMLESS.fullmatch(name) else "?" for name in names)
     return [(b"x-ignored-params", shown.encode("ascii"))] if names else []
 
 
 class RequestBoundary:
-    """The outermost layer: ids on every response, and an answer to what nobody expected.
+    """The outermost layer: puts an id on every response and answers unexpected exceptions.
 
-    The id on a response is the client's `x-request-id` where it is one line of harmless characters,
-    else that of the visit, which ends here, however it ends. Plain ASGI on purpose: Starlette's
-    middleware class would put a queue between handler and socket and hide `http.disconnect`.
-    A client that takes nothing of its answer for `write_stall_s` counts as one that has left.
+    The id on a response is the client's `x-request-id` if that consists of harmless characters,
+    else the context's own. The context is cleaned up here, however the request ends. This is plain
+    ASGI on purpose: Starlette's middleware class would put a queue between handler and socket and
+    hide `http.disconnect`. A client that reads nothing for `write_stall_s` seconds counts as gone.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class RequestBoundary:
             with context.cleanup:
                 _check_head(scope)
                 await self._app(scope, receive, send_with_id)
-        except HttpError as error:  # of the head; nobody knows where the next request begins
+        except HttpError as error:  # bad headers: the start of the next request is not known
             response = describe(error)
             response.headers["connection"] = "close"
             await response(scope, receive, send_with_id)

@@ -1,8 +1,8 @@
-"""`FairThreads`: a few threads that owners of work take turns on.
+"""`FairThreads`: a thread pool that is shared fairly between owners of work
 
-Whoever has much to do waits for itself: of the work that waits, each owner's first is begun in
-turn, and one owner never has all the threads. Belongs to the event loop; only the work is done
-elsewhere.
+The pool starts the first waiting job of each owner in turn, and one owner never has all threads. So
+an owner with many jobs waits only for its own. All methods are called on the event loop; only the
+jobs run in threads.
 """
 
 from __future__ import annotations
@@ -28,56 +28,59 @@ class FairThreads:
         self._threads = ThreadPoolExecutor(num_threads, name)
         self._num_threads = num_threads
         self._waiting: dict[str, deque[_Job]] = {}
-        """by owner; whose turn it is comes first"""
+        """waiting jobs by owner; the owner whose turn is next comes first"""
         self._running: Counter[str] = Counter()
 
     def submit(
         self, owner: str, work: Callable[[], Any], ended: Callable[[], None]
     ) -> asyncio.Future[Any]:
-        """The result of `work`. `ended` is called when it has been done, which may be later than
-        whoever waits for it has left, or when it will not be begun any more. Work of the owner ""
-        (nobody has a key) may have all the threads."""
+        """Run `work` in a thread; returns a future of its result.
+
+        `ended` is called when the work is done, even if the future was cancelled before, or when a
+        cancelled job will not be started. Work of the owner "" (there are no keys) may use all
+        threads.
+        """
         result = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(_Job(result, work, ended))
-        self._begin()
+        self._start_jobs()
         return result
 
-    def _begin(self) -> None:
+    def _start_jobs(self) -> None:
         while self._running.total() < self._num_threads:
-            owner = next(filter(self._may_begin, self._waiting), None)
+            owner = next(filter(self._may_start, self._waiting), None)
             if owner is None:
                 return
             jobs = self._waiting.pop(owner)
             job = jobs.popleft()
             if jobs:
-                self._waiting[owner] = jobs  # behind the others
+                self._waiting[owner] = jobs  # after all other owners
             if job.result.cancelled():
                 job.ended()
                 continue
             self._running[owner] += 1
-            doing = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
-            doing.add_done_callback(partial(self._done, owner, job))
+            running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
+            running.add_done_callback(partial(self._done, owner, job))
 
-    def _may_begin(self, owner: str) -> bool:
+    def _may_start(self, owner: str) -> bool:
         most = self._num_threads - 1 if owner else self._num_threads
         return self._running[owner] < max(1, most)
 
-    def _done(self, owner: str, job: _Job, doing: asyncio.Future[Any]) -> None:
+    def _done(self, owner: str, job: _Job, running: asyncio.Future[Any]) -> None:
         self._running[owner] -= 1
         if not self._running[owner]:
             del self._running[owner]
         job.ended()
-        error = None if doing.cancelled() else doing.exception()
+        error = None if running.cancelled() else running.exception()
         if job.result.done():
             pass
-        elif doing.cancelled():
+        elif running.cancelled():
             job.result.cancel()
         elif error is not None:
             job.result.set_exception(error)
         else:
-            job.result.set_result(doing.result())
-        self._begin()
+            job.result.set_result(running.result())
+        self._start_jobs()
 
     def close(self) -> None:
-        """Waits for nothing."""
+        """Stop the threads without waiting for their jobs."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,10 +1,10 @@
-"""`HostGuard`: without keys, on loopback, requests of other sites' pages are refused.
+"""`HostGuard`: refuses requests of other sites' pages to a server without keys on loopback
 
-A page may let its own name lead to 127.0.0.1 (DNS rebinding); then the browser lets it read what
-this server answers. It cannot choose the Host header, which holds that name, nor Origin. So Host
-must be a loopback address, `localhost` or a name that the operator has given, and Origin, where
-there is one, the same host or one of `--cors-origins`. With keys a page has nothing to show, and
-on other addresses the operator has said that everybody may come: there neither is looked at.
+A page may make its own host name resolve to 127.0.0.1 (DNS rebinding); the browser then lets it
+read this server's answers. It cannot choose the headers Host, which holds that name, and Origin. So
+Host must be a loopback address, `localhost` or a name that the operator has given, and Origin, if
+present, must be the same host or one of `--cors-origins`. A server with keys needs no such check,
+because a page has none; nor does one on another address, which is open to everybody anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_SHOWN = 64
 
 
 def is_loopback(address: str) -> bool:
-    """Whether it is the literal of an address that only this machine reaches."""
+    """Whether a text is a loopback IP address, which only this machine reaches."""
     try:
         found = ipaddress.ip_address(address.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -34,7 +34,7 @@ def is_loopback(address: str) -> bool:
 
 
 def name_of(host: str) -> str | None:
-    """The name or address in a Host header, in lower case and without port; None = it is none."""
+    """The name or address in a Host header, in lower case and without port; None if malformed."""
     found = _HOST.fullmatch(host.lower())
     return found[1] if found else None
 
@@ -64,7 +64,7 @@ class HostGuard:
         if host is not None and not self._is_known(host):
             note_refusal(scope, "host")
             message = f"the Host {host[:_MAX_SHOWN]!r} is no name of this server, which has no keys"
-            message += ": use localhost or 127.0.0.1, or name the host with --allowed-hosts"
+            message += ": use localhost or 127.0.0.1, or allow the host with --allowed-hosts"
             return HttpError(403, message, code="host_not_allowed")
         origin = headers.get("origin")
         if origin is None or origin in self._origins:
@@ -74,7 +74,7 @@ class HostGuard:
             return None
         note_refusal(scope, "origin")
         message = f"pages of {origin[:_MAX_SHOWN]!r} may not use this server, which has no keys"
-        message += ": name the origin with --cors-origins"
+        message += ": allow the origin with --cors-origins"
         return HttpError(403, message, code="origin_not_allowed")
 
     def _is_known(self, host: str) -> bool:

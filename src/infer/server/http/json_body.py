@@ -1,9 +1,10 @@
-"""Reads a request body within the limits of size, time and media type, and parses it strictly.
+"""Reading a request body within limits of size and media type, and parsing it as strict JSON
 
-Neither a lie in Content-Length nor a chunked upload gets more into memory than the limit. Stricter
-than `json.loads`: UTF-8 only and no byte-order mark, no NaN, no infinities (1e400 is one), no keys
-twice, no lone surrogates (they cannot be encoded again), no integers of thousands of digits, and
-the nesting is measured before the recursive parser sees it; all in time linear in the body.
+Neither a wrong Content-Length nor a chunked upload gets more into memory than the limit. The parser
+is stricter than `json.loads`: it accepts UTF-8 without byte-order mark only, and refuses NaN,
+infinities (1e400 is one), duplicate keys, lone surrogates (they cannot be encoded again) and
+integers of more than 20 digits. It measures the nesting before the recursive parser runs. All this
+takes time linear in the body's length.
 """
 
 from __future__ import annotations
@@ -22,27 +23,32 @@ from infer.server.http.error_responses import HttpError
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
 _BLOCK_BYTES = 16 * 1024
+"""size of the blocks in which a body is collected"""
 MAX_JSON_DEPTH = 64
+"""maximum nesting of objects and arrays"""
 MAX_JSON_CONTAINERS = 50_000
-"""objects and arrays in one body: bounds the time the parser may keep the event loop"""
+"""maximum number of objects and arrays in a body; bounds how long the parser blocks the event
+loop"""
 MAX_JSON_VALUES = 500_000
-"""bounds it too; the longest contexts there are have 131,072 token ids"""
+"""maximum number of values in a body, for the same reason; the longest contexts have 131,072 token
+ids"""
 MAX_INTEGER_DIGITS = 20
-"""2**64 has 20; longer integers are not numbers that any field could mean"""
+"""maximum digits of an integer: 2**64 has 20, and no field takes a longer one"""
 MAX_NAME_CHARS = 64
-"""of a client's field name or value quoted back in an error"""
+"""maximum characters of a client's field name or value that an error quotes"""
 
-# What is done with a whole body is done by methods of bytes wherever they can: the interpreter runs
-# nothing else meanwhile, and expressions take ten times as long.
+# Work on a whole body uses methods of bytes where possible: the interpreter runs nothing else
+# meanwhile, and regular expressions take ten times as long.
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ZEROS_FOR_DIGITS = bytes.maketrans(b"123456789", b"000000000")
 _MANY_DIGITS = b"0" * (MAX_INTEGER_DIGITS + 1)
-# Behind a digit it fails at once, so that a long run of them costs no more than its length.
+# The lookbehind fails at once after a digit, so a long run of digits takes linear time.
 _LONG_INTEGER = re.compile(rb"(?<![0.eE+])(?<![eE]-)0{%d}0*+(?![.eE])" % len(_MANY_DIGITS))
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a body that must be a JSON object; raises `RequestError` like `parse_json`."""
     value = parse_json(body)
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object", code="invalid_type")
@@ -50,6 +56,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def check_media_type(headers: Headers) -> None:
+    """Raise `HttpError` (415) unless the body is declared as uncompressed JSON in UTF-8."""
     media_type, *parameters = headers.get("content-type", "").lower().split(";")
     split = [parameter.strip().partition("=") for parameter in parameters]
     charsets = {value.strip('"') for name, _, value in split if name == "charset"}
@@ -65,6 +72,10 @@ def check_media_type(headers: Headers) -> None:
 
 
 async def read_body(request: Request, grow_to: Callable[[int], None]) -> bytes:
+    """Read a body; raises `HttpError` (413) if it is larger than `MAX_BODY_BYTES`.
+
+    `grow_to` is called with the number of bytes received whenever it grows; see `BodyBudget.body`.
+    """
     too_large = HttpError(
         413, f"the body is larger than {MAX_BODY_BYTES} bytes", code="request_too_large"
     )
@@ -78,14 +89,14 @@ async def read_body(request: Request, grow_to: Callable[[int], None]) -> bytes:
             raise too_large
         grow_to(length)
         last += piece
-        if len(last) >= _BLOCK_BYTES:  # one array for all would be larger than the body
+        if len(last) >= _BLOCK_BYTES:  # a growing array would be larger than the body
             blocks.append(bytes(last))
             last.clear()
     return b"".join([*blocks, last])
 
 
 def parse_json(body: bytes) -> Any:
-    """The value that `body` is the JSON text of; `RequestError` (400) where it is none."""
+    """Parse `body` as JSON; raises `RequestError` (400) with the place of what is wrong."""
     if body.startswith(b"\xef\xbb\xbf"):
         _refuse("the body begins with a byte-order mark; send plain UTF-8")
     try:
@@ -96,12 +107,13 @@ def parse_json(body: bytes) -> Any:
         _refuse("the body is empty; send a JSON object")
     if body.count(b'"') > MAX_JSON_VALUES:
         _refuse(f"the body has more than {MAX_JSON_VALUES} quotation marks")
-    # Without its strings. Up to a backslash outside of them, where the parser stops, this is exact.
+    # The body without its strings. It is exact up to the first backslash outside of a string, and
+    # there the parser fails anyway.
     bare = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
     _check_nesting(bare)
     if bare.count(b",") >= MAX_JSON_VALUES:
         _refuse(f"the body has more than {MAX_JSON_VALUES} values")
-    # Once for all: as a hook of the parser it would take as long as the rest of it.
+    # One search in all of it; a hook of the parser would take as long as the rest of the parsing.
     zeros = bare.translate(_ZEROS_FOR_DIGITS)
     if _MANY_DIGITS in zeros and _LONG_INTEGER.search(zeros):
         _refuse(f"an integer has more than {MAX_INTEGER_DIGITS} digits")
@@ -150,6 +162,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                _refuse(f"the key {json.dumps(key[:MAX_NAME_CHARS])} is there twice in one object")
+                _refuse(f"an object has the key {json.dumps(key[:MAX_NAME_CHARS])} twice")
             seen.add(key)
     return members

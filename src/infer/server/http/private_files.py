@@ -1,4 +1,4 @@
-"""Files of the server that only their owner may read, and that several processes may change."""
+"""Files that only their owner may read, written atomically and under a lock between processes"""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ except ImportError:  # Windows; there files are not locked
     fcntl = None  # type: ignore[assignment]
 
 MAX_WAIT_S = 10.0
-"""For the lock of a file of keys."""
+"""default seconds to wait for a file's lock"""
 
 
 @contextlib.contextmanager
 def locked(path: Path, max_wait_s: float = MAX_WAIT_S) -> Iterator[None]:
-    """Nobody else who locks this file has it meanwhile, in any process. `TimeoutError`."""
+    """Hold the lock of a file (a file beside it) that excludes other processes until the block
+    ends. Raises `TimeoutError` after `max_wait_s` seconds."""
     if fcntl is None:
         yield
         return
@@ -39,7 +40,8 @@ def locked(path: Path, max_wait_s: float = MAX_WAIT_S) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file, at once; nobody but its owner may read it. A symbolic link stays one."""
+    """Replace a file's content atomically; only the owner may read it. A symbolic link is kept, and
+    its target replaced."""
     path = path.resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     beside.unlink(missing_ok=True)

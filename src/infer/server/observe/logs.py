@@ -70,7 +70,7 @@ class LogWriter(logging.Handler):
         self._num_chars = 0
         self.num_dropped = 0
         """lines since the start"""
-        self._num_untold = 0
+        self._num_unreported = 0
         self._wake = threading.Condition()
         self._closing_s: float | None = None
         """until when what is left may be written"""
@@ -87,7 +87,7 @@ class LogWriter(logging.Handler):
         with self._wake:
             if self._num_chars + len(line) > MAX_QUEUED_CHARS:
                 self.num_dropped += 1
-                self._num_untold += 1
+                self._num_unreported += 1
                 return
             self._push(line)
             self._wake.notify()
@@ -110,8 +110,8 @@ class LogWriter(logging.Handler):
     def _next(self) -> str | None:
         """Waits for a line; None: there will be no more."""
         with self._wake:
-            if self._num_untold and self._num_chars < MAX_QUEUED_CHARS // 2:
-                lost, self._num_untold = self._num_untold, 0
+            if self._num_unreported and self._num_chars < MAX_QUEUED_CHARS // 2:
+                lost, self._num_unreported = self._num_unreported, 0
                 text = "%d lines of the log were dropped: nobody read it fast enough"
                 level, name = logging.WARNING, "infer.server"
                 record = logging.LogRecord(name, level, __file__, 0, text, (lost,), None)
@@ -179,6 +179,6 @@ def log_request(context: RequestContext) -> None:
         "path": context.path,
         "status": context.status or 499,
         "ms": round(1000 * (time.monotonic() - context.received_s), 3),
-        **context.told,
+        **context.trace_summary,
     }
     access.info("request", extra={"fields": fields})

@@ -1,7 +1,7 @@
 """`Metrics`: what `/metrics` and `/stats` say, with the names that vLLM's dashboards know.
 
 Nothing is counted twice: counters and gauges are the engine's own, read when somebody asks; times
-and sizes are taken from each story when it ends; the pauses between tokens are counted by
+and sizes are taken from each trace when it ends; the pauses between tokens are counted by
 `RequestTraces` itself. The prometheus client only writes; it holds no state of ours. Labels are the
 model's name and, for keys, the name of the key: values that a client cannot choose.
 """
@@ -32,14 +32,15 @@ from infer.server.http.connections import Connections
 from infer.server.http.context import RequestContext
 from infer.server.http.private_files import locked, write_private
 from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, RequestTrace, RequestTraces
-from infer.types.step_events import StepEvents
+from infer.types.engine_stats import EngineCounters, EngineGauges
+from infer.types.step_events import ComputedChunk, StepEvents
 
 log = logging.getLogger("infer.server")
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SAVE_S = 10.0
 MAX_WAITS = 1000
-"""the latest requests whose waiting times `/stats` tells"""
+"""the latest requests whose waiting times are in `/stats`"""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _COUNTS = tuple(2**i for i in range(18))
 
@@ -51,7 +52,7 @@ _TIMES = {
     "request_inference_time_seconds": ("admitted_s", "end"),
     "e2e_request_latency_seconds": ("visit", "end"),
 }
-"""from one point of a story to another"""
+"""names of the two points of a trace between which each time is"""
 _SIZES: dict[str, Callable[[RequestTrace], int]] = {
     "request_prompt_tokens": lambda trace: trace.num_prompt,
     "request_generation_tokens": lambda trace: trace.sum_of("num_tokens"),
@@ -59,16 +60,21 @@ _SIZES: dict[str, Callable[[RequestTrace], int]] = {
     "request_params_n": lambda trace: len(trace.choices),
     "request_num_preemptions": lambda trace: trace.num_preemptions,
 }
-_GAUGES = {f"num_requests_{how}": f"num_{how}" for how in ("running", "waiting", "preempted")}
-_COUNTERS = {
-    "prompt_tokens": "num_prompt_tokens",
-    "prompt_tokens_cached": "num_cached_tokens",
-    "prefix_cache_queries": "num_prompt_tokens",
-    "prefix_cache_hits": "num_cached_tokens",
-    "generation_tokens": "num_sampled_tokens",
-    "num_preemptions": "num_preemptions",
-    "engine_steps": "num_steps",
-    "engine_restarts": "num_restarts",
+_GAUGES: dict[str, Callable[[EngineGauges], float]] = {
+    "num_requests_running": lambda gauges: gauges.num_running,
+    "num_requests_waiting": lambda gauges: gauges.num_waiting,
+    "num_requests_preempted": lambda gauges: gauges.num_preempted,
+    "kv_cache_usage_perc": lambda gauges: gauges.kv_cache_usage,
+}
+_COUNTERS: dict[str, Callable[[EngineCounters], float]] = {
+    "prompt_tokens": lambda counters: counters.num_prompt_tokens,
+    "prompt_tokens_cached": lambda counters: counters.num_cached_tokens,
+    "prefix_cache_queries": lambda counters: counters.num_prompt_tokens,
+    "prefix_cache_hits": lambda counters: counters.num_cached_tokens,
+    "generation_tokens": lambda counters: counters.num_sampled_tokens,
+    "num_preemptions": lambda counters: counters.num_preemptions,
+    "engine_steps": lambda counters: counters.num_steps,
+    "engine_restarts": lambda counters: counters.num_restarts,
 }
 
 
@@ -150,7 +156,7 @@ class Metrics:
         traces.on_end.append(self._ended)
 
     def _stepped(self, step_events: StepEvents) -> None:
-        chunks = [event.total for event in step_events.events if event.kind == "chunk"]
+        chunks = [e.num_tokens for e in step_events.events if isinstance(e, ComputedChunk)]
         self._per_step.add(sum(chunks) + step_events.num_sequences - len(chunks))
         self._num_rows += step_events.num_sequences
 
@@ -215,36 +221,35 @@ class Metrics:
 
     def stats(self) -> dict[str, Any]:
         """For people: what the scheduler is doing."""
-        stats = self._engine.stats()
+        stats = self._engine.read_stats()
+        gauges, counters = stats.engine.gauges, stats.engine.counters
         num_steps = sum(self._per_step.counts)
         waits_ms = sorted(round(1000 * wait_s, 3) for wait_s in self._waits_s) or [0.0]
         last = len(waits_ms) - 1
         return {
-            "queue_depth": stats["num_waiting"],
-            "running": stats["num_running"],
-            "preempted": stats["num_preempted"],
+            "queue_depth": gauges.num_waiting,
+            "running": gauges.num_running,
+            "preempted": gauges.num_preempted,
             "mean_batch_size": round(self._num_rows / num_steps, 3) if num_steps else 0.0,
             "mean_tokens_per_step": round(self._per_step.sum / num_steps, 3) if num_steps else 0.0,
-            "batches_formed": stats["num_batches"] or stats["num_steps"],
+            "batches_formed": counters.num_batches or counters.num_steps,
             "waiting_ms": {
                 "mean": round(statistics.fmean(waits_ms), 3),
                 **{f"p{q}": waits_ms[q * last // 100] for q in (50, 95, 100)},
             },
             "keys": {name: dict(counts) for name, counts in self._by_key.items()},
-            "engine": stats,
+            "engine": stats.by_name(),
         }
 
     # ---- for the prometheus client
 
     def collect(self) -> Iterator[Metric]:
         """All families."""
-        stats = self._engine.stats()
-        for name, source in _GAUGES.items():
-            yield self._one(GaugeMetricFamily, name, stats[source])
-        used = 1 - stats["num_free_pages"] / stats["num_pages"]
-        yield self._one(GaugeMetricFamily, "kv_cache_usage_perc", used)
-        for name, source in _COUNTERS.items():
-            yield self._one(CounterMetricFamily, name, stats[source])
+        stats = self._engine.read_stats().engine
+        for name, gauge in _GAUGES.items():
+            yield self._one(GaugeMetricFamily, name, gauge(stats.gauges))
+        for name, counter in _COUNTERS.items():
+            yield self._one(CounterMetricFamily, name, counter(stats.counters))
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):

@@ -1,11 +1,11 @@
-"""`RequestTraces`: what happened to each request, told by the engine's steps, for whoever asks why.
+"""`RequestTraces`: what happened to each request and when, from the events of the engine's steps.
 
-An `Observer` of the engine. A story is kept from the moment when a request is accepted until
-`MAX_RECENT` others of its owner have ended after it (or so many of all that those with the most
-give theirs up); it has at most `MAX_EVENTS` events and the `NUM_GAPS`
-slowest gaps between two tokens, each with what the slowest step in it was doing. What is paid for
-each token of each request is one look-up, one subtraction and two comparisons. Ids are those that
-the server makes; the names of other owners' requests are not shown.
+An `Observer` of the engine. A trace is kept from the moment when a request is accepted until
+`MAX_RECENT` others of its owner have ended after it, or `MAX_RECENT_IN_ALL` of all owners, of whom
+the one with the most loses his oldest. It has at most `MAX_EVENTS` events and the `NUM_GAPS`
+longest gaps between two tokens, each with what the slowest step in it was doing. A token costs one
+look-up, one subtraction and two comparisons. Ids are those that the server makes; the names of
+other owners' requests are not shown.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal, assert_never
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import CancelledError, RequestError
@@ -24,7 +24,15 @@ from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.types import FinishReason, Request, StepOutput
 from infer.types.ends import outcome_of
-from infer.types.step_events import StepEvent, StepEvents
+from infer.types.step_events import (
+    Admitted,
+    ComputedChunk,
+    Preempted,
+    Queued,
+    Resumed,
+    StepEvent,
+    StepEvents,
+)
 
 MAX_RECENT = 256
 """of one owner"""
@@ -35,6 +43,8 @@ MAX_STEPS = 256
 """steps back to which a slow gap can be explained"""
 GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
+ChoiceState = Literal["queued", "running", "preempted"]
+
 
 @dataclass(slots=True)
 class ChoiceTrace:
@@ -42,13 +52,20 @@ class ChoiceTrace:
 
     trace: RequestTrace
     index: int
-    state: str = "queued"
+    state: ChoiceState = "queued"
+    """the latest that the engine has reported"""
     num_tokens: int = 0
+    """output tokens until now"""
     num_cached: int = 0
+    """prompt tokens that were found in the prefix cache"""
     admitted_s: float | None = None
+    """when it first got a seat; all times are those of `time.monotonic`"""
     first_s: float | None = None
+    """when it sampled its first token"""
     last_s: float = 0.0
+    """when it sampled its latest token"""
     reason: FinishReason | None = None
+    """why it ended; None while it runs, and if its client left before the end"""
 
 
 @dataclass(slots=True)
@@ -65,13 +82,13 @@ class RequestTrace:
     events: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
     gaps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
-    """the slowest first; seconds, and what is told of it"""
+    """seconds and details of the slowest, the longest first"""
     ended_s: float | None = None
     outcome: str | None = None
     error: RequestError | None = None
     """with which it was cancelled"""
 
-    def tell(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
+    def record(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
         """Add an event, while there is room; the last place is kept for the end."""
         if len(self.events) < MAX_EVENTS - (kind != "finished"):
             own = {"choice": choice} if choice else {}
@@ -98,7 +115,7 @@ class RequestTrace:
 
     @property
     def num_preemptions(self) -> int:
-        """Of those that were told."""
+        """Preemptions of its choices that have been recorded."""
         return sum(event["event"] == "preempted" for event in self.events)
 
     def ms(self, time_s: float | None) -> float | None:
@@ -156,13 +173,13 @@ class RequestTraces:
         requests: Sequence[Request],
         num_prompt: int,
     ) -> RequestTrace:
-        """A request is accepted; its story ends when its visit does."""
+        """A request is accepted; its trace ends when the answer to its HTTP request does."""
         trace = RequestTrace(answer_id, owner, context, num_prompt, requests[0].max_tokens)
         for index, request in enumerate(requests):
             choice_trace = ChoiceTrace(trace, index)
             trace.choices[request.request_id] = self._choices[request.request_id] = choice_trace
         self._open[context.id] = trace
-        trace.tell(context.received_s, 0, "received")
+        trace.record(context.received_s, 0, "received")
         context.cleanup.callback(self._end, trace)
         return trace
 
@@ -175,7 +192,7 @@ class RequestTraces:
             trace.outcome = trace.error.code
         else:
             trace.outcome = outcome_of(reasons, failed=trace.context.status >= 400)
-        trace.tell(trace.ended_s, 0, "finished", outcome=trace.outcome)
+        trace.record(trace.ended_s, 0, "finished", outcome=trace.outcome)
         del self._open[trace.context.id]
         self._ended[trace.context.id] = trace
         own = self._ended_of.setdefault(trace.owner, {})
@@ -184,7 +201,7 @@ class RequestTraces:
             self._forget(trace.owner)
         elif len(self._ended) > MAX_RECENT_IN_ALL:
             self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
-        trace.context.told = summary(trace)
+        trace.context.trace_summary = summary(trace)
         for listener in self.on_end:
             listener(trace)
 
@@ -253,7 +270,7 @@ class RequestTraces:
             choice_trace.num_tokens += 1
             if choice_trace.first_s is None:
                 choice_trace.first_s, choice_trace.num_cached = now_s, output.num_cached
-                choice_trace.trace.tell(now_s, choice_trace.index, "first_token")
+                choice_trace.trace.record(now_s, choice_trace.index, "first_token")
             else:
                 gap_s = now_s - choice_trace.last_s
                 if gap_s != known_s:  # most of a step's have waited for the same time
@@ -274,28 +291,39 @@ class RequestTraces:
     def _record_event(
         self, choice_trace: ChoiceTrace, event: StepEvent, step_events: StepEvents
     ) -> None:
-        at_s = step_events.ended_s if event.kind == "chunk" else step_events.started_s
-        if event.kind == "admitted":
-            choice_trace.state = "running"
-            if choice_trace.admitted_s is None:
-                choice_trace.admitted_s = at_s
-        elif event.kind != "chunk":
-            choice_trace.state = "preempted" if event.kind == "preempted" else "queued"
-        others = [self._shown(name, choice_trace.trace) for name in event.others]
-        match event.kind:
-            case "queued" | "resumed":
-                details = {"waiting_before": event.num, "running": event.total, "behind": others}
-            case "admitted":
-                details = {"cached_tokens": event.num, "of_tokens": event.total}
-            case "chunk":
-                details = {"from_token": event.num, "tokens": event.total}
+        trace, at_s = choice_trace.trace, step_events.started_s
+        details: dict[str, Any]
+        match event:
+            case Queued() | Resumed():
+                choice_trace.state = "queued"
+                kind = "queued" if isinstance(event, Queued) else "resumed"
+                behind = [self._shown(name, trace) for name in event.behind]
+                details = {
+                    "waiting_before": event.num_before,
+                    "running": event.num_running,
+                    "behind": behind,
+                }
+            case Admitted():
+                choice_trace.state = "running"
+                if choice_trace.admitted_s is None:
+                    choice_trace.admitted_s = at_s
+                kind = "admitted"
+                details = {"cached_tokens": event.num_cached, "of_tokens": event.num_tokens}
+            case ComputedChunk():
+                kind, at_s = "chunk", step_events.ended_s
+                details = {"from_token": event.start, "tokens": event.num_tokens}
+            case Preempted():
+                choice_trace.state = kind = "preempted"
+                needed_by = () if event.needed_by is None else (event.needed_by,)
+                shown = [self._shown(name, trace) for name in needed_by]
+                details = {"lost_tokens": event.num_lost, "needed_by": shown}
             case _:
-                details = {"lost_tokens": event.num, "needed_by": others}
+                assert_never(event)
         details["step"] = step_events.number
-        choice_trace.trace.tell(at_s, choice_trace.index, event.kind, **details)
+        trace.record(at_s, choice_trace.index, kind, **details)
 
     def _shown(self, name: str, trace: RequestTrace) -> str:
-        """How a request is called in the story of another one."""
+        """How a request is called in the trace of another one."""
         choice_trace = self._choices.get(name)
         if choice_trace is None or choice_trace.trace.owner != trace.owner:
             return "somebody else's"
@@ -305,8 +333,8 @@ class RequestTraces:
         trace = choice_trace.trace
         within = [step for step in self._steps if step.started_s >= choice_trace.last_s]
         slowest = max(within, key=lambda step: step.ended_s - step.started_s, default=step_events)
-        chunks = [event for event in slowest.events if event.kind == "chunk"]
-        told = {
+        chunks = [event for event in slowest.events if isinstance(event, ComputedChunk)]
+        details = {
             "gap_ms": round(1000 * gap_s, 3),
             "at_ms": trace.ms(step_events.ended_s),
             "token": choice_trace.num_tokens,
@@ -316,11 +344,11 @@ class RequestTraces:
                 "step": slowest.number,
                 "step_ms": round(1000 * (slowest.ended_s - slowest.started_s), 3),
                 "sequences": slowest.num_sequences,
-                "prompt_tokens": sum(event.total for event in chunks),
+                "prompt_tokens": sum(event.num_tokens for event in chunks),
                 "prompts_of": [self._shown(event.request_id, trace) for event in chunks[:4]],
             },
         }
-        trace.gaps.append((gap_s, told))
+        trace.gaps.append((gap_s, details))
         trace.gaps.sort(key=lambda gap: -gap[0])
         del trace.gaps[NUM_GAPS:]
 
@@ -333,7 +361,7 @@ def not_found() -> HttpError:
 
 def summary(trace: RequestTrace) -> dict[str, Any]:
     """What a list shows."""
-    return trace.context.told or {
+    return trace.context.trace_summary or {
         "id": trace.id,
         "object": "request",
         "client_request_id": trace.context.client_id,
@@ -354,10 +382,10 @@ def summary(trace: RequestTrace) -> dict[str, Any]:
 
 
 def view(trace: RequestTrace) -> dict[str, Any]:
-    """The whole story. Times are milliseconds since the request was received."""
+    """The whole trace. Times are milliseconds since the request was received."""
     return {
         **summary(trace),
         "events": sorted(trace.events, key=itemgetter("at_ms")),
         "events_left_out": trace.num_left_out,
-        "slowest_gaps": [told for _, told in trace.gaps],
+        "slowest_gaps": [details for _, details in trace.gaps],
     }

@@ -1,6 +1,6 @@
 """Spans for OpenTelemetry: one for each request to the model, with `gen_ai.*` attributes.
 
-A span is written when its story has ended, from the story's own times, so tracing costs nothing
+A span is written when its trace has ended, from the trace's own times, so tracing costs nothing
 while tokens flow. Where to send them is said by the SDK's environment (`OTEL_EXPORTER_OTLP_…`). A
 client's `traceparent` is the parent. Needs the extra `otel`; imported only with `--tracing`.
 """
@@ -15,7 +15,7 @@ from infer.types.ends import NORMAL_OUTCOMES
 
 
 def make_tracing(model_name: str) -> Callable[[RequestTrace], None]:
-    """What is to be called with each story that has ended."""
+    """The function that sends the span of a trace that has ended."""
     try:
         from opentelemetry import propagate
         from opentelemetry import trace as otel

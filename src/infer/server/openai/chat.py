@@ -46,7 +46,7 @@ MAX_STOP_STRINGS = 4
 """OpenAI's limit for chats"""
 
 
-def _few(strings: tuple[str, ...]) -> tuple[str, ...]:
+def _few_stops(strings: tuple[str, ...]) -> tuple[str, ...]:
     if len(strings) > MAX_STOP_STRINGS:
         raise UnprocessableError(
             f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are supported"
@@ -55,7 +55,7 @@ def _few(strings: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ChatBody(Conversation, Generation):
-    """`POST /v1/chat/completions`, and `/render`, which shows the prompt it becomes."""
+    """`POST /v1/chat/completions`, and `/render`, which returns its prompt."""
 
     documented = (
         RANGES
@@ -71,8 +71,8 @@ class ChatBody(Conversation, Generation):
     )
     max_completion_tokens: int | None = None
     session_id: str | None = None
-    """session whose messages go before these; see `server.sessions.routes`"""
-    stop: Annotated[Stop, AfterValidator(_few)] = ()
+    """id of a session whose messages go before these; see `server.sessions.routes`"""
+    stop: Annotated[Stop, AfterValidator(_few_stops)] = ()
     logprobs: bool = False
     top_logprobs: int | None = None
     parallel_tool_calls: bool = True
@@ -80,7 +80,7 @@ class ChatBody(Conversation, Generation):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which the answer must be a call."""
+        """The tools one of which the answer must call."""
         if isinstance(self.tool_choice, str):
             return self.tools if self.tool_choice == "required" else []
         return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
@@ -94,7 +94,7 @@ class ChatBody(Conversation, Generation):
         return self.max_tokens is None and self.max_completion_tokens is None
 
     @model_validator(mode="after")
-    def _choosing(self) -> ChatBody:
+    def _check_tool_choice(self) -> ChatBody:
         if self.tool_choice not in ("none", "auto") and not self.forced_tools:
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
         if self.forced_tools and self.grammars:
@@ -110,12 +110,14 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
     """The requests of all choices; raises `RequestError`."""
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire) as sampling:
+        # First, since rendering takes longer than it takes to refuse a grammar.
+        checked = engine.check_sampling(sampling)
         ids = engine.render_chat(messages, **wire.template_arguments)
         thoughts = None if sampling.grammar is None else _thoughts_before(engine, ids)
         requests = requests_of(
             engine,
             [tuple(ids)],
-            sampling,
+            checked,
             answer_id,
             n=wire.n,
             priority=wire.priority,

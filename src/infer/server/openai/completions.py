@@ -37,11 +37,11 @@ from infer.types import FinishReason, Request, RequestOutput, TextDelta, TokenLo
 from infer.types.sampling import MAX_LOGPROBS
 
 MAX_CHOICES = 256
-"""prompts x n of one request"""
+"""maximum number of choices of one request: prompts x n"""
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """All four spellings of `prompt` as one tuple of prompts."""
+    """The prompts of any of the four forms that `prompt` may have."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
@@ -88,7 +88,7 @@ class CompletionBody(Generation):
         return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
 
     @model_validator(mode="after")
-    def _not_too_many(self) -> CompletionBody:
+    def _check_choices(self) -> CompletionBody:
         if self.num_choices > MAX_CHOICES:
             raise UnprocessableError(
                 f"{len(self.prompt)} prompts x n={self.n} is more than {MAX_CHOICES} choices",
@@ -105,8 +105,9 @@ def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) 
         if wire.echo and wire.logprobs is not None:
             count = max(wire.logprobs, wire.prompt_logprobs or 0)
             sampling = sampling.replace(prompt_logprobs=count)
+        checked = engine.check_sampling(sampling)
         requests = requests_of(
-            engine, wire.prompt, sampling, answer_id, n=wire.n, priority=wire.priority
+            engine, wire.prompt, checked, answer_id, n=wire.n, priority=wire.priority
         )
         return list(requests)
 

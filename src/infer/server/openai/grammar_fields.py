@@ -1,7 +1,7 @@
-"""The ways in which a body asks for structured output, each read as a `Grammar`.
+"""The fields for structured output, each read as a `Grammar`
 
-OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`. Only the shape is
-checked here; whether a schema or an expression can be compiled, the engine's intake says.
+These are OpenAI's `response_format`, and vLLM's `structured_outputs` and older `guided_*`. Only the
+shape is checked here; the engine's `InputProcessor` checks that a schema or an expression compiles.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from infer.types.grammar import Grammar
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex",
           "guided_choice", "guided_grammar")  # fmt: skip
 _MEMBER_OF = {"json_schema": "json_schema", "json_object": "schema"}
-"""what a response_format of this type may have beside it"""
+"""type of a response_format → the other field that it may have"""
 
 
 def response_format(value: Any) -> Grammar | None:
-    """`{"type": "text"}`, `json_object` (some clients add a `schema`), or `json_schema` with
-    `{"json_schema": {"schema"}}`."""
+    """The grammar of a `response_format`; None for the type `text`.
+
+    A `json_object` may have a `schema`, which some clients add; a `json_schema` has
+    `{"json_schema": {"name", "schema"}}`.
+    """
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         raise RequestError("response_format must be an object with a type")
@@ -49,7 +52,8 @@ def _named_schema(value: Any) -> Grammar:
 
 
 def outputs(value: Any) -> Grammar | None:
-    """An object with exactly one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
+    """The grammar of `structured_outputs`: an object with exactly one of `json`, `json_object`,
+    `regex`, `choice` and `grammar`."""
     if not isinstance(value, dict):
         raise RequestError("structured_outputs must be an object")
     given = {name: member for name, member in value.items() if member not in (None, False)}
@@ -65,26 +69,26 @@ def outputs(value: Any) -> Grammar | None:
 
 
 def json_schema(value: Any) -> Grammar:
-    """A schema as an object or as its text."""
+    """The grammar of a JSON schema, which is an object or its text."""
     if not isinstance(value, dict | str):
         raise RequestError("a JSON schema must be an object or its text")
     return Grammar.json(value)
 
 
 def regex(value: Any) -> Grammar:
-    """A regular expression."""
+    """The grammar of a regular expression."""
     return Grammar.regex(_text(value))
 
 
 def choice(value: Any) -> Grammar:
-    """A list of texts."""
+    """The grammar of a list of texts, one of which is the answer."""
     if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
         raise RequestError("choices must be a list of at least one string")
     return Grammar.choice(value)
 
 
 def grammar(value: Any) -> Grammar:
-    """A grammar in Lark or GBNF."""
+    """The grammar of a text in Lark or GBNF."""
     return Grammar.grammar(_text(value))
 
 

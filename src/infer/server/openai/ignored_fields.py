@@ -1,9 +1,9 @@
-"""Fields that clients know and we do not implement: accepted where they would change nothing.
+"""Fields of other APIs that are not implemented, with the values for which they are accepted
 
-Real clients send such fields at their defaults (`best_of: 1`, `tools: []`); refusing those would
-break them, and ignoring other values would answer a question nobody asked. So each name has the
-values that have no effect; a type stands for all of its values (hints that never change an answer:
-cache keys, end-user ids). A feature that is built moves from here into the wire models.
+Real clients send such fields with their defaults (`best_of: 1`, `tools: []`). Refusing those would
+break the clients; ignoring other values would give an answer that was not asked for. So each name
+has a list of values that have no effect. A type stands for all of its values, for hints that never
+change an answer (cache keys, ids of end users). A field that gets implemented moves to the models.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Inert = Mapping[str, tuple[Any, ...]]
+"""field name → values without effect; a type stands for all of its values"""
 
 REQUEST_FIELDS: Inert = {
     # OpenAI
@@ -26,11 +27,11 @@ REQUEST_FIELDS: Inert = {
     **dict.fromkeys(("include_reasoning", "parallel_tool_calls"), (bool,)),
     "prompt_cache_options": ({},),
     "prompt_cache_retention": ("in_memory", "in-memory"),
-    "reasoning_effort": (str,),  # of a chat it goes to the template
+    "reasoning_effort": (str,),  # a chat passes it to the template
     "service_tier": ("auto", "default"),
     "suffix": ("",),
     "verbosity": ("medium",),
-    # names that other servers have added
+    # other servers' extensions
     **dict.fromkeys(("add_special_tokens", "cache_salt", "chat_template"), ()),
     **dict.fromkeys(("thinking", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("documents", "logits_processors"), ([],)),
@@ -43,17 +44,17 @@ REQUEST_FIELDS: Inert = {
 MESSAGE_FIELDS: Inert = {
     **dict.fromkeys(("audio", "function_call", "refusal"), ()),
     "annotations": ([],),
-    "provider_specific_fields": (dict,),  # LiteLLM puts it into answers that it hands out
+    "provider_specific_fields": (dict,),  # LiteLLM adds it to answers, and clients send it back
 }
 TOKENIZE_CHAT_FIELDS: Inert = {
-    "add_special_tokens": (False,),  # the template writes them
+    "add_special_tokens": (False,),  # the template adds them
     "chat_template": (),
 }
 STREAM_FIELDS: Inert = {"include_obfuscation": (False,)}
 
 
 def has_no_effect(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of the accepted ones; 1 and 1.0 are the same only to a number."""
+    """Whether `value` is one of the accepted ones. 1 is accepted for 1.0, but 1.0 is not for 1."""
     return any(_fits(value, one) for one in accepted)
 
 
@@ -65,14 +66,14 @@ def _fits(value: Any, accepted: Any) -> bool:
 
 
 def shown(accepted: tuple[Any, ...]) -> str:
-    """What may be sent, for the error message."""
+    """The accepted values as text, for an error message."""
     types = {str: "a string", bool: "true or false", dict: "an object"}
     words = [types[one] if isinstance(one, type) else json.dumps(one) for one in accepted]
     return " or ".join(words) or "null"
 
 
 def schema(accepted: tuple[Any, ...]) -> dict[str, Any]:
-    """The same for the OpenAPI document."""
+    """The accepted values as JSON Schema, for the OpenAPI document."""
     types = {str: "string", bool: "boolean", dict: "object"}
     kinds = [{"type": types[one]} if isinstance(one, type) else {"const": one} for one in accepted]
     return {"anyOf": [*kinds, {"type": "null"}]}

@@ -1,8 +1,9 @@
-"""JSON of answers of any size, written so that other threads have a turn meanwhile.
+"""Writing answers of any size as JSON without blocking other threads
 
 The encoder of the standard library holds the interpreter until it is done: 15 MB of
-log-probabilities would stop every other stream for a tenth of a second, from any thread. So what is
-large is written in parts: members of an object one by one, long lists some elements at a time.
+log-probabilities stop every other stream for a tenth of a second, whichever thread encodes them. So
+large values are written in parts: members of an object one by one, long lists a few elements at a
+time.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 LARGE_ANSWER_BYTES = 64 * 1024
-"""about; what is larger is rendered in a thread"""
+"""approximate size above which an answer is rendered in a thread"""
 BYTES_A_LOGPROB = 64
-"""about what one token with its log-probability takes in an answer"""
+"""approximate bytes of one token and its log-probability in an answer"""
 _MAX_WEIGHT = 4096
-"""of what is written at once: numbers, names and short strings; about half a millisecond"""
+"""maximum weight (numbers, names and short strings) that is encoded at once: half a millisecond"""
 
 _PIECE_CHARS = 128 * 1024
-"""of what is given to the socket at once"""
+"""approximate characters that are sent to the socket at once"""
 
 _dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
 
 
 class Later(NamedTuple):
-    """A member that is made when what stands before it has been written."""
+    """A member that is made only when all before it have been written."""
 
     make: Callable[[], Any]
 
 
 def render(value: Any) -> bytes:
-    """`value` as JSON in UTF-8. An iterator is a list whose elements need not all be there at the
-    same time."""
+    """`value` as JSON in UTF-8. An iterator is written as a list, so that its elements need not
+    exist at the same time."""
     return "".join(_parts(value)).encode()
 
 
@@ -71,8 +72,8 @@ def _parts(value: Any) -> Iterator[str]:
 
 
 def _weight(value: Any) -> int:
-    """About how much there is to write; elements of a list are taken to be like its last one (the
-    first token of a prompt has no log-probabilities)."""
+    """Approximate amount to write. All elements of a list are assumed to be like the last one; the
+    first may differ, because a prompt's first token has no log-probabilities."""
     if isinstance(value, str):
         return 1 + len(value) // 32
     if isinstance(value, Iterator | Later):
@@ -85,7 +86,7 @@ def _weight(value: Any) -> int:
 
 
 class LargeResponse(Response):
-    """A body that is written a piece at a time, each when the client has taken those before."""
+    """A response whose body is sent in pieces, each after the client has read those before."""
 
     def __init__(self, pieces: list[bytes], media_type: str) -> None:
         self._pieces = pieces
@@ -103,7 +104,7 @@ class LargeResponse(Response):
 
 
 def json_response(value: Any) -> Response:
-    """An answer of 200; its members are named by strings."""
+    """A response of status 200 with `value` as JSON; all names of members must be strings."""
     pieces, gathered, size = [], [], 0
     for part in _parts(value):
         gathered.append(part)

@@ -1,8 +1,9 @@
-"""Log-probabilities of one choice as OpenAI's two kinds of objects.
+"""Log-probabilities of a choice in OpenAI's two formats
 
-Completions: four parallel lists, where `text_offset` is the place of the token in the choice's
-text. Chat: one object per token with its bytes. A token that is not UTF-8 on its own is shown as
-`bytes:\\xe2\\x82`. Streamed pieces put together equal the object of a plain answer.
+Completions have four parallel lists, of which `text_offset` has the position of each token in the
+choice's text, in characters. Chats have one object per token, with its bytes. A token that is not
+valid UTF-8 by itself is shown as `bytes:\\xe2\\x82`. The pieces of a stream, concatenated, equal
+the object of a plain answer.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs
 
 FLOOR = -9999.0
-"""stands for "impossible": JSON has no infinity"""
+"""smallest log-probability that is shown, also for -inf, which JSON does not have"""
 
 
 class ChoiceLogprobs:
-    """Lives as long as the choice: a token's place depends on all tokens before it."""
+    """Formats the log-probabilities of one choice. It keeps state between calls, because a token's
+    position depends on all tokens before it."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool) -> None:
         self._tokenizer = tokenizer
@@ -30,7 +32,8 @@ class ChoiceLogprobs:
     def completion(
         self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any]:
-        """`choices[].logprobs` of a completion, for these further tokens; None: the very first."""
+        """`choices[].logprobs` of a completion, for the next tokens. The entry of a prompt's first
+        token is None."""
         labels = [self._label(token_id) for token_id in ids]
         tops: list[dict[str, float] | None] = []
         for label, entry in zip(labels, entries, strict=True):
@@ -38,18 +41,18 @@ class ChoiceLogprobs:
                 tops.append(None)
                 continue
             top = {label: _number(entry.logprob)}
-            for token_id, logprob in entry.top:  # best first: of two same labels the better stays
+            for token_id, logprob in entry.top:  # best first, so the better of equal labels is kept
                 top.setdefault(self._label(token_id), _number(logprob))
             tops.append(top)
         return {
             "tokens": labels,
             "token_logprobs": [entry and _number(entry.logprob) for entry in entries],
             "top_logprobs": tops,
-            "text_offset": [self._place(token_id) for token_id in ids],
+            "text_offset": [self._next_offset(token_id) for token_id in ids],
         }
 
     def chat(self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
-        """`choices[].logprobs` of a chat answer, for these further tokens."""
+        """`choices[].logprobs` of a chat answer, for the next tokens."""
         content = [
             {
                 **self._token(token_id, entry.logprob),
@@ -63,7 +66,10 @@ class ChoiceLogprobs:
     def prompt(
         self, ids: Sequence[int], entries: Sequence[TokenLogprobs]
     ) -> list[dict[str, Any] | None]:
-        """`prompt_logprobs` as vLLM has them: by token id; the first token has none."""
+        """`prompt_logprobs` in vLLM's format: one object by token id per token, None for the first.
+
+        `entries` has one element less than `ids`.
+        """
         positions: list[dict[str, Any] | None] = [None]
         for token_id, entry in zip(ids[1:], entries, strict=True):
             one = {token_id: entry.logprob, **dict(entry.top)}
@@ -92,17 +98,17 @@ class ChoiceLogprobs:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
-    def _place(self, token_id: int) -> int:
-        """Characters that are complete before this token; then the token is counted in."""
-        place = self._offset
+    def _next_offset(self, token_id: int) -> int:
+        """Number of complete characters before a token, which is then counted too."""
+        offset = self._offset
         if token_id not in self._invisible:
             data = self._tokenizer.token_bytes(token_id)
             if data is None:
                 self._offset += len(self._tokenizer.token_text(token_id))
             else:
                 self._offset += len(self._characters.decode(data))
-        return place
+        return offset
 
 
 def _number(logprob: float) -> float:
-    return logprob if logprob > FLOOR else FLOOR  # NaN too: it is not greater
+    return logprob if logprob > FLOOR else FLOOR  # FLOOR for NaN too, since it is not greater

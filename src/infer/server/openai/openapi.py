@@ -1,9 +1,10 @@
-"""`/openapi.json`, and the page at `/`: the app's own routes, and the bodies the wire models read.
+"""The OpenAPI document at `/openapi.json`, generated from the routes and the body models
 
-Made from what answers, so that it cannot say anything else: paths and methods are the routes',
-fields are those of the models that an endpoint is marked with (`takes`), summaries its docstring.
-Ranges that depend on the model are not in it (errors tell them). Statuses are those of the layers
-that a request passes, and the endpoint's own.
+It is generated from the code that answers, so it cannot differ from it. Paths and methods are those
+of the routes, fields those of the models with which an endpoint is marked (`takes`), and summaries
+the first lines of the endpoints' docstrings. Statuses are those of the layers that a request passes
+and the endpoint's own. Ranges that depend on the model are not included; errors name them. The page
+at `/` lists the same routes and summaries.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 REF = "#/components/schemas/{model}"
 ANY_REQUEST = {400, 403, 431, 500, 503}
-ANY_BODY = {404, 408, 413, 415, 422}  # 404: it names a model that is not there
+"""error statuses that every request may get"""
+ANY_BODY = {404, 408, 413, 415, 422}
+"""further error statuses of a request with a body; 404 is for an unknown model"""
 _TYPES = {"message": "string", "type": "string", "param": ["string", "null"]}
 _MEMBERS = {name: {"type": kind} for name, kind in {**_TYPES, "code": _TYPES["param"]}.items()}
 _ERROR = {"type": "object", "properties": _MEMBERS, "required": [*_MEMBERS]}
@@ -35,18 +38,18 @@ _ERRORS = {"type": "object", "properties": {"error": _ERROR}, "required": ["erro
 def takes(
     *bodies: type[Wire], refuses: Iterable[int] = (), answers: Iterable[str] = (JSON,)
 ) -> Callable[[E], E]:
-    """Marks an endpoint: the bodies it reads (one of them), the statuses of its own errors, and the
-    media types of a 200."""
+    """Decorator that describes an endpoint: the models one of which its body must fit, the statuses
+    of its own errors, and the media types of a 200."""
 
     def mark(endpoint: E) -> E:
-        endpoint.api_facts = (bodies, refuses, answers)  # type: ignore[attr-defined]
+        endpoint.described = (bodies, refuses, answers)  # type: ignore[attr-defined]
         return endpoint
 
     return mark
 
 
 def each(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, Route, str]]:
-    """Method, route and summary."""
+    """Yield method, route and summary of each route."""
     for route in routes:
         assert isinstance(route, Route)
         (method,) = (route.methods or set()) - {"HEAD"}
@@ -54,11 +57,14 @@ def each(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, Route, str]]:
 
 
 def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
-    """The whole of it."""
+    """The OpenAPI document of an app's routes, as JSON values.
+
+    `has_keys`: whether the server demands API keys.
+    """
     paths: dict[str, dict[str, Any]] = {}
     models: dict[type[Wire], None] = {}
     for method, route, summary in each(routes):
-        bodies, refuses, answers = getattr(route.endpoint, "api_facts", ((), (), (JSON,)))
+        bodies, refuses, answers = getattr(route.endpoint, "described", ((), (), (JSON,)))
         is_open = not has_keys or route.path in OPEN_PATHS
         statuses = ANY_REQUEST | {*refuses} | (ANY_BODY if bodies else set())
         statuses |= {429} if not is_open and costs(method, route.path) else set()

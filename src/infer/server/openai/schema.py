@@ -1,10 +1,11 @@
-"""The wire models that endpoints share: fields of sampling and of conversations, strictly typed.
+"""The request models that endpoints share: sampling and conversations, strictly typed
 
-The body of an endpoint that generates stands in the endpoint's own file and is made of these.
-Shape and type are decided in wire models: a wrong type is 400, an unknown name or a value outside a
-list is 422, a known name whose effect we do not have is 400 by name, `null` is the same as absent,
-and a bool is never a number. Ranges of sampling values belong to `infer.types.SamplingParams`,
-lengths in tokens to the engine. The extension names are those that vLLM uses.
+The body of an endpoint that generates stands in the endpoint's own file and is made of these. The
+models check shapes and types: a wrong type is 400, an unknown name or a value outside a list is
+422, and a known name without an implementation is 400 unless its value has no effect. `null` is the
+same as absent, and a bool is never a number. `infer.types.SamplingParams`, built in `to_engine`,
+checks the ranges of sampling values; the engine checks lengths in tokens. Names of extensions are
+those of vLLM.
 """
 
 from __future__ import annotations
@@ -23,18 +24,21 @@ from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
 MAX_CHOICES_PER_PROMPT = 8
+"""largest `n`"""
 MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
-"""of `bad_words` that are spelled on the event loop"""
+"""maximum size of `bad_words` that are tokenised on the event loop"""
 MAX_LIGHT_ENTRIES = 2048
-"""choices x fields that are looked at there"""
+"""maximum of choices x (1 + entries of lists) that are checked on the event loop"""
 MAX_MESSAGES = 1024
 MAX_METADATA_ENTRIES = 16
 MAX_TOOLS = 128
-"""OpenAI's limit too"""
+"""OpenAI's limit"""
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400
+"""one day"""
 
 Object = dict[str, Any]
+"""any JSON object"""
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
@@ -46,10 +50,10 @@ def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
-    """JSON's keys are strings; here they are token ids."""
+    """The biases by token id; in JSON the keys are strings."""
     if not isinstance(value, dict):
         raise RequestError("logit_bias must be an object: token id → number")
-    if len(value) > MAX_LOGIT_BIAS_ENTRIES:  # `SamplingParams` would say so too, but late
+    if len(value) > MAX_LOGIT_BIAS_ENTRIES:  # `SamplingParams` checks it too, but only later
         raise UnprocessableError(f"logit_bias has more than {MAX_LOGIT_BIAS_ENTRIES} entries")
     biases: dict[int, float] = {}
     for key, bias in value.items():
@@ -72,7 +76,7 @@ def _metadata(value: Any) -> dict[str, str]:
 
 
 def _content(value: Any) -> str:
-    """A string, or the texts of a list of text parts one after the other."""
+    """The text of a string or of a list of text parts, which are concatenated."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
@@ -100,7 +104,7 @@ def _variables(value: Any) -> dict[str, Any]:
 
 
 def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
-    """Definitions or calls of functions."""
+    """A list of definitions or calls of functions, checked for its shape."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RequestError(f"{info.field_name} must be a list of objects")
     if len(value) > MAX_TOOLS:
@@ -118,7 +122,7 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
 
 
 def _tool_choice(value: Any) -> str | dict[str, str]:
-    """ "none", "auto", "required", or a function as `{"name": …}`."""
+    """The choice: "none", "auto", "required", or a function as `{"name": …}`."""
     if isinstance(value, dict):
         function = value.get("function")
         if value == {"type": "function", "function": function} and isinstance(function, dict):
@@ -132,7 +136,7 @@ def _tool_choice(value: Any) -> str | dict[str, str]:
 
 
 def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """In the form templates expect: the arguments are an object, not the text of one."""
+    """The calls in the form that templates expect, with their arguments as an object."""
     parsed = []
     for call in calls:
         arguments = call["function"].get("arguments") or {}
@@ -147,14 +151,14 @@ def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return parsed
 
 
-# Templates know no developer: it is the newer name of system.
+# "developer" is OpenAI's newer name of "system", which chat templates do not know.
 Role = Annotated[
     Literal["system", "developer", "user", "assistant", "tool"],
     AfterValidator(lambda role: "system" if role == "developer" else role),
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
-TokenIds = Annotated[list[int], FailFast()]  # not a finding for each of a million wrong ones
+TokenIds = Annotated[list[int], FailFast()]  # one error only, not one for each wrong id
 ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str, Any])]
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
@@ -198,7 +202,8 @@ RANGES: dict[str, dict[str, Any]] = {
     },
     "guided_choice": {"minItems": 1},
 }
-"""of `SamplingParams`, which decides; what depends on the model is not here"""
+"""ranges of the fields of `SamplingParams`, which checks them, as JSON Schema for the OpenAPI
+document; ranges that depend on the model are not included"""
 _FUNCTION = {
     "type": "object",
     "properties": {"name": {"type": "string"}},
@@ -235,14 +240,16 @@ CONVERSATION: dict[str, dict[str, Any]] = {
 
 
 class StreamOptions(Wire):
+    """Options of a streamed answer."""
+
     inert_fields = ignored_fields.STREAM_FIELDS
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """with every piece, if `include_usage` asks for usage at all"""
+    """whether every piece has the usage so far, if `include_usage` is true"""
 
 
 class Body(Wire):
-    """Every body may name the model."""
+    """A body that may name the model."""
 
     model: str | None = None
 
@@ -252,31 +259,31 @@ class GeneratingBody(Body):
 
     stream: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
-    """seconds until the answer must be whole; the server has a limit of its own"""
+    """maximum time of the request in seconds; the server has a limit of its own"""
 
     @property
     def num_choices(self) -> int:
-        """Choices of the whole answer: as many places are needed."""
+        """Number of choices of the answer, each of which needs a place."""
         return 1
 
     @property
     def num_grammar_chars(self) -> int:
-        """Characters of the grammars that have to be compiled; 0: there is none."""
+        """Number of characters of the grammar to be compiled; 0 without one."""
         return 0
 
     @property
     def is_heavy(self) -> bool:
-        """Whether making the requests takes a noticeable time, however small the body is."""
+        """Whether making the requests takes noticeable time even if the body is small."""
         return bool(self.num_grammar_chars)
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether the client leaves it to the server how many tokens are generated."""
+        """Whether the client has set no limit to the number of output tokens."""
         return False
 
 
 class Generation(GeneratingBody):
-    """What OpenAI's two endpoints that generate have in common."""
+    """The fields that both of OpenAI's generating endpoints accept."""
 
     inert_fields = ignored_fields.REQUEST_FIELDS
     documented = RANGES
@@ -318,7 +325,8 @@ class Generation(GeneratingBody):
 
     @property
     def is_heavy(self) -> bool:
-        """Whether a grammar has to be compiled, many words spelled, or many choices made."""
+        """Whether checking takes noticeable time even if the body is small: a grammar has to be
+        compiled, many words tokenised, or many choices made."""
         num_entries = len(self.logit_bias) + len(self.allowed_token_ids or ())
         return bool(
             self.num_grammar_chars
@@ -337,7 +345,7 @@ class Generation(GeneratingBody):
 
     @property
     def grammars(self) -> dict[str, Grammar]:
-        """What the answer's text must look like, by the name of the field that says so."""
+        """Grammars of the answer's text, by the name of the field that has them."""
         given = {name: getattr(self, name) for name in grammar_fields.FIELDS}
         return {name: grammar for name, grammar in given.items() if grammar is not None}
 
@@ -346,7 +354,7 @@ class Generation(GeneratingBody):
         return self.n
 
     @model_validator(mode="after")
-    def _streaming(self) -> Generation:
+    def _check_combinations(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream: true", param="stream_options")
         if self.stream_format == "events" and not self.stream:
@@ -355,12 +363,13 @@ class Generation(GeneratingBody):
             raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
         if len(self.grammars) > 1:
             one, other, *_ = self.grammars
-            raise RequestError(f"{one} and {other} are two grammars; send one", param=other)
+            message = f"{one} and {other} both constrain the answer's text; send one of them"
+            raise RequestError(message, param=other)
         return self
 
 
 class Message(Wire):
-    """It may call tools, and then needs no content."""
+    """A message of a conversation; one that calls tools needs no content."""
 
     inert_fields = ignored_fields.MESSAGE_FIELDS
     role: Role
@@ -369,11 +378,11 @@ class Message(Wire):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """the same by its other name"""
+    """another name of `reasoning_content`"""
     tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _check_content(self) -> Message:
         if self.content is None and not self.tool_calls:
             code = "missing_required_parameter"
             raise RequestError("content is required", param="content", code=code)
@@ -381,7 +390,7 @@ class Message(Wire):
 
 
 class Conversation(Body):
-    """What a chat template is given."""
+    """The fields from which a chat template makes a prompt."""
 
     documented = CONVERSATION
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
@@ -391,11 +400,12 @@ class Conversation(Body):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], plain(_variables, dict[str, Any])] = Field({})
     reasoning_effort: Effort | None = None
-    """for templates that read it; `none` also says `enable_thinking=False`"""
+    """variable for templates that read it; `none` also sets `enable_thinking=False`"""
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """Beside the messages. Whoever continues a message need not say that none begins."""
+        """The template's arguments beside the messages. `add_generation_prompt` is false by default
+        if the final message is continued."""
         begin = self.add_generation_prompt
         if begin is None:
             begin = not self.continue_final_message
@@ -413,7 +423,7 @@ class Conversation(Body):
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """Those that the model may call."""
+        """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
 
 

@@ -1,8 +1,8 @@
-"""What all wire models share, and pydantic's findings in our words.
+"""`Wire`: the base of all request bodies; pydantic's errors as our own
 
-A `RequestError` names the field and what was expected; values sent by the client are not repeated.
-Only the first finding is told. Errors that our own validators raise pass unchanged, except that
-they get the place where they happened.
+A `RequestError` names the field and the expected value; it does not repeat values of the client.
+Only the first error is reported. Errors of our own validators are passed on, with the path of the
+field added.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LIMITS = {
     "max_length": "a list of at most {}",
 }
 
-# Of one endpoint in the place of another's, for the hint in an error.
+# Field of one endpoint → the field of another with the same meaning, for the hint in an error.
 _OTHER_NAMES = {
     "messages": "prompt",
     "prompt": "messages",
@@ -61,25 +61,26 @@ _OTHER_NAMES = {
 
 
 def plain(check: Callable[..., Any], sent: Any) -> PlainValidator:
-    """`check` alone decides; `sent` is what clients send, for the OpenAPI document."""
+    """A validator that calls only `check`; `sent` is the type that the OpenAPI document shows."""
     return PlainValidator(check, json_schema_input_type=sent)
 
 
 class Wire(BaseModel):
-    """Strict types, no unknown names, null = absent."""
+    """A request body with strict types and no unknown names, in which null means absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     inert_fields: ClassVar[ignored_fields.Inert] = {}
+    """fields that are accepted with values that have no effect"""
     documented: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """ranges that are checked further on, where errors are told in other words: for the document"""
+    """JSON Schema of ranges that later code checks, by field, for the OpenAPI document"""
 
     @model_validator(mode="before")
     @classmethod
     def _names(cls, value: Any, info: ValidationInfo) -> Any:
-        """Drops nulls and fields without effect; refuses the others that are not ours, or adds
-        their names to the context, if that is a list."""
+        """Drop nulls and fields without effect. Refuse unknown names; but if the context is a list,
+        add them to it."""
         if not isinstance(value, dict):
-            return value  # pydantic says what is wrong
+            return value  # pydantic reports the error
         kept = {}
         for name, member in value.items():
             if member is None:
@@ -102,7 +103,7 @@ class Wire(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: GetJsonSchemaHandler) -> Any:
-        """With the fields without effect, and null wherever a field may be left out."""
+        """The model's schema with the fields without effect, and with null for optional fields."""
         schema = handler.resolve_ref_schema(handler(core))
         for name, field in schema["properties"].items():
             field |= cls.documented.get(name, {})
@@ -125,9 +126,9 @@ W = TypeVar("W", bound=Wire)
 
 
 def read(model: type[W], body: dict[str, Any], ignored: list[str] | None = None) -> W:
-    """`body` as a `model`; raises `RequestError` (400) or `UnprocessableError` (422).
+    """Check a body; raises `RequestError` (400) or `UnprocessableError` (422).
 
-    With `ignored`, unknown names are no error and are added to it.
+    Unknown names are an error if `ignored` is None; otherwise they are added to that list.
     """
     try:
         return model.model_validate(body, context=ignored)

@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from dataclasses import fields
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import CheckedSampling
 from infer.errors import RequestError, UnprocessableError
 from infer.server.openai.schema import Generation
 from infer.types import Request, SamplingParams
 
 Prompt = str | tuple[int, ...]
+"""text or token ids"""
 
 
 @contextmanager
@@ -63,7 +65,7 @@ def sampling_of(
 def requests_of(
     engine: AsyncLLM,
     prompts: Sequence[Prompt],
-    sampling: SamplingParams,
+    checked: CheckedSampling,
     answer_id: str,
     *,
     n: int = 1,
@@ -71,12 +73,11 @@ def requests_of(
     shown_token_ids: tuple[int, ...] = (),
     thoughts: tuple[str, str] | None = None,
 ) -> Iterator[Request]:
-    """`n` requests for each prompt, all with one `sampling`; see `InputProcessor.make_request`."""
+    """`n` requests for each prompt, all with one sampling; see `InputProcessor.make_request`."""
     ids = (f"{answer_id}-{index}" for index in itertools.count())
-    checked = engine.check_sampling(sampling)  # once, however many choices
     for prompt in prompts:
         for i in range(n):
-            seed = sampling.seed
+            seed = checked.sampling.seed
             if seed is not None:  # seed + i, within 64 signed bits
                 seed = (seed + i + 2**63) % 2**64 - 2**63
             request = engine.make_request(

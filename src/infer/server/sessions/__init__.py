@@ -1,1 +1,1 @@
-"""Conversations that the server keeps."""
+"""Sessions: conversations that the server stores."""

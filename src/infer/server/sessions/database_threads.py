@@ -1,8 +1,8 @@
-"""`DatabaseThreads`: where calls of the sessions' database wait, which is nowhere else.
+"""`DatabaseThreads`: a thread pool with a bounded queue for calls of the sessions' database
 
-A database that is locked or far away keeps a thread for seconds. It has threads of its own, with a
-queue that has an end, so that nothing else of the server waits behind it. What goes wrong there is
-a 503 with `Retry-After`: the client's request was right.
+A locked or distant database blocks a thread for seconds. With threads of its own it delays nothing
+else in the server. Its failures become a 503 with `Retry-After`, because the client's request was
+correct.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ T = TypeVar("T")
 
 NUM_THREADS = 4
 MAX_CALLS = 64
-"""that run or wait; further ones are refused"""
+"""maximum number of calls that run or wait; further ones are refused"""
 RETRY_AFTER_S = 5
+"""seconds in `Retry-After` of a 503"""
 
 log = logging.getLogger("infer.server")
 
 
 class DatabaseError(HttpError):
-    """The database cannot do it now."""
+    """A 503, because the database cannot be used now."""
 
     type = "server_error"
 
@@ -44,16 +45,17 @@ class DatabaseThreads:
         self._num_calls = 0
 
     async def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """`work(*arguments)` in a thread; raises `DatabaseError` where the database fails."""
+        """Run `work(*arguments)` in a thread. Raises `DatabaseError` if the database fails or too
+        many calls wait."""
         if self._num_calls >= MAX_CALLS:
             raise DatabaseError("too many requests wait for the database of sessions")
         self._num_calls += 1
         running = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-        running.add_done_callback(self._count_down)  # also when nobody waits for it any more
+        running.add_done_callback(self._count_down)  # also if the caller was cancelled
         try:
             return await asyncio.shield(running)
         except (SQLAlchemyError, OSError) as error:
-            # The cause is the operator's to see; it may name paths and hosts.
+            # Only the operator may see the cause; it may contain paths and hosts.
             cause = getattr(error, "orig", None) or error
             log.error("the database of sessions has failed: %s: %s", type(cause).__name__, cause)
             message = "the database of sessions is busy or cannot be used; nothing was changed"
@@ -62,8 +64,8 @@ class DatabaseThreads:
     def _count_down(self, running: asyncio.Future[Any]) -> None:
         self._num_calls -= 1
         if not running.cancelled():
-            running.exception()  # somebody was told, or has left
+            running.exception()  # read, so that asyncio does not log it
 
     def close(self) -> None:
-        """Waits for nothing."""
+        """Stop the threads without waiting for their calls."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,8 +1,8 @@
-"""The paths of sessions, and `Turn`: one question and its answer within a session.
+"""The endpoints of sessions; `SessionTurn`: one question and its answer within a session
 
-A chat completion with a `session_id` is asked with the session's messages before its own; when its
-answer is whole, and before the client is told so, the turn is written. An answer that breaks off
-leaves the session as it was, so the same message can be sent again.
+A chat completion with a `session_id` gets the session's messages before its own. The turn is
+written when its answer is complete, before the client gets the end of it. An answer that is aborted
+leaves the session unchanged, so the same message can be sent again.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class SessionTurn:
         before: int,
         asked: Any,
     ) -> None:
+        """`owner`: id of the key. `name`: id of the session. `before`: number of its messages
+        before this turn. `asked`: the messages of the request."""
         self._sessions = sessions
         self._threads = threads
         self._where = (owner, name, before)
@@ -73,15 +75,16 @@ class SessionTurn:
         self._calls: list[dict[str, Any]] = []
 
     def add(self, new: dict[str, Any]) -> None:
-        """Add to the answer; see `GeneratingApi.make_answer`."""
+        """Add a piece (OpenAI's delta) to the answer; see `GeneratingApi.make_answer`."""
         self._texts.append(new.get("content", ""))
         self._calls += unnumbered(new.get("tool_calls", ()))
 
     async def keep(self) -> None:
-        """Write it, with the answer as it is now."""
+        """Write the question and the answer so far to the session. Raises `HttpError` (409) if it
+        has changed meanwhile, `DatabaseError` if it cannot be written."""
         text = "".join(self._texts)
         whole = [call for call in self._calls if _is_whole(call)]
-        # A call that was cut short is no call that a later request could have in its history.
+        # An incomplete call would be invalid in a later request's history, so it is kept as text.
         text += "".join(_as_text(call) for call in self._calls if call not in whole)
         answer: Message = {"role": "assistant", "content": text}
         if whole:
@@ -103,7 +106,7 @@ def _as_text(call: dict[str, Any]) -> str:
 
 
 def default_url() -> str:
-    """Of the database in the user's state folder, which is made if it is not there."""
+    """URL of the database in the user's state folder; makes the folder."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     folder = Path(state) / "infer"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -111,7 +114,7 @@ def default_url() -> str:
 
 
 class SessionRoutes:
-    """Sessions as the server offers them."""
+    """The endpoints of sessions, and the database behind them."""
 
     def __init__(self, url: str | None, pool: Offload, quota: Quota | None = None) -> None:
         self._url = url
@@ -121,7 +124,7 @@ class SessionRoutes:
         self._threads = DatabaseThreads()
         self._opening = threading.Lock()
         if url is not None:
-            self._sessions  # noqa: B018  a database that cannot be used is known at the start
+            self._sessions  # noqa: B018  opened now, so that a wrong URL is an error at start-up
 
     @cached_property
     def _sessions(self) -> SessionStore:
@@ -129,14 +132,15 @@ class SessionRoutes:
             return SessionStore(self._url, self._quota)
         return SessionStore(default_url(), self._quota)
 
-    def _do(self, method: str, *arguments: Any) -> Any:
-        """Of `SessionStore`, which are opened by whoever comes first, in a thread."""
+    def _call_store(self, method: str, *arguments: Any) -> Any:
+        """Call a method of the `SessionStore`, which the first call opens; runs in a thread."""
         with self._opening:
-            sessions = self._opened()
+            sessions = self._open_store()
         return getattr(sessions, method)(*arguments)
 
-    def _opened(self) -> SessionStore:
-        """Raises `DatabaseError` where the default place cannot be used; a URL was tried before."""
+    def _open_store(self) -> SessionStore:
+        """The store; raises `DatabaseError` if the default database cannot be opened. One with a
+        URL was opened at start-up."""
         try:
             return self._sessions
         except (ConfigError, OSError) as error:
@@ -145,10 +149,14 @@ class SessionRoutes:
             raise DatabaseError(message) from None
 
     async def begin(self, http: HttpRequest, body: dict[str, Any]) -> SessionTurn | None:
-        """Put the session's messages before those of a chat's body, if it names a session."""
+        """Put the session's messages before those of a chat's body, if it names a session.
+
+        Returns the turn to write when it is answered; None without a session. Raises `HttpError`:
+        404 for an unknown session, 409 if another turn of it is being answered, 413 if it is full.
+        """
         name, asked = body.get("session_id"), body.get("messages")
         if not isinstance(name, str) or not isinstance(asked, list):
-            return None  # what is wrong is said where the body is checked
+            return None  # a wrong type is refused where the body is checked
         if body.get("n") not in (None, 1):
             raise UnprocessableError(
                 "a session has one answer to a question: n must be 1", param="n"
@@ -158,67 +166,67 @@ class SessionRoutes:
             raise busy()
         num_new = http.scope.get(NUM_BYTES, 0)
         found = await self._threads.call(
-            self._do, "begin_turn", owner, name, len(asked) + 1, num_new
+            self._call_store, "begin_turn", owner, name, len(asked) + 1, num_new
         )
         if name in self._busy:
             raise busy()
         self._busy.add(name)
         RequestContext.of(http.scope).cleanup.callback(self._busy.discard, name)
         body["messages"] = [*found.messages, *asked]
-        # What is done with the body from now on takes as long as if all this had been sent.
+        # Further work on the body takes as long as if all these messages had been sent.
         http.scope[NUM_BYTES] = num_new + found.num_bytes
         return SessionTurn(self._sessions, self._threads, owner, name, len(found.messages), asked)
 
     @takes(SessionBody, refuses=(429,))
     async def _create(self, http: HttpRequest) -> Response:
-        """A conversation that is kept here."""
+        """Make a session: a conversation that the server stores."""
         body = await self._pool.read_object(http)
         wire = await self._pool.run(http, schema_base.read, SessionBody, body)
         messages = body.get("messages") or []
         return await self._call(http, "create", wire.title, messages)
 
     async def _list(self, http: HttpRequest) -> Response:
-        """The sessions of this key, the last used first."""
+        """List the sessions of this key, the last used one first."""
         owner = tenant_of(http.scope).key.id
-        data = await self._threads.call(self._do, "all", owner)
+        data = await self._threads.call(self._call_store, "all", owner)
         return JSONResponse({"object": "list", "data": data})
 
     async def _read(self, http: HttpRequest) -> Response:
-        """A session with its messages."""
+        """Get a session with its messages."""
         where = (tenant_of(http.scope).key.id, http.path_params["id"])
-        num_bytes = await self._threads.call(self._do, "num_bytes", *where)
-        found = await self._threads.call(self._do, "read", *where)
+        num_bytes = await self._threads.call(self._call_store, "num_bytes", *where)
+        found = await self._threads.call(self._call_store, "read", *where)
         return await self._pool.render(http, num_bytes, json_response, found)
 
     @takes(RenameBody)
     async def _rename(self, http: HttpRequest) -> Response:
-        """Give a session a title."""
+        """Change the title of a session."""
         wire = schema_base.read(RenameBody, await self._pool.read_object(http))
         return await self._call(http, "rename", http.path_params["id"], wire.title)
 
     async def _delete(self, http: HttpRequest) -> Response:
-        """Forget a session."""
+        """Delete a session."""
         await self._call(http, "delete", name := http.path_params["id"])
         return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
 
     @takes(ForkBody, refuses=(429,))
     async def _fork(self, http: HttpRequest) -> Response:
-        """A new session that begins with the first `at` messages of this one."""
+        """Make a session that begins with the first `at` messages of this one."""
         wire = schema_base.read(ForkBody, await self._pool.read_object(http))
         return await self._call(http, "fork", http.path_params["id"], wire.at)
 
     async def _call(self, http: HttpRequest, name: str, *arguments: Any) -> Response:
         owner = tenant_of(http.scope).key.id
-        return JSONResponse(await self._threads.call(self._do, name, owner, *arguments))
+        return JSONResponse(await self._threads.call(self._call_store, name, owner, *arguments))
 
     def close(self) -> None:
-        """At the end of the server."""
+        """Close the threads and the database."""
         self._threads.close()
         if "_sessions" in self.__dict__:
             self._sessions.close()
 
     def routes(self) -> list[Route]:
-        """Where all that is found."""
+        """The endpoints with their paths and methods."""
         one = "/v1/sessions/{id}"
         return [
             Route("/v1/sessions", self._create, methods=["POST"]),

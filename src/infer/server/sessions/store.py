@@ -1,10 +1,9 @@
-"""`SessionStore`: conversations that the server keeps, so that a client sends only what is new.
+"""`SessionStore`: conversations in a database, so that a client sends only its new messages
 
-A session belongs to the key that made it; nobody else finds it. Its messages are rows of their own,
-in the order of `position`, and only whole turns are written: what was asked together with its
-answer, once the answer is there. Two turns at the same time would each miss the other, so the
-second is refused. Any database that SQLAlchemy reaches will do; calls block, so they are made in
-threads.
+A session belongs to the key that made it; no other key finds it. Each message is a row, in the
+order of `position`. Only whole turns are written: the question together with its complete answer.
+Two turns at the same time would each miss the other, so the second is refused. Every database that
+SQLAlchemy supports can be used. The methods block, so they are called in threads.
 """
 
 from __future__ import annotations
@@ -25,13 +24,15 @@ from infer.server.http.error_responses import HttpError
 
 MAX_TITLE_CHARS = 200
 MAX_LISTED = 1000
+"""maximum number of sessions in a list"""
 MAX_SESSION_BYTES = 4 * 1024 * 1024
-"""of a session that is continued, with what comes: more than the longest context holds"""
+"""maximum bytes of a session's messages with those of a new turn; the longest context has fewer"""
 BUSY_S = 2.0
-"""how long a call waits for a SQLite file that somebody else has locked"""
+"""seconds for which a call waits for a locked SQLite file"""
 CONNECT_S = 5
-"""how long a call waits for a server of databases, or for a connection that is free"""
+"""seconds for which a call waits for a database server, or for a free connection"""
 Message = dict[str, Any]
+"""one message in OpenAI's format"""
 
 _tables = sql.MetaData()
 _sessions = sql.Table(
@@ -58,23 +59,24 @@ _sizes = sql.Table(
     sql.Column("messages", sql.Integer, nullable=False),
     sql.Column("bytes", sql.BigInteger, nullable=False),
 )
-"""a row for each session, so that nobody has to read the messages to know how many there are"""
+"""number and size of each session's messages, known without reading them"""
 
 
 class Quota(NamedTuple):
-    """What the sessions of one owner may be, all together."""
+    """Limits on all sessions of one owner together."""
 
     sessions: int = 1000
     messages: int = 100_000
     bytes: int = 64 * 1024 * 1024
-    """of the messages as JSON"""
+    """size of the messages as JSON"""
 
 
 class Begun(NamedTuple):
-    """What a turn goes on from."""
+    """The state of a session at the start of a turn."""
 
     messages: list[Message]
     num_bytes: int
+    """size of the messages as JSON"""
 
 
 class SessionStore:
@@ -85,7 +87,8 @@ class SessionStore:
         self._quota = quota or Quota()
         try:
             _make_private(url)
-            # Errors are logged, texts not; and a server of databases may be restarted.
+            # Errors are logged, without the texts (`hide_parameters`). A database server may have
+            # been restarted since the last call (`pool_pre_ping`).
             where = sql.make_url(url)
             waits: dict[str, Any] = {}
             if where.get_backend_name() == "sqlite":
@@ -97,7 +100,7 @@ class SessionStore:
             )
             _tables.create_all(self._engine)
             with self._engine.begin() as db:
-                _measure_older_ones(db)
+                _add_missing_sizes(db)
         except (SQLAlchemyError, ImportError) as error:
             message = f"the database cannot be used ({type(error).__name__})"
             raise ConfigError(
@@ -109,7 +112,8 @@ class SessionStore:
     def create(
         self, owner: str, title: str = "", messages: Sequence[Message] = ()
     ) -> dict[str, Any]:
-        """A new session, which may begin with messages."""
+        """Make a session, which may begin with messages. Raises `HttpError` (429 or 413) if the
+        owner's quota is used up, `UnprocessableError` for an invalid title."""
         _check_title(title)
         session_id, now = f"sess-{secrets.token_hex(16)}", int(time.time())
         row = {"id": session_id, "owner": owner, "title": title, "created": now, "updated": now}
@@ -117,60 +121,68 @@ class SessionStore:
             db.execute(sql.insert(_sessions).values(row))
             db.execute(sql.insert(_sizes).values(session=session_id, messages=0, bytes=0))
             _append(db, session_id, 0, messages)
-            self._check_quota(db, owner)  # now that nobody else can write
+            self._check_quota(db, owner)  # within the transaction, so others cannot write
         return _shown(row)
 
     def all(self, owner: str) -> list[dict[str, Any]]:
-        """Of an owner, the last used first."""
+        """The owner's sessions, the last used one first, at most `MAX_LISTED`."""
         query = sql.select(_sessions).where(_sessions.c.owner == owner)
         query = query.order_by(_sessions.c.updated.desc(), _sessions.c.id).limit(MAX_LISTED)
         with self._engine.connect() as db:
             return [_shown(row._mapping) for row in db.execute(query)]
 
     def read(self, owner: str, session_id: str) -> dict[str, Any]:
-        """A session with its messages; 404 where it is not this owner's."""
+        """A session with its messages; raises `HttpError` (404) if the owner has no such one."""
         with self._engine.connect() as db:
-            return {**_shown(_own(db, owner, session_id)), "messages": _history(db, session_id)}
+            return {
+                **_shown(_owned_session(db, owner, session_id)),
+                "messages": _history(db, session_id),
+            }
 
     def num_bytes(self, owner: str, session_id: str) -> int:
-        """Of its messages; 404 where it is not this owner's."""
+        """Size of a session's messages as JSON, in bytes; 404 like `read`."""
         with self._engine.connect() as db:
-            _own(db, owner, session_id)
+            _owned_session(db, owner, session_id)
             return _num_bytes(db, session_id)
 
     def begin_turn(self, owner: str, session_id: str, num_asked: int, num_new: int) -> Begun:
-        """The messages before a turn of `num_asked` messages in `num_new` bytes. Raises 413 where
-        they are too many, or there is no room for the turn: before it is answered."""
+        """The messages before a turn of `num_asked` messages (the answer counted) in `num_new`
+        bytes.
+
+        Raises `HttpError`: 404 for an unknown session, 413 if the session or the owner's quota has
+        no room for the turn, which is thus refused before it is answered.
+        """
         with self._engine.connect() as db:
-            _own(db, owner, session_id)
+            _owned_session(db, owner, session_id)
             num_bytes = _num_bytes(db, session_id)
             if num_bytes + num_new > MAX_SESSION_BYTES:
-                message = f"the session has {num_bytes} bytes; with what comes it may have"
-                message += f" {MAX_SESSION_BYTES}: begin another one"
+                message = f"the session has {num_bytes} bytes; together with new messages it may"
+                message += f" have {MAX_SESSION_BYTES}: begin another one"
                 raise HttpError(413, message, code="session_too_long", param="session_id")
             self._check_quota(db, owner, Quota(0, num_asked, num_new))
             return Begun(_history(db, session_id), num_bytes)
 
     def rename(self, owner: str, session_id: str, title: str) -> dict[str, Any]:
-        """Give it a title."""
+        """Change a session's title; returns the session."""
         _check_title(title)
         with self._engine.begin() as db:
-            row = _own(db, owner, session_id)
+            row = _owned_session(db, owner, session_id)
             db.execute(
                 sql.update(_sessions).where(_sessions.c.id == session_id).values(title=title)
             )
         return _shown({**row, "title": title})
 
     def delete(self, owner: str, session_id: str) -> None:
-        """Forget it."""
+        """Delete a session; 404 like `read`."""
         with self._engine.begin() as db:
-            _own(db, owner, session_id)
+            _owned_session(db, owner, session_id)
             db.execute(sql.delete(_messages).where(_messages.c.session == session_id))
             db.execute(sql.delete(_sizes).where(_sizes.c.session == session_id))
             db.execute(sql.delete(_sessions).where(_sessions.c.id == session_id))
 
     def purge(self, owners: Collection[str]) -> int:
-        """Forget the sessions of everybody but these, and of those without a key; how many."""
+        """Delete the sessions of all owners but these and the one without a key (""); returns their
+        number."""
         gone = _sessions.c.owner.not_in([*owners, ""])
         with self._engine.begin() as db:
             theirs = sql.select(_sessions.c.id).where(gone)
@@ -179,7 +191,8 @@ class SessionStore:
             return db.execute(sql.delete(_sessions).where(gone)).rowcount
 
     def fork(self, owner: str, session_id: str, num_messages: int | None) -> dict[str, Any]:
-        """A new session that begins with the first messages of this one; None = with all."""
+        """Make a session that begins with the first `num_messages` messages of this one (None =
+        all of them)."""
         found = self.read(owner, session_id)
         messages = found["messages"]
         if num_messages is not None and not 0 <= num_messages <= len(messages):
@@ -190,20 +203,21 @@ class SessionStore:
     def add_turn(
         self, owner: str, session_id: str, num_before: int, messages: Sequence[Message]
     ) -> None:
-        """Write a turn behind the messages that it was asked with; 409 if there are others."""
+        """Append a turn. Raises `HttpError` (409) if the session does not have `num_before`
+        messages, because another turn was written since."""
         try:
             with self._engine.begin() as db:
-                _own(db, owner, session_id)
+                _owned_session(db, owner, session_id)
                 if len(_history(db, session_id)) != num_before:
                     raise busy()
                 _append(db, session_id, num_before, messages)
                 now = sql.update(_sessions).where(_sessions.c.id == session_id)
                 db.execute(now.values(updated=int(time.time())))
-        except IntegrityError:  # another server has written one since we looked
+        except IntegrityError:  # another server has written a turn meanwhile
             raise busy() from None
 
     def _check_quota(self, db: sql.Connection, owner: str, more: Quota | None = None) -> None:
-        """Raises where an owner's sessions, and what is to come, are more than they may be."""
+        """Raise `HttpError` (429 or 413) if an owner's sessions, with `more`, exceed the quota."""
         used = sql.select(
             sql.func.count(),
             sql.func.coalesce(sql.func.sum(_sizes.c.messages), 0),
@@ -214,7 +228,7 @@ class SessionStore:
         for name, most in self._quota._asdict().items():
             if getattr(wanted, name) > most:
                 status = 429 if name == "sessions" else 413
-                message = f"the sessions of this key may have {most} {name} in all"
+                message = f"all sessions of this key together may have {most} {name}"
                 if name == "sessions":
                     message = f"this key may have {most} sessions"
                 message += "; DELETE /v1/sessions/ID makes room"
@@ -226,14 +240,14 @@ class SessionStore:
 
 
 def busy() -> HttpError:
-    """Two turns of a session at the same time."""
+    """The 409 for a second turn of a session at the same time."""
     message = "another turn of this session is being answered; send this one after it"
     return HttpError(409, message, code="session_busy", param="session_id")
 
 
-def _own(db: sql.Connection, owner: str, session_id: str) -> dict[str, Any]:
+def _owned_session(db: sql.Connection, owner: str, session_id: str) -> dict[str, Any]:
     query = sql.select(_sessions).where(_sessions.c.id == session_id, _sessions.c.owner == owner)
-    # No id has it, and not every database takes it as text.
+    # No id has a NUL, and some databases do not accept one in text.
     row = None if "\0" in session_id else db.execute(query).first()
     if row is None:
         message = "there is no such session; POST /v1/sessions makes one"
@@ -264,8 +278,8 @@ def _num_bytes(db: sql.Connection, session_id: str) -> int:
     return int(db.scalar(query) or 0)
 
 
-def _measure_older_ones(db: sql.Connection) -> None:
-    """Sessions that were made before there were sizes."""
+def _add_missing_sizes(db: sql.Connection) -> None:
+    """Add sizes for sessions that were made before the table of sizes existed."""
     size = sql.func.length(sql.cast(_messages.c.message, sql.Text))
     found = (
         sql.select(
@@ -282,19 +296,19 @@ def _measure_older_ones(db: sql.Connection) -> None:
 
 
 def _make_private(url: str) -> None:
-    """A database that is a file is its owner's alone, whatever the umask; files beside it get the
-    same mode."""
+    """Make a database file readable for its owner only, whatever the umask is; SQLite gives the
+    files beside it the same mode."""
     where = sql.make_url(url)
     path = where.database or ""
     if where.get_backend_name() != "sqlite" or path in ("", ":memory:") or path.startswith("file:"):
         return
-    with suppress(OSError):  # what is wrong is said when it is opened
+    with suppress(OSError):  # opening the database reports the error
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         os.chmod(path, 0o600)
 
 
 def _check_title(title: str) -> None:
-    if len(title) > MAX_TITLE_CHARS or "\0" in title:  # which PostgreSQL's texts cannot hold
+    if len(title) > MAX_TITLE_CHARS or "\0" in title:  # PostgreSQL's texts cannot hold a NUL
         message = f"title must have at most {MAX_TITLE_CHARS} characters, and no NUL"
         raise UnprocessableError(message, param="title")
 

@@ -1,1 +1,1 @@
-"""API keys, their limits, and what tenants share."""
+"""API keys, their limits, and prefixes that they share."""

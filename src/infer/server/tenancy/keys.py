@@ -1,9 +1,9 @@
-"""`Keys`: the file of API keys, and what each of them may do.
+"""`Keys`: the file of API keys, with the limits of each key
 
-A key is 256 bits of chance, shown once when it is made; the file holds its SHA-256. Each key of the
-file is compared, in constant time, whichever fits. The file is read again when it has changed, so
-making and revoking keys takes effect in a server that runs. Written by `infer keys`, under a lock
-beside the file (`locked`), so that nothing is lost where several write at once.
+A key is 256 random bits, shown once when it is made; the file holds its SHA-256. A secret is
+compared with every key of the file in constant time, whichever one matches. The file is read again
+when it has changed, so keys that are made or revoked take effect in a running server. `infer keys`
+writes it, under a lock beside the file (`locked`), so no change is lost if several processes write.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from infer.server.http.private_files import locked, write_private
 
 @dataclass(frozen=True, kw_only=True)
 class KeyLimits:
-    """What a key may use; raises `ConfigError`."""
+    """Limits and rights of a key; raises `ConfigError` for a value that is out of range."""
 
     max_concurrent: PositiveInt = option(32, "Requests that may be open at the same time.")
     max_queued: NonNegativeInt = option(32, "Choices that may wait for a seat at the same time.")
@@ -39,12 +39,14 @@ class KeyLimits:
         None, "Of prompts and answers together; default: no limit."
     )
     share_cache: str | None = option(
-        None, "Keys with the same name here share one prefix cache: they may find each other out."
+        None,
+        "Keys with the same name here share one prefix cache; by response times each may find out"
+        " what the others have cached.",
     )
     public_prefixes: bool = option(
-        False, "Share what is cached of the server's public prefixes with the other such keys."
+        False, "Share cached pages of the server's public prefixes with other keys that do."
     )
-    admin: bool = option(False, "May read /metrics and /stats, and see everybody's requests.")
+    admin: bool = option(False, "May read /metrics and /stats, and see the requests of all keys.")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -55,14 +57,18 @@ class Key:
     """One key, without its secret."""
 
     id: str
+    """random id, used as the tenant's name"""
     name: str
+    """name that the operator has given, unique in the file"""
     sha256: str
+    """SHA-256 of the secret, in hexadecimal"""
     created: int = 0
+    """time of creation, in seconds since the epoch"""
     limits: KeyLimits = field(default_factory=KeyLimits)
 
     @property
     def cache_scope(self) -> str:
-        """Of the prefix cache; nobody but the operator chooses it."""
+        """Scope of the prefix cache for the key's requests; only the operator can choose it."""
         return f"shared:{self.limits.share_cache}" if self.limits.share_cache else self.id
 
 
@@ -70,13 +76,14 @@ log = logging.getLogger(__name__)
 
 _UNLIMITED = KeyLimits(max_concurrent=10**9, max_queued=10**9, admin=True)
 ANYBODY = Key(id="", name="", sha256="", limits=_UNLIMITED)
-"""where there are no keys"""
+"""the key of all requests to a server without keys"""
 
 
 class Keys:
     """See the module's docstring."""
 
     def __init__(self, path: Path, *, must_exist: bool = True) -> None:
+        """Raises `ConfigError` if the file is not one of keys, or is absent and `must_exist`."""
         self._path = path
         self._stamp: tuple[int, int] | None = None
         self._keys: list[Key] = []
@@ -84,11 +91,11 @@ class Keys:
             self._read()
 
     def all(self) -> list[Key]:
-        """As the file has them now."""
+        """All keys, as the file had them when it was read last."""
         return list(self._keys)
 
     def find(self, token: str) -> Key | None:
-        """Whose secret this is."""
+        """The key whose secret `token` is; None if there is none. Raises as `refresh` does."""
         self.refresh()
         digest = _digest(token)
         found = None
@@ -98,7 +105,8 @@ class Keys:
         return found
 
     def create(self, name: str, limits: KeyLimits) -> str:
-        """Add a key; returns its secret, which is not kept."""
+        """Add a key; returns its secret, which is not stored. Raises `ConfigError` if the name is
+        invalid or in use."""
         if not name or not name.isprintable() or len(name) > 64:
             raise ConfigError("name", "must be 1 to 64 printable characters")
         token = f"sk-{secrets.token_urlsafe(32)}"
@@ -114,7 +122,7 @@ class Keys:
         return token
 
     def revoke(self, name: str) -> None:
-        """Remove a key."""
+        """Remove a key by its name; raises `ConfigError` if there is none."""
         with self._changing():
             left = [key for key in self._keys if key.name != name]
             if len(left) == len(self._keys):
@@ -122,14 +130,15 @@ class Keys:
             self._keys = left
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; `OSError` / `ConfigError` if it cannot be."""
+        """Read the file again if it has changed; raises `OSError` or `ConfigError` if it cannot be
+        read."""
         status = os.stat(self._path)
         if (status.st_mtime_ns, status.st_ino) != self._stamp:
             self._read()
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """The file as it is now, for changing; written at the end, and nobody else meanwhile."""
+        """Lock and read the file, and write it when the block ends."""
         try:
             with locked(self._path):
                 if self._path.exists():
@@ -167,7 +176,7 @@ def _read_key(entry: dict[str, Any]) -> Key:
     if not texts or not key.id or type(key.created) is not int:
         raise ValueError("an entry lacks an id, a name or a time")
     if not re.fullmatch("[0-9a-f]{64}", key.sha256):
-        raise ValueError(f"the sha256 of the key {key.name!r:.80} is none")
+        raise ValueError(f"the sha256 of the key {key.name!r:.80} is not 64 hexadecimal digits")
     return key
 
 

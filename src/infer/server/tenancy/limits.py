@@ -1,11 +1,10 @@
-"""`AuthMiddleware` and `Tenant`: whose a request is, and whether its key's limits leave room for
-it.
+"""`AuthMiddleware`: authentication by API key; `Tenant`: enforcement of a key's limits
 
-The gate stands inside the outermost layer and before all routes: every path needs a key, except
-those that are listed here. It decides on the path of the ASGI scope, which no header can change. A
-tenant counts what its key has open and fills its buckets of requests and tokens by the clock. Every
-request that makes work counts, before its body is read; the tokens of an answer are reserved when
-it begins and what it did not use is given back when it ends.
+The middleware is inside the outermost layer and before all routes. Every path needs a key, except
+`OPEN_PATHS`. It decides by the path of the ASGI scope, which no header can change. A tenant counts
+its key's open requests and has token buckets of requests and tokens per minute. Every request that
+causes work is counted before its body is read. The maximum tokens of an answer are reserved when it
+begins; those not used are given back when it ends.
 """
 
 from __future__ import annotations
@@ -28,25 +27,27 @@ from infer.server.tenancy.keys import ANYBODY, Key, Keys
 from infer.types import Request
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
+"""paths that need no key"""
 WATCH_S = 0.25
-"""between two looks at the file of keys, while requests are open"""
+"""interval in seconds at which the file of keys is checked while requests are open"""
 ADMIN_PATHS = frozenset({"/metrics", "/stats"})
+"""paths that need a key with the right `admin`"""
 CHARS_A_TOKEN = 4
-"""at which text that is no prompt is counted"""
+"""characters per token at which text other than prompts is charged"""
 MAX_MINUTES = 4
-"""of a key's tokens, that one request may use; what exceeds one minute is a debt"""
+"""minutes of a key's tokens that one request may use; beyond one minute the bucket goes below 0"""
 
 
 def costs(method: str, path: str) -> bool:
-    """Whether a request counts for its key: not where it only looks at what is at hand, or ends
-    something."""
+    """Whether a request counts against its key's limits; those that only read state, or end a
+    request, do not."""
     if path.startswith("/v1/requests"):
         return False
     return method not in ("GET", "HEAD", "OPTIONS") or path.startswith("/v1/sessions")
 
 
 class Bucket:
-    """So much a minute: full at the start, filled evenly."""
+    """A token bucket: `per_minute` at the start and at most, refilled at a constant rate."""
 
     def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
         self.size = per_minute
@@ -55,23 +56,23 @@ class Bucket:
         self._at_s = clock()
 
     def level(self) -> float:
-        """What is in it now; below 0 after more was used than was reserved."""
+        """Amount in the bucket now; below 0 after more was used than was reserved."""
         now_s = self._clock()
         filled = self._level + (now_s - self._at_s) * self.size / 60
         self._level, self._at_s = min(float(self.size), filled), now_s
         return self._level
 
     def wait_s(self, amount: float) -> float:
-        """How long until there is so much; 0 = now."""
+        """Seconds until `amount` is in the bucket; 0 = now."""
         return max(0.0, (amount - self.level()) * 60 / self.size)
 
     def take(self, amount: float) -> None:
-        """Use (or, below 0, give back) so much."""
+        """Remove `amount`; a negative amount is given back."""
         self._level = min(float(self.size), self.level() - amount)
 
 
 class Tenant:
-    """The state of a key: one for each, as long as the server runs."""
+    """The state of one API key while the server runs."""
 
     def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
@@ -89,7 +90,7 @@ class Tenant:
 
     @property
     def sight(self) -> str | None:
-        """Whose requests it may see: None = everybody's."""
+        """Id of the key whose requests it may see; None = those of all keys."""
         return None if self.key.limits.admin else self.key.id
 
     @property
@@ -98,7 +99,8 @@ class Tenant:
         return self._num_making
 
     def enter(self, context: RequestContext) -> None:
-        """A request that costs something has come; raises 429. Costs nothing if it is refused."""
+        """Count a request until its context is cleaned up; raises `HttpError` (429) if the key has
+        too many open or per minute. A refused request is not counted."""
         limits = self.key.limits
         if self._num_open >= limits.max_concurrent:
             raise too_many(f"this key may have {limits.max_concurrent} requests open", 1)
@@ -113,9 +115,12 @@ class Tenant:
     def queueing(
         self, num_choices: int, *, num_queued: int, num_taken: int, num_seats: int
     ) -> Iterator[None]:
-        """Count choices as waiting inside of the block, beside the `num_queued` of this key that
-        wait in traces. `num_taken`: places that choices of all keys have, `num_seats` of which run.
-        Raises 429 where more would have to wait than may; 400 where they always would."""
+        """Count choices as waiting until the block ends, in which they take their places.
+
+        `num_queued`: choices of this key that wait already. `num_taken`: choices of all keys that
+        run or wait. `num_seats`: choices that can run at the same time. Raises `HttpError`: 429 if
+        more choices would wait than the key may have waiting, 400 if they never could fit.
+        """
         most = self.key.limits.max_queued
         if num_choices > most + num_seats:
             message = f"this key may have {most} choices waiting, beside {num_seats} that run: send"
@@ -132,15 +137,18 @@ class Tenant:
             self._num_making -= num_choices
 
     def charge_chars(self, num_chars: int, context: RequestContext) -> None:
-        """Work on text that is no prompt of a model (grammars, what a tokenizer is asked for)
-        counts as the tokens that it would be about; raises 429. Nothing of it is given back."""
+        """Charge work on text that is no prompt (grammars, requests to the tokenizer) as tokens, at
+        `CHARS_A_TOKEN`; raises `HttpError` (429). Nothing is given back later."""
         bucket = self._buckets.get("tokens")
         if bucket is not None and num_chars:
             self._take("tokens", min(math.ceil(num_chars / CHARS_A_TOKEN), bucket.size), context)
 
     def fitted(self, requests: list[Request], *, is_open_ended: bool) -> list[Request]:
-        """The requests, if all of them may use at most `MAX_MINUTES` of the key's tokens; else 400.
-        Where the client has set no limit to its tokens, they get as many as fit."""
+        """The requests, if together they may use at most `MAX_MINUTES` of the key's tokens.
+
+        Otherwise raises `HttpError` (400); but with `is_open_ended` (the client has set no
+        `max_tokens`) the requests are returned with as many tokens as fit.
+        """
         bucket = self._buckets.get("tokens")
         if bucket is None or not requests:
             return requests
@@ -159,7 +167,8 @@ class Tenant:
     def reserve(
         self, requests: Sequence[Request], context: RequestContext
     ) -> Callable[[RequestTrace], None]:
-        """Take the tokens that requests may use; the result gives back what they did not."""
+        """Take the tokens that requests may use, at most a full bucket; raises `HttpError` (429).
+        Call the result when they have ended: it corrects the bucket by what they used."""
         bucket = self._buckets.get("tokens")
         reserved = min(_worst_case(requests), bucket.size) if bucket else 0
         self._take("tokens", reserved, context)
@@ -195,7 +204,7 @@ def _worst_case(requests: Sequence[Request]) -> int:
 
 
 def too_many(message: str, wait_s: float) -> HttpError:
-    """A refusal because of a key's limits, and when to try again."""
+    """The 429 for a key's limit, with the seconds after which to try again."""
     return HttpError(
         429,
         message,
@@ -206,12 +215,13 @@ def too_many(message: str, wait_s: float) -> HttpError:
 
 
 def revoked() -> HttpError:
-    """What ends a request whose key was revoked."""
+    """The error that ends a request whose key was revoked."""
     return HttpError(401, "the API key of this request was revoked", code="invalid_api_key")
 
 
 class AuthMiddleware:
-    """See the module's docstring; `keys` None = there are none, and everybody is trusted."""
+    """See the module's docstring. `keys` is None for a server without keys, which lets every
+    request pass."""
 
     def __init__(self, app: ASGIApp, keys: Keys | None) -> None:
         self._app = app
@@ -219,7 +229,7 @@ class AuthMiddleware:
         self._tenants: dict[str, Tenant] = {}
         self._anybody = Tenant(ANYBODY)
         self._open: dict[str, list[RequestContext]] = {}
-        """of each key; those of a key that is revoked are ended"""
+        """contexts of open requests by key id; those of a revoked key are ended"""
         self._watching = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -233,7 +243,7 @@ class AuthMiddleware:
             try:
                 key = self._key_of(headers)
             except (OSError, ValueError) as problem:
-                log.error("the file of keys cannot be read, nobody is let in: %s", problem)
+                log.error("the file of keys cannot be read; all requests are refused: %s", problem)
                 error = HttpError(
                     503,
                     "the keys of this server cannot be read now",
@@ -243,7 +253,7 @@ class AuthMiddleware:
                 )
                 await describe(error)(scope, receive, send)
                 return
-            if key is None:  # OpenAI's words, by which LiteLLM tells it from other refusals
+            if key is None:  # OpenAI's words, by which LiteLLM recognises it
                 is_sent = "authorization" in headers or "x-api-key" in headers
                 found = "Incorrect" if is_sent else "No"
                 message = f"{found} API key provided; send one that this server knows as"
@@ -255,7 +265,8 @@ class AuthMiddleware:
             context.tenant = tenant = self._tenant_of(key)
             self._watch(key, context)
             if path in ADMIN_PATHS and not key.limits.admin:
-                error = HttpError(403, "this is for keys of admins", code="permission_denied")
+                message = "only a key with the right `admin` may read this"
+                error = HttpError(403, message, code="permission_denied")
                 await describe(error)(scope, receive, send)
                 return
             if costs(scope["method"], path):
@@ -279,21 +290,21 @@ class AuthMiddleware:
         return self._keys.find(token.strip())
 
     def _watch(self, key: Key, context: RequestContext) -> None:
-        """Until it ends, look whether the key is still there."""
-        visits = self._open.setdefault(key.id, [])
-        visits.append(context)
-        context.cleanup.callback(visits.remove, context)
+        """Check until the request ends whether its key has been revoked."""
+        contexts = self._open.setdefault(key.id, [])
+        contexts.append(context)
+        context.cleanup.callback(contexts.remove, context)
         if not self._watching:
             self._watching = True
             asyncio.get_running_loop().call_later(WATCH_S, self._end_revoked)
 
     def _end_revoked(self) -> None:
         assert self._keys is not None
-        self._open = {key: visits for key, visits in self._open.items() if visits}
+        self._open = {key: contexts for key, contexts in self._open.items() if contexts}
         self._watching = bool(self._open)
         if not self._watching:
             return
-        # What is wrong with the file is said where somebody asks to be let in.
+        # A file that cannot be read is reported when a request is authenticated.
         with contextlib.suppress(OSError, ValueError):
             self._keys.refresh()
             known = {key.id for key in self._keys.all()}
@@ -314,7 +325,7 @@ class AuthMiddleware:
 
 
 def tenant_of(scope: Scope) -> Tenant:
-    """Whose a request is, behind the gate."""
+    """The tenant of a request that has passed `AuthMiddleware`."""
     tenant = RequestContext.of(scope).tenant
     assert isinstance(tenant, Tenant)
     return tenant

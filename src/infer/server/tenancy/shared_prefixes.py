@@ -1,9 +1,9 @@
-"""`PublicPrefixes`: texts of the operator's whose place in the prefix cache keys may share.
+"""`PublicPrefixes`: texts of the operator whose cached pages several keys may share
 
-How fast an answer comes tells whether its prompt's pages were cached, so a key shares none with
-others, with one exception: pages that hold nothing but the beginning of a text that the operator
-has written (and what a chat template puts around it), among keys that were made for it. Whoever
-measures them learns that one of these keys has used that text, and nothing else.
+The response time reveals whether a prompt's pages were cached, so keys share no pages, with one
+exception. Keys with the right `public_prefixes` share pages that hold only the beginning of a text
+of the operator (and what the chat template puts around it). By measuring these a client learns only
+that one of these keys has used that text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class PublicPrefixes:
     """See the module's docstring."""
 
     def __init__(self, folder: str | None, engine: AsyncLLM) -> None:
-        """Raises `ConfigError` if there is no text in the folder."""
+        """`folder` has one text per file NAME.txt. Raises `ConfigError` if there is none or one
+        cannot be read."""
         self._beginnings: list[list[int]] = []
         try:
             texts = [path.read_text() for path in Path(folder).glob("*.txt")] if folder else []
@@ -33,22 +34,24 @@ class PublicPrefixes:
             raise ConfigError("public_prefixes", f"there is no NAME.txt in {folder}")
         for text in texts:
             self._beginnings.append(engine.tokenizer.encode(text))
-            with suppress(RequestError):  # not every model chats, or knows system messages
-                told = {"role": "system", "content": text}
-                chats = [[told, {"role": "user", "content": words}] for words in "ab"]
+            with suppress(RequestError):  # not every model has a chat template or system messages
+                system = {"role": "system", "content": text}
+                chats = [[system, {"role": "user", "content": words}] for words in "ab"]
                 one, other = map(engine.render_chat, chats)
                 self._beginnings.append(one[: _num_shared(one, other)])
 
     def owned(self, requests: Sequence[Request], key: Key) -> list[Request]:
-        """The requests as the key's: its account, and its scope of the cache. Choices of one
-        prompt come one after the other, and share the tuple of its tokens."""
+        """The requests with the key's tenant, cache scope and number of public tokens.
+
+        Choices of one prompt must be adjacent and share the tuple of its tokens.
+        """
         found: list[Request] = []
         prompt: tuple[int, ...] = ()
         num_public = 0
         for request in requests:
             if request.prompt_token_ids is not prompt:
                 prompt, num_public = request.prompt_token_ids, 0
-                # Unless it wants no cache.
+                # A request with a scope of its own shares nothing.
                 if key.limits.public_prefixes and not request.cache_scope:
                     shared = (_num_shared(prompt, each) for each in self._beginnings)
                     num_public = max(shared, default=0)
@@ -58,6 +61,6 @@ class PublicPrefixes:
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the longest common prefix, in tokens."""
     pairs = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -35,8 +35,12 @@ STACK_BYTES = 64 << 20
 
 llguidance recurses, and a grammar may have 64 KiB of text.
 """
-CACHE_BYTES = 256 << 20
-"""Maximum size of all compiled grammars that are kept, in bytes."""
+CACHE_BYTES = 224 << 20
+"""Maximum size of all compiled grammars that are kept, in bytes.
+
+The memory that one grammar needs while it is compiled and used comes on top; the sum stays below
+300 MB.
+"""
 LEAST_BYTES = 64 << 10
 """Minimum size that is assumed for a compiled grammar, in bytes.
 
@@ -44,6 +48,7 @@ It stands for memory that is only needed while the grammar is used.
 """
 # A position in llguidance's message. It refers to the text made from the caller's grammar.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+# Options for llguidance in every JSON schema.
 JSON_OPTIONS: Mapping[str, Any] = {
     # One space, or a new line with indentation: a model cannot generate endless white space.
     "whitespace_pattern": r" |\n[ \t]{0,32}",
@@ -92,7 +97,7 @@ def _source(grammar: Grammar) -> str:
         lark = f"start: /{llguidance.regex_to_lark(text, '')}/"
     elif grammar.kind == "choice":
         if not (choices := json.loads(text)):
-            raise ValueError("there is nothing to choose from")
+            raise ValueError("the list of choices is empty: there is nothing to choose from")
         lark = "start: " + " | ".join(json.dumps(one) for one in choices)
     else:
         if "%llguidance" in text:
@@ -116,6 +121,7 @@ class Constraint:
     """The state of a grammar after the tokens of one sequence; a function of those tokens."""
 
     def __init__(self, matcher: LLMatcher, width: int) -> None:
+        """`matcher`: the compiled grammar, for this sequence only; `width`: number of logits, V."""
         self._matcher = matcher
         self._width = width
         self._num_taken = 0

@@ -37,8 +37,8 @@ START_S = 120.0
 """Maximum time for the process to start and to read the vocabulary, in seconds."""
 MAX_KNOWN = 256
 """Maximum number of accepted grammars that are remembered."""
-_TOO_LONG = f"it cannot be compiled in {MAX_CPU_S} s of computing"
-_TOO_HARD = "it cannot be compiled in the memory that there is for one"
+_TOO_LONG = f"it cannot be compiled in {MAX_CPU_S} s of CPU time"
+_TOO_HARD = "it cannot be compiled within the memory limit"
 _DIED = "it cannot be compiled"
 
 
@@ -67,6 +67,7 @@ class _Process:
 
     @property
     def pid(self) -> int:
+        """The process id."""
         return self._process.pid
 
     def wait_until_ready(self, vocabulary: Callable[[], Vocabulary]) -> None:

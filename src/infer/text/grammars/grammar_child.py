@@ -27,7 +27,7 @@ MAX_BYTES = 96 << 20
 MAX_BYTES_MEANWHILE = 1 << 30
 """Maximum address space while compiling, beyond that of the vocabulary, in bytes."""
 _NICE = 5
-TOO_LARGE = f"it is too large: compiled, it takes %d MiB, and at most {MAX_BYTES >> 20}"
+TOO_LARGE = f"it is too large: it takes %d MiB when compiled, at most {MAX_BYTES >> 20} are allowed"
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -3,7 +3,8 @@
 Compilers of grammars recurse, and a compiler that recurses too deeply crashes its process. So the
 depth is found here first, without recursion and in time linear in the text. The depth may be
 overestimated: a rule's name inside a string counts as a reference, since the syntax of strings
-depends on the grammar's dialect. A cycle of references counts once.
+depends on the grammar's dialect. A cycle of references counts once. Counting ends as soon as there
+are too many levels, so that a refusal is cheap.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _RULE = re.compile(
 )
 _MAX_BROKEN = 16
 """Maximum number of malformed schemas in a grammar; no further schema is read after them."""
-_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+_BRACKET = re.compile(r"[()\[\]{}]")
 
 
 def is_too_deep(grammar: Grammar) -> bool:
@@ -45,7 +46,7 @@ def is_too_deep(grammar: Grammar) -> bool:
 
 
 def schema_depth(schema: Any) -> int:
-    """The number of levels of a JSON schema's objects.
+    """The number of levels of a JSON schema's objects; above `MAX_DEPTH`, some larger number.
 
     The targets of `$ref`s are levels; an object that is a `$ref` itself is not.
     """
@@ -101,7 +102,17 @@ def _target(schema: Any, anchors: Mapping[str, Any], reference: Any) -> Any:
 
 
 def _grammar_depth(text: str) -> int:
-    schemas = num_broken = 0
+    depth = 0
+    for bracket in _BRACKET.findall(text):
+        depth = depth + 1 if bracket in "([{" else max(0, depth - 1)
+        if depth > MAX_DEPTH:
+            return depth
+    return max(_rule_depth(text), _embedded_depth(text))
+
+
+def _embedded_depth(text: str) -> int:
+    """Of the schemas in a grammar."""
+    deepest = num_broken = 0
     for match in re.finditer(r"%json\s*(?=[{\[])", text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, match.end())
@@ -112,25 +123,24 @@ def _grammar_depth(text: str) -> int:
             if num_broken > _MAX_BROKEN:  # parsing each may take time linear in the text
                 break
             continue
-        schemas = max(schemas, schema_depth(schema))
-    depth = deepest = 0
-    for char in text:
-        if step := _BRACKETS.get(char):
-            depth = max(0, depth + step)
-            deepest = max(deepest, depth)
-    return max(schemas, deepest, _rule_depth(text))
+        deepest = max(deepest, schema_depth(schema))
+    return deepest
 
 
 def _rule_depth(text: str) -> int:
     rules = list(_RULE.finditer(text))
     if len(rules) <= MAX_DEPTH:  # a chain of references has each rule at most once
         return 0
+    bodies: dict[str, list[tuple[int, int]]] = {}
     ends = [*(rule.start() for rule in rules[1:]), len(text)]
-    used: dict[str, dict[str, None]] = {rule[1]: {} for rule in rules}
     for rule, end in zip(rules, ends, strict=True):
-        names = (name[0] for name in _NAME.finditer(text, rule.end(), end))
-        used[rule[1]].update((name, None) for name in names if name in used)
-    return _longest(used, used.__getitem__, lambda name: 1, key=lambda name: name)
+        bodies.setdefault(rule[1], []).append((rule.end(), end))
+
+    def used_by(rule: str) -> Iterable[str]:
+        names = (name for body in bodies[rule] for name in _NAME.findall(text, *body))
+        return dict.fromkeys(name for name in names if name in bodies)
+
+    return _longest(bodies, used_by, lambda name: 1, key=lambda name: name)
 
 
 def _longest(
@@ -139,9 +149,10 @@ def _longest(
     weight: Callable[[Any], int],
     key: Callable[[Any], Any],
 ) -> int:
-    """The weight of the heaviest path in a graph; a path ends at a node that it already has.
+    """The weight of the heaviest path in a graph; above `MAX_DEPTH`, the first such path found.
 
-    `key(node)` identifies a node. The search is depth-first, without recursion.
+    A path ends at a node that it already has. `key(node)` identifies a node. The search is
+    depth-first, without recursion.
     """
     depths: dict[Any, int] = {}
     """Weight of the heaviest path from each node that is done; 0 for nodes on the current path."""
@@ -155,6 +166,8 @@ def _longest(
         while stack:
             node, following, best = stack[-1]
             longest = max(longest, height)
+            if longest > MAX_DEPTH:
+                return longest
             child = next(following, None)
             if child is None:
                 stack.pop()

@@ -79,7 +79,7 @@ class BehindThoughts(Constraint):
             return False
         if not self._opening.startswith(seen):
             if not self._may_answer:
-                raise ValueError("neither thoughts nor what the grammar says")
+                raise ValueError("the text is neither reasoning nor allowed by the grammar")
             self._state = "answer"
         return completes
 

@@ -20,6 +20,7 @@ _BRACKETS = {
 }
 _IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 NOT_SPACE = re.compile(r"\S")
+"""Pattern of the first character that is not white space."""
 _SEPARATORS = ";, \t\r\n"
 _NOT_ARGUMENTS = {"name", "type", "id", "function"}
 _QUOTE_OR_ESCAPE = re.compile(r'\\.|"', re.DOTALL)

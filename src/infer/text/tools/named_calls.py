@@ -22,6 +22,7 @@ _ALL = re.compile(r"all[ \t\r]*\n")
 _FUNCTION = re.compile(r"\s*(?P<name>[^\s<>{}]+)\s*>(?P<arguments>.*)", re.DOTALL)
 _NAME = re.compile(r"[^\s<>{}]+")
 DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+"""DeepSeek's marks before a call, before its name and after the call."""
 _BEGIN, _SEP, _END = DEEPSEEK_MARKS
 
 

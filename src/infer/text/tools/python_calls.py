@@ -16,6 +16,7 @@ from infer.text.tools.call import ToolCall, arguments_of, made_call
 MAX_DEPTH = 64
 """Maximum nesting of lists and dicts in an argument."""
 NAME = re.compile(r"[A-Za-z_][\w.\-]*")
+"""Pattern of a function's name."""
 _CALL = re.compile(rf"\s*({NAME.pattern})\s*\(")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _KEYWORD = re.compile(r"([A-Za-z_]\w*)\s*=(?!=)")
@@ -60,6 +61,7 @@ class _Reader:
         self._at = 0
 
     def calls(self, alone: bool) -> list[ToolCall] | None:
+        """The calls of the whole text; `_NoCallError` if it is not calls."""
         found = []
         if alone and not self._text.startswith("["):
             while self._at < len(self._text):

@@ -17,6 +17,7 @@ from infer.text.tools.call import ToolCall, made_call
 from infer.text.tools.formats import GENERIC, ToolFormat
 
 Message = dict[str, Any]
+"""Message of a chat, as in OpenAI's API."""
 _EXAMPLE = ToolCall("NAME", '{"ARGUMENT": "VALUE"}')
 _INSTRUCTION = """\
 You can call these functions, each described by a JSON object:

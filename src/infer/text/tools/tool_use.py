@@ -39,13 +39,13 @@ class ToolUse:
         """A warning for clients whose requests have tools, one line of ASCII; None if none."""
         if not self.shows_tools:
             return (
-                "the chat template of this model shows it no tools: they are described in an"
-                f" instruction, and calls are expected as {self.format.name}"
+                "the chat template of this model renders no tools: an instruction describes them,"
+                f" and calls are expected in the format {self.format.name}"
             )
         if not self.is_known:
             return (
-                "the format in which this model writes tool calls is not known: calls may come as"
-                " content; the operator can name one with --tool-parser"
+                "the format in which this model writes tool calls is not known: calls may be"
+                " returned as content; the operator can name the format with --tool-parser"
             )
         return None
 
@@ -60,7 +60,8 @@ def find_tool_use(template: ChatTemplate, parser: str | None = None) -> ToolUse:
     way, how = _format_of(template, abilities, parser)
     known = ", ".join(each.name for each in FORMATS)
     if not shows:
-        how = f"the chat template shows no tools: an instruction does, calls as {way.name} ({how})"
+        reason = "the chat template renders no tools, so an instruction describes them"
+        how = f"{reason}; {way.name}, {how}"
     elif not how:
         how = f"the chat template writes calls in none of the known formats ({known}):"
         how += " they stay content, unless they are plain JSON; name the format with --tool-parser"

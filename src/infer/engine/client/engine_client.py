@@ -1,0 +1,56 @@
+"""`EngineClient`: what the asyncio façade asks of an engine, wherever that runs.
+
+`engine.loop.EngineThread` is one for tests and programs, `engine.process.supervisor.EngineProcess`
+the one under `infer serve`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from infer.types import FinishReason, Request, StepOutput
+from infer.types.engine_stats import EngineStats
+from infer.types.step_events import StepEvents
+
+HEARTBEAT_S = 1.0
+"""interval in seconds at which an idle engine reports"""
+SOFT_LIMIT_S = 10.0
+"""seconds without a report after which an engine counts as hanging or very slow: it is not ready
+and, if requests are open, not live"""
+
+Deliver = Callable[[list[StepOutput], StepEvents | None], None]
+"""called with a step's outputs and its events (None if there were none)"""
+
+
+class EngineClient(Protocol):
+    """The interface of an engine for its façade: commands in, outputs out."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are accepted; they may wait until the engine is ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the engine works on requests now."""
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine's last report; 0 while another engine is started. An engine
+        reports after each step, and every `HEARTBEAT_S` while idle."""
+
+    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
+        """Start the engine; once. A thread of the engine calls `deliver` with each step's outputs,
+        and `died` if the engine ends for good without having been stopped."""
+
+    def add(self, request: Request) -> None:
+        """Send a request; a refusal comes back as an output with an error."""
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Send an abort; it is applied before the next step."""
+
+    def stop(self) -> None:
+        """Finish the current step, then end; unfinished requests are dropped."""
+
+    def stats(self) -> EngineStats:
+        """Gauges of the engine that works, and counters of all engines until now."""

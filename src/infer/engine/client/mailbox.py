@@ -1,0 +1,84 @@
+"""`Mailbox`: the pieces of one request that have arrived and have not been read.
+
+A slow reader gets the waiting pieces merged into one. `AsyncLLM` cancels a request for which too
+much waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import reduce
+
+from infer.engine.client.output import OutputProcessor
+from infer.errors import EngineError, RequestError
+from infer.types import ErrorRecord, FinishReason, TextDelta
+
+MAX_MAILBOX_BYTES = 256 * 1024
+"""approximate bytes that may wait for one reader after merging; beyond it the request is
+cancelled"""
+
+
+class Mailbox:
+    """See the module's docstring. Lives on the event loop; has one reader."""
+
+    def __init__(self, processor: OutputProcessor, merge: bool) -> None:
+        """`merge`: a reader that is behind finds one piece in place of several."""
+        self.processor = processor
+        """makes text of the tokens of the request"""
+        self.is_cancelled = False
+        """whether we have cancelled the request"""
+        self._merge = merge
+        self._pieces: list[TextDelta] = []
+        self.num_bytes = 0
+        """approximate bytes of the pieces that wait because the reader is slow"""
+        self._reader: asyncio.Future[None] | None = None
+
+    def cancel(self) -> None:
+        """Count the request as cancelled, with whatever finish reason it ends."""
+        self.is_cancelled = True
+
+    def drop(self) -> None:
+        """Drop all waiting pieces, the final one included; the next piece is the first again."""
+        self._pieces, self.num_bytes, self.processor.finish_reason = [], 0, None
+
+    def put(self, piece: TextDelta) -> None:
+        """Add a piece; called on the event loop."""
+        if self._pieces:  # the reader is slow; otherwise counting is not worth its time
+            self.num_bytes += _size_of(piece)
+            if self.num_bytes > MAX_MAILBOX_BYTES and self._merge:
+                self._pieces = [reduce(TextDelta.merge, self._pieces)]
+                self.num_bytes = _size_of(self._pieces[0]) + _size_of(piece)
+        self._pieces.append(piece)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def take(self) -> list[TextDelta]:
+        """Wait until a piece is there and take all of them (merged into one, if so constructed).
+        There may be one reader at a time."""
+        if not self._pieces:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        pieces, self._pieces, self.num_bytes = self._pieces, [], 0
+        return [reduce(TextDelta.merge, pieces)] if self._merge else pieces
+
+    def fail(self, error: EngineError | RequestError) -> None:
+        """End the pieces with an error, unless they have ended already."""
+        if self.processor.finish_reason is None:
+            self.processor.finish_reason = FinishReason.ERROR
+            reason = ErrorRecord.of(error)
+            self.put(TextDelta("", (), finish_reason=FinishReason.ERROR, error=reason))
+
+    async def pieces(self) -> AsyncIterator[TextDelta]:
+        """All pieces as they arrive, up to the one that has a finish reason."""
+        while True:
+            for piece in await self.take():
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+
+
+def _size_of(piece: TextDelta) -> int:
+    """Approximate bytes that a piece takes in memory."""
+    pairs = sum(1 + len(each.top) for each in piece.logprobs)
+    return 200 + len(piece.text) + 48 * len(piece.token_ids) + 125 * pairs

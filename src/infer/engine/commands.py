@@ -1,0 +1,31 @@
+"""`Command`: what an engine is asked between two steps, wherever it runs.
+
+The same records go through the queue of a thread and over the socket of a process, where msgspec
+decodes them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from infer.types import FinishReason, Request
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    """Accept a request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
+    """End a request now; unknown ids are ignored."""
+
+    request_id: str
+    reason: FinishReason = FinishReason.ABORT
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """End the engine after the step that runs; whatever is in flight is dropped."""
+
+
+Command = Add | Abort | Stop

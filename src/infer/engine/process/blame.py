@@ -1,0 +1,61 @@
+"""Who is a suspect after an engine has died, and who is to blame for it.
+
+A request that takes engines with it must not go on for ever, and the others must. So after a crash
+each request that the dead engine had is a suspect: it begins in a step of its own, until it has
+sampled a token. A request that is computed alone when the engine dies again is to blame and is
+given up; where the engine was killed from outside, once and even twice may be chance. The engine
+core asks `is_suspect`, the journal keeps a `CrashHistory` of each request.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from infer.types import ErrorRecord, Request
+
+MAX_CRASHES_ALONE = 1
+"""crashes in a row, of an engine that computed one request alone, for which it is to blame"""
+MAX_FROM_OUTSIDE = 3
+"""the same where somebody else on the machine killed the engine"""
+GIVEN_UP = ErrorRecord(
+    "the engine died more than once while computing this request; it is given up"
+)
+
+
+def is_suspect(request: Request, num_output: int) -> bool:
+    """Whether an engine has died with a request that has not sampled a token since.
+
+    `num_output`: output tokens that it has now, those of the dead engines included.
+    """
+    return request.num_crashes > 0 and num_output == len(request.output_token_ids)
+
+
+def was_from_outside(exit_code: int, *, killed_by_us: bool) -> bool:
+    """Whether somebody else has ended an engine process, as the system does without memory.
+
+    `exit_code`: minus the number of the signal, if one ended it.
+    """
+    return exit_code == -signal.SIGKILL and not killed_by_us
+
+
+@dataclass(slots=True)
+class CrashHistory:
+    """The crashes that one request has been in."""
+
+    num_crashes: int = 0
+    num_alone: int = 0
+    """crashes in a row while it was computed alone and had sampled nothing since the one before"""
+
+    def record_crash(self, *, alone: bool) -> None:
+        """The engine has died with it; `alone`: while it computed nothing else."""
+        self.num_crashes += 1
+        self.num_alone += alone
+
+    def record_token(self) -> None:
+        """It has sampled a token: the crashes until now were not its fault."""
+        self.num_alone = 0
+
+    def is_to_blame(self, *, from_outside: bool) -> bool:
+        """Whether it is given up after the latest crash."""
+        return self.num_alone >= (MAX_FROM_OUTSIDE if from_outside else MAX_CRASHES_ALONE)

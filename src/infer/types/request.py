@@ -1,0 +1,52 @@
+"""`Request`: what the engine works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from infer.errors import RequestError
+from infer.types.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the engine works on: token ids in, everything resolved, nothing left to default.
+
+    Built by `engine.client.input`, which knows the model's limits; the scheduler checks them again.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    """resolved, so that a request can be run again with the same result"""
+    max_tokens: int
+    """resolved, at least 1"""
+    eos_token_ids: tuple[int, ...] = ()
+    """tokens that end the sequence; empty with `ignore_eos`"""
+    priority: int = 0
+    """lower goes first; equal ones in order of arrival. A level is worth 256 arrivals: later
+    requests overtake an earlier one at most so often, so that nobody waits for ever"""
+    cache_scope: str = ""
+    """prefix-cache entries are shared within a scope only"""
+    num_public: int = 0
+    """except those of so many tokens at the beginning, which are the operator's own words"""
+    tenant: str = ""
+    """whose share of the engine it is computed from"""
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """`bad_words`: of each the last token is not sampled where the others have just been"""
+    shown_token_ids: tuple[int, ...] = ()
+    """special tokens that are text all the same: marks of thoughts and calls, which are read"""
+    thoughts: tuple[str, str] | None = None
+    """marks around thoughts, behind which the text of the grammar begins; an empty first one: the
+    prompt has begun them"""
+    grammar_bytes: int = 0
+    """of memory that its grammar takes when it is compiled"""
+    output_token_ids: tuple[int, ...] = ()
+    """generated before, by an engine that has died; the output goes on behind them"""
+    num_crashes: int = 0
+    """engines that have died while they had it"""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")

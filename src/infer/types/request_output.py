@@ -1,0 +1,56 @@
+"""`TextDelta` and `RequestOutput`: what callers of the façades see, in pieces and as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infer.types.ends import FinishReason
+from infer.types.error_record import ErrorRecord
+from infer.types.step_output import TokenLogprobs
+
+
+class TextDelta(NamedTuple):
+    """A piece of a stream: what is new since the last piece. Pieces may be merged.
+
+    `token_ids` and `logprobs` may run ahead of `text`, which is held back while it could still be
+    part of a stop string or of a character whose bytes are not all there.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_cached: int = 0
+    error: ErrorRecord | None = None
+    """set with `FinishReason.ERROR`"""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """in the first piece, if asked for"""
+
+    def merge(self, later: TextDelta) -> TextDelta:
+        """This piece and the one after it as one piece."""
+        return TextDelta(
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            finish_reason=later.finish_reason,
+            num_cached=later.num_cached,
+            error=later.error,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request, as `LLM.generate` returns it."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    """one entry per token, if asked for"""
+    num_cached: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """of the prompt's tokens from the second one on, if asked for"""

@@ -1,0 +1,35 @@
+"""`StepOutput`: what one step gave one request; the only thing that travels outward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from infer.types.ends import FinishReason
+from infer.types.error_record import ErrorRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position, from the raw logits, natural logarithm."""
+
+    logprob: float
+    """of the sampled token"""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the most probable tokens, best first"""
+
+
+class StepOutput(NamedTuple):
+    """What one step did for one request. The last one of a request has a `finish_reason`."""
+
+    request_id: str
+    token_id: int | None
+    """the sampled token; None if the request ended without one (abort, error)"""
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    num_cached: int = 0
+    """prompt tokens that were taken from the prefix cache and not computed for this request"""
+    error: ErrorRecord | None = None
+    """set with `FinishReason.ERROR`"""
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    """with the first token, if asked for: of the prompt's tokens from the second one on"""
