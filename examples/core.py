@@ -14,7 +14,8 @@ def main() -> None:
             core.add(llm.make_request(prompt, sampling_params, request_id=str(number)))
         while core.has_work:
             outputs = core.step(flush=True)
-            shown = {o.request_id: llm.tokenizer.token_piece(o.token_id) for o in outputs}
+            tokens = {o.request_id: o.token_id for o in outputs if o.token_id is not None}
+            shown = {name: llm.tokenizer.token_piece(token) for name, token in tokens.items()}
             print(f"waiting {len(core.scheduler.waiting)}, tokens {shown}")
 
 

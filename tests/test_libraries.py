@@ -96,7 +96,9 @@ def attributes_of(thing: Any) -> set[str]:
 
 def inherited_parts(ours: type[Any]) -> set[str]:
     """What the methods of a class use of `self` and `super()` and do not make themselves."""
-    of_self, of_super, own = set(), set(), set(vars(ours))
+    of_self: set[str] = set()
+    of_super: set[str] = set()
+    own = set(vars(ours))
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(ours)))):
         if isinstance(node, ast.Attribute):
             whose = ast.unparse(node.value)

@@ -52,7 +52,7 @@ def compare_endings(found: dict[str, Any]) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     hits, worst = 0, 0.0
     lines = (TASKS / "endings.jsonl").read_text().splitlines()
     for line, theirs in zip(map(json.loads, lines), found["likelihoods"], strict=True):
@@ -79,14 +79,14 @@ def compare_stories(found: dict[str, Any]) -> str:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     hits, texts = 0, []
     lines = (TASKS / "stories.jsonl").read_text().splitlines()
     for line in map(json.loads, lines):
         prompt = "<|begin_of_text|>" + line["prompt"]
         ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
         made = model.generate(ids, do_sample=False, max_new_tokens=24)[0, ids.shape[1] :]
-        texts.append(tokenizer.decode(made, skip_special_tokens=True).partition(".")[0])
+        texts.append(str(tokenizer.decode(made, skip_special_tokens=True)).partition(".")[0])
         hits += texts[-1] == line["next"]
     accuracy = hits / len(lines)
     if texts == found["texts"] and found["accuracy"] == pytest.approx(accuracy):

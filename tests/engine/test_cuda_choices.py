@@ -1,8 +1,10 @@
-"""What is chosen for a CUDA device, with a device that says what a test wants."""
+"""Choices for a CUDA device (dtype, seats, kernels), with a simulated device."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import shutil
 import sysconfig
 from typing import Any
 
@@ -73,16 +75,16 @@ def test_what_keeps_the_kernels_from_running(monkeypatch: pytest.MonkeyPatch) ->
     assert "not cpu" in str(cuda.obstacle(CPU))
     monkeypatch.setattr(triton, "__version__", "3.9.0")
     assert cuda.obstacle(GPU) is None
-    # Up to 3.8 a launcher is compiled in C.
+    # Triton before 3.8 compiles its launcher in C.
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "C compiler" in str(cuda.obstacle(GPU))
-    monkeypatch.setattr(cuda.shutil, "which", lambda name: "/usr/bin/cc")
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cc")
     monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
     assert "Python.h" in str(cuda.obstacle(GPU))
     has_capability(monkeypatch, 7, 5)
     assert "7.5; the kernels need 8.0" in str(cuda.obstacle(GPU))
-    monkeypatch.setattr(cuda.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "not installed" in str(cuda.obstacle(GPU))
 
 
@@ -93,7 +95,7 @@ def test_the_next_engine_gets_as_many_pages() -> None:
 
 
 class Wavering(PlainLinear):
-    """Computes rows otherwise in batches of some size, or only at one end of them."""
+    """A layer whose rows differ in batches of some sizes, or only at one end of them."""
 
     wrong: dict[int, Any] = {}  # noqa: RUF012
 

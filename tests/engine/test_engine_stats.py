@@ -74,7 +74,7 @@ def test_the_gauges_of_a_core_are_those_of_now() -> None:
 def test_a_restart_keeps_counters_and_not_gauges() -> None:
     async def main() -> None:
         async with launch_hash_llm(num_pages=20) as llm:
-            worker = llm._worker
+            worker = llm.engine_client
             assert isinstance(worker, EngineProcess)
             await llm.generate(llm.make_request([1, 2, 3]))
             async with asyncio.timeout(20):

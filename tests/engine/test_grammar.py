@@ -1,5 +1,5 @@
-"""Structured output on the shipped model: what comes out fits, alone and in company, after a
-preemption and after a crash; and a grammar that fails, fails alone."""
+"""Structured output on the shipped model: the text fits its grammar, alone and in a batch, after a
+preemption and after a crash; a grammar that fails affects no other request."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sampling(grammar: Grammar | None, **changes: Any) -> SamplingParams:
 
 
 def crowd() -> tuple[list[str], list[SamplingParams]]:
-    """Every grammar, greedy and drawn, among others that have none."""
+    """Prompts with every grammar, greedy and sampled, among others without a grammar."""
     each = [
         sampling(grammar, temperature=temperature, seed=seed)
         for seed in range(4)
@@ -110,7 +110,7 @@ def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
     prompts, params = crowd()
     with LLM(max_seq_len=256, max_num_batched_tokens=7, max_batch_size=16) as tight:
         core = tight.core
-        requests = map(tight._input_processor.make_request, prompts, params)
+        requests = map(tight.make_request, prompts, params)
         for request in requests:
             core.add(request)
         tokens: dict[str, list[int]] = {}
@@ -123,16 +123,17 @@ def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
                 if output.token_id is not None:
                     tokens.setdefault(output.request_id, []).append(output.token_id)
         assert core.scheduler.stats.num_preemptions > 50
-        assert list(map(tuple, tokens.values()))  # some order; compared as a multiset
+        assert list(map(tuple, tokens.values()))  # in any order; compared as a multiset
         assert sorted(map(tuple, tokens.values())) == sorted(o.token_ids for o in alone)
 
 
 def test_a_request_that_is_cut_anywhere_goes_on(llm: LLM) -> None:
     import dataclasses
 
-    request = llm._input_processor.make_request(PROMPTS[0], sampling(GRAMMARS[0]))
+    request = llm.make_request(PROMPTS[0], sampling(GRAMMARS[0]))
     llm.core.add(request)
-    ids = [output.token_id for output in llm.core.outputs_until_complete()]
+    outputs = llm.core.outputs_until_complete()
+    ids = [output.token_id for output in outputs if output.token_id is not None]
     for cut in range(1, len(ids)):
         rest = dataclasses.replace(
             request, request_id=f"c{cut}", output_token_ids=tuple(ids[:cut]), num_crashes=1
@@ -146,7 +147,7 @@ def test_a_request_that_is_cut_anywhere_goes_on(llm: LLM) -> None:
 def test_a_step_that_is_executed_again_changes_nothing(
     llm: LLM, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails after its tokens were sampled, so the constraints have run ahead."""
+    """The step fails after its tokens were sampled, so the constraints have seen them."""
     runner = llm.core.runner
     real, count = runner.execute, 0
 
@@ -189,12 +190,10 @@ def test_a_minimum_length_holds_within_a_grammar(llm: LLM) -> None:
 
 def test_what_has_nothing_in_common_fails_alone(llm: LLM) -> None:
     space = llm.tokenizer.encode(" ", add_special_tokens=False)
-    bad = llm._input_processor.make_request(
+    bad = llm.make_request(
         "a", sampling(Grammar.choice(["yes"]), allowed_token_ids=space), request_id="bad"
     )
-    good = llm._input_processor.make_request(
-        "a", sampling(Grammar.choice(["yes"])), request_id="good"
-    )
+    good = llm.make_request("a", sampling(Grammar.choice(["yes"])), request_id="good")
     for request in (bad, good):
         llm.core.add(request)
     ends = {o.request_id: o for o in llm.core.outputs_until_complete() if o.finish_reason}
@@ -218,8 +217,7 @@ def test_a_grammar_that_fails_fails_alone(
 
     monkeypatch.setattr(Constraint, where, fails)
     requests = [
-        llm._input_processor.make_request("a", sampling(GRAMMARS[0], seed=i), request_id=str(i))
-        for i in range(2)
+        llm.make_request("a", sampling(GRAMMARS[0], seed=i), request_id=str(i)) for i in range(2)
     ]
     for request in requests:
         llm.core.add(request)
@@ -261,7 +259,7 @@ def test_a_forced_call_is_a_call(llm: LLM, way: answer_parser.ToolFormat) -> Non
 
 
 def test_hostile_grammars_do_not_hold_a_step_up(llm: LLM) -> None:
-    """What is forced is not written out: with a real vocabulary this once took seconds."""
+    """Forced text is not enumerated: with a real vocabulary that once took seconds."""
     compiler = Compiler(Vocabulary.of(llm.tokenizer, 2048))
     for text in ("(a{1000}){1000}", "x((a{100}){100}){100}", r"(\w{1,500}\s){1,500}"):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`LLM` as a Python program meets it: inputs, outputs, ends, errors, leaving early."""
+"""`LLM` as a Python program uses it: inputs, outputs, ends, errors, streams left early."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_core_says_what_each_request_produced(llm: LLM) -> None:
     [first] = llm.core.run_until_complete("short").values()
     assert first.token_ids == whole.token_ids[:3]
     assert first.finish_reason is FinishReason.LENGTH
-    # What was sampled in the first call is in the second one's result, too.
+    # The second call's result includes the tokens sampled during the first.
     rest = llm.core.run_until_complete()
     assert list(rest) == ["long"]
     assert rest["long"].token_ids == whole.token_ids

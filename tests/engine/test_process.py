@@ -1,4 +1,4 @@
-"""`EngineProcess`: the same answers as in a thread, and nothing lost when the process dies."""
+"""`EngineProcess`: the same answers as from a thread, refusals, logs, the end of the process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
 
 
 def worker_of(llm: AsyncLLM) -> EngineProcess:
-    worker = llm._worker
+    worker = llm.engine_client
     assert isinstance(worker, EngineProcess)
     return worker
 
@@ -293,7 +293,7 @@ ORPHAN = textwrap.dedent(
     async def main():
         await llm.start()
         async with llm.stream(llm.make_request("abc")):
-            print(llm._worker.pid, "torch" in sys.modules, flush=True)
+            print(llm.engine_client.pid, "torch" in sys.modules, flush=True)
             time.sleep(60)
     asyncio.run(main())
     """

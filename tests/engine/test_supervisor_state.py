@@ -84,7 +84,7 @@ def test_a_process_that_dies_leads_through_the_states(monkeypatch: pytest.Monkey
 
     async def main() -> None:
         async with launch_hash_llm() as llm:
-            worker = llm._worker
+            worker = llm.engine_client
             assert isinstance(worker, EngineProcess)
             assert worker.pid is not None
             os.kill(worker.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A process that does not report is replaced; one that is idle, or slow, or both, never is."""
+"""The watchdog: a process that stops reporting is replaced; an idle or slow one never is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infer import SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process import engine_run, supervisor
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, solo
+from tests.support.doubles import launch_hash_llm, pid_of, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 HANG_S = 1.8
@@ -45,7 +45,7 @@ def test_a_stopped_process_is_replaced_and_its_streams_go_on(
     async def body(llm: AsyncLLM) -> None:
         running = asyncio.create_task(all_exact(llm, 10))
         await asyncio.sleep(0.1)
-        os.kill(llm._worker.pid, signal.SIGSTOP)  # type: ignore[attr-defined]
+        os.kill(pid_of(llm), signal.SIGSTOP)
         await asyncio.sleep(0.8)
         assert not llm.is_ready
         assert llm.is_alive
@@ -72,7 +72,7 @@ def test_the_stacks_of_a_hanging_step_are_shown(
 
 
 def test_no_false_alarm() -> None:
-    """Idle for longer than the limit; then a queue of slow steps; then idle again."""
+    """Idle for longer than the limit, then slow steps, then idle again."""
 
     async def body(llm: AsyncLLM) -> None:
         await asyncio.sleep(1.3 * HANG_S)

@@ -91,7 +91,7 @@ def check_answer(data: st.DataObject) -> None:
     """Cut anywhere, an answer means the same; what is no call and no thought is content."""
     text = data.draw(answers())
     way: ToolFormat | None = data.draw(st.sampled_from([None, *FORMATS]))
-    how = {
+    how: dict[str, Any] = {
         "thinks": data.draw(st.booleans()),
         "inside": data.draw(st.booleans()),
         "thoughts": data.draw(st.sampled_from(THOUGHTS)),

@@ -188,7 +188,9 @@ def damages(bases: Path) -> SearchStrategy[Damage]:
     def edits(name: str) -> SearchStrategy[tuple[ByteEdit | JsonEdit, ...]]:
         of_bytes = st.lists(byte_edits(), min_size=1, max_size=3)
         of_json = st.lists(json_edits(), min_size=1, max_size=3)
-        some = of_bytes if name.endswith(".gguf") else st.one_of(of_json, of_json, of_bytes)
+        some: SearchStrategy[Any] = (
+            of_bytes if name.endswith(".gguf") else st.one_of(of_json, of_json, of_bytes)
+        )
         return some.map(tuple)
 
     changed = st.sampled_from(files).flatmap(

@@ -53,7 +53,7 @@ class Step:
         shape = (num_pages, case.page, groups, case.size)
         self.keys, self.values = (torch.full(shape, NAN, dtype=case.kind) for _ in range(2))
         self.starts, self.lengths, slots = [0], [], []
-        self.positions: list[Tensor] = []
+        self.positions: list[int] = []
         self.past: list[tuple[Tensor, Tensor]] = []
         for i, (start, num) in enumerate(case.chunks):
             pages = torch.tensor([free.pop() for _ in range(counts[i])])

@@ -161,16 +161,16 @@ def workload(count: int) -> list[Request]:
     numbers = np.random.default_rng(7)
     made = []
     for i in range(count):
-        sampling: dict[str, Any] = [
+        kinds: list[dict[str, Any]] = [
             {},
             {"temperature": 0.8},
             {"temperature": 0.9, "top_p": 0.8, "top_k": 20},
             {"temperature": 1.0, "logprobs": 2},
             {"presence_penalty": 0.5},
             {"prompt_logprobs": 1},
-        ][i % 6]
+        ]
         num_prompt, num_output = (int(n) for n in numbers.integers(1, 40, 2))
-        made.append(request(f"{i}", num_prompt, num_output, **sampling))
+        made.append(request(f"{i}", num_prompt, num_output, **kinds[i % len(kinds)]))
     return made
 
 

@@ -19,7 +19,7 @@ import pytest
 from infer.models.hub import SHIPPED_FOLDER
 from tests.support.hostile_files import LIMIT_BYTES, LIMIT_S, load_all
 
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 def config(**fields: Any) -> Change:

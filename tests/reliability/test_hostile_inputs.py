@@ -1,9 +1,9 @@
-"""Scorecard 15: every row of the list of hostile inputs, each under its name, over a real socket.
+"""Scorecard 15: a list of hostile inputs, each with a name, over a real socket.
 
-A row is refused with 4xx and OpenAI's error body (nothing of the server's inside in it), and the
-engine makes no step for it. What the list has beside them because it is legal (the edge of a range,
-text that only looks like a command) is here with 200. How long each answer takes is noted for
-`scorecard.py`, which judges it; a test does not.
+A row is refused with 4xx and OpenAI's error body (which reveals nothing about the server), and the
+engine computes no step for it. Rows that are legal (the edge of a range, text that only looks like
+a command) have 200. The time of each answer is recorded for `scorecard.py`, which judges it; the
+tests do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.server_process import Findings, Served, model_server, served
 from tests.support.serving import CHAT, COMPLETIONS, chat_body, completion_body, live
 
 CONTEXT = 512
-"""tokens that a request may have, on both servers here"""
+"""maximum tokens of a request, on both servers here"""
 FLOATS = [
     name
     for name, field in ChatBody.model_fields.items()
@@ -40,21 +40,21 @@ BIG = 10**6
 
 
 class Raw(str):
-    """JSON as it is, where `json.dumps` would not write it."""
+    """JSON text that is sent unchanged, which `json.dumps` would not write."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """`request`, then `more` again and again until the server answers."""
+    """A hostile input: `request` is sent, then `more` repeatedly until the server answers."""
 
     name: str
     status: int
     request: bytes
     more: bytes = b""
     num_answers: int = 1
-    """the last one has the status, those before it are refusals too"""
+    """number of answers; the last one has the status, those before it are refusals too"""
     waits: bool = False
-    """for what does not come, until a deadline"""
+    """whether the server answers only after a deadline"""
 
 
 def text_of(fields: dict[str, Any]) -> bytes:
@@ -66,7 +66,7 @@ def text_of(fields: dict[str, Any]) -> bytes:
 
 
 def post(path: str, body: bytes, *lines: str, length: object = None, kind: str = "") -> bytes:
-    """A request; `length` other than the body's, "" = without."""
+    """A POST as bytes; `length` replaces that of the body, "" = no Content-Length."""
     length = len(body) if length is None else length
     head = [
         f"POST {path} HTTP/1.1",
@@ -84,7 +84,7 @@ def valid(path: str, **changes: Any) -> bytes:
 
 
 def both(name: str, status: int, chat: int | None = None, **changes: Any) -> Iterator[Row]:
-    """The fields on both endpoints; `chat`: with another answer there."""
+    """Rows with the fields on both endpoints; `chat`: the status on chat, if it differs."""
     for path, expected in ((COMPLETIONS, status), (CHAT, status if chat is None else chat)):
         yield Row(f"{name} in {path[4:]}", expected, post(path, valid(path, **changes)))
 
@@ -103,7 +103,7 @@ def user(content: Any, **fields: Any) -> dict[str, Any]:
 
 
 def nested(depth: int) -> Raw:
-    """A list in a list …, so that the body is `depth` levels deep."""
+    """Lists in lists, so that the body is `depth` levels deep."""
     return Raw("[" * (depth - 1) + "]" * (depth - 1))
 
 
@@ -114,7 +114,7 @@ def table(vocab: int) -> list[Row]:
 def _numbers() -> Iterator[Row]:
     for name in FLOATS:
         for number in ("NaN", "Infinity", "-Infinity", "1e400"):
-            yield from both(f"{name} {number}", 400, **{name: Raw(number)})
+            yield from both(f"{name} {number}", 400, None, **{name: Raw(number)})
     for number in ("NaN", "Infinity", "1e400"):
         yield from both(f"logit_bias value {number}", 400, logit_bias=Raw(f'{{"1": {number}}}'))
     yield from both("temperature 0", 200, temperature=0)
@@ -126,8 +126,8 @@ def _numbers() -> Iterator[Row]:
         yield from both(f"top_k {value}", 422, top_k=value)
     for value in (-1, 0, 2**31, 2**63):
         yield from both(f"max_tokens {value}", 422, max_tokens=value)
-    for value in (Raw("1e30"), "5", True):
-        yield from both(f"max_tokens {value!r}", 400, max_tokens=value)
+    for wrong in (Raw("1e30"), "5", True):
+        yield from both(f"max_tokens {wrong!r}", 400, max_tokens=wrong)
     yield from both("min_tokens > max_tokens", 422, min_tokens=9, max_tokens=8)
     much = {"min_tokens": CONTEXT, "max_tokens": None}
     yield from chat("min_tokens > what fits, max_tokens null", 422, **much)
@@ -151,10 +151,11 @@ def _ids(vocab: int) -> Iterator[Row]:
     yield from both("logit_bias of 10**5 entries", 422, logit_bias=many)
     many = Raw("{" + ",".join(f'"{i}":1' for i in range(BIG)) + "}")
     yield from both("logit_bias of 10**6 entries", 413, logit_bias=many)
-    for prompt in ("", [], [[]]):
+    empty: tuple[Any, ...] = ("", [], [[]])
+    for prompt in empty:
         yield from completion(f"prompt {prompt!r}", 400, prompt=prompt)
-    for token in (True, 1.0, "a"):
-        yield from completion(f"prompt with token {token!r}", 400, prompt=[1, token])
+    for other in (True, 1.0, "a"):
+        yield from completion(f"prompt with token {other!r}", 400, prompt=[1, other])
     one_less = [1] * (CONTEXT - 1)
     yield from completion("prompt of context - 1 tokens", 200, prompt=one_less, max_tokens=1)
     for more, words in ((1, "context"), (2, "context + 1")):
@@ -189,7 +190,7 @@ def _texts() -> Iterator[Row]:
         yield Row(f"a field twice in {path[4:]}", 400, post(path, twice))
     for depth in (10, 64, 10**3, 10**5):
         for name in ("metadata", "response_format"):
-            yield from both(f"{name} of depth {depth}", 400, **{name: nested(depth)})
+            yield from both(f"{name} of depth {depth}", 400, None, **{name: nested(depth)})
         yield from chat(f"tools of depth {depth}", 400, tools=nested(depth))
         schema = Raw('{"type": "json_schema", "json_schema": {"name": "x", "schema": %s}}')
         inner = '{"properties": {"a": ' * (depth // 2) + '{"type": "null"}' + "}}" * (depth // 2)
@@ -210,7 +211,7 @@ def _texts() -> Iterator[Row]:
     half = Raw('"\\ud800"')
     yield from completion("half a surrogate pair in prompt", 400, prompt=half)
     for name in ("stop", "user", "model"):
-        yield from both(f"half a surrogate pair in {name}", 400, **{name: half})
+        yield from both(f"half a surrogate pair in {name}", 400, None, **{name: half})
 
 
 def _messages() -> Iterator[Row]:
@@ -301,15 +302,15 @@ def _http() -> Iterator[Row]:
     twice = post(path, wrong, f"content-length: {len(wrong) + 1}")
     yield Row("two Content-Lengths", 400, twice)
     chunked = f"{len(wrong):x}\r\n".encode() + wrong + b"\r\n0\r\n\r\n"
-    for length in (len(wrong), len(chunked), 5):
-        both_ways = post(path, chunked, "transfer-encoding: chunked", length=length)
-        yield Row(f"Transfer-Encoding and Content-Length {length}", 400, both_ways)
+    for number in (len(wrong), len(chunked), 5):
+        both_ways = post(path, chunked, "transfer-encoding: chunked", length=number)
+        yield Row(f"Transfer-Encoding and Content-Length {number}", 400, both_ways)
     for coding in ("gzip", "gzip, chunked", "xchunked", "chunked, identity"):
         row = post(path, chunked, f"transfer-encoding: {coding}", length="")
         yield Row(f"Transfer-Encoding {coding}", 400, row)
-    size = b"zz\r\n" + wrong
+    unsized = b"zz\r\n" + wrong
     yield Row(
-        "a chunk without a size", 400, post(path, size, "transfer-encoding: chunked", length="")
+        "a chunk without a size", 400, post(path, unsized, "transfer-encoding: chunked", length="")
     )
     yield Row("three requests at once", 422, post(path, wrong) * 3, num_answers=3)
     yield Row(
@@ -330,7 +331,7 @@ def _http() -> Iterator[Row]:
 
 
 def _grammars() -> Iterator[Row]:
-    # 200: what is legal costs no more than the states that an answer of 8 tokens walks through.
+    # 200: a legal grammar costs only the states that an answer of 8 tokens reaches.
     for name, regex, status in (
         ("that backtracks elsewhere", "(a+)+$", 200),
         ("unclosed", "(((((", 400),
@@ -375,7 +376,7 @@ LEAK = re.compile(
 
 
 async def ask(port: int, row: Row) -> float:
-    """Send a row and check what comes; returns the seconds from the first byte to the last."""
+    """Send a row and check its answers; returns the seconds from the first byte to the last."""
     began_s = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
@@ -399,13 +400,13 @@ async def ask(port: int, row: Row) -> float:
                     writer.write(row.more)
                     await writer.drain()
             except OSError:
-                pass  # it has answered, and closed
+                pass  # the server has answered and closed the connection
             found = await reading
             took_s = time.perf_counter() - began_s
     finally:
         reading.cancel()
         writer.transport.abort()
-        await asyncio.sleep(0)  # or its socket is not closed
+        await asyncio.sleep(0)  # so that the socket is closed
     for status, headers, body in found:
         if status != 200:
             check_error(status, headers, body)
@@ -449,7 +450,7 @@ def test_a_hostile_input(
 
 
 async def time_all(server: Served, vocab: int) -> dict[str, float]:
-    """The longest of three times of each row, in ms."""
+    """The longest of three times of each row, in milliseconds."""
     longest_ms: dict[str, float] = {}
     before = (await server.stats())["num_steps"]
     for row in table(vocab):
@@ -462,7 +463,7 @@ async def time_all(server: Served, vocab: int) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_the_time_of_each_answer(tmp_path: Path) -> None:
-    """On the model that ships; whether they are short enough is for `scorecard.py` to say."""
+    """On the shipped model; `scorecard.py` judges the times."""
     with served(model_server(), tmp_path / "log") as server:
         config = json.loads(
             (Path(body_reader.__file__).parents[2] / "demo_model/config.json").read_text()

@@ -1,7 +1,7 @@
-"""Whoever is cancelled, leaves or runs out of time gives its pages back within one step.
+"""A request that is cancelled, left or timed out gives its pages back within one step.
 
-The engine's steps are gated: while one is being computed the request is ended, the test waits for
-the engine to have been told, and lets that one step finish. In the next one it must be gone.
+The test controls the engine's steps. It ends the request while a step is computed, waits until the
+engine has got the abort, and lets that step finish. In the next step the request must be gone.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import pytest
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.schedule.sequence import Plan, Sequence, Status
-from tests.support.doubles import HashRunner, make_hash_llm
+from tests.support.doubles import HashRunner, core_of, make_hash_llm, thread_of
 from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
 
 WORDS = "once upon a time there was a fox"
 
 
-class AuthMiddleware:
-    """Lets a step begin."""
+class StepGate:
+    """Holds the steps of a runner until the test lets one begin."""
 
     def __init__(self) -> None:
         self.steps: list[list[str]] = []
@@ -43,18 +43,18 @@ class AuthMiddleware:
         return Gated
 
     async def step(self) -> None:
-        """Finish the step that waits, and see the next one begin."""
+        """Finish the waiting step, and wait until the next one begins."""
         self.open.release()
         assert await asyncio.to_thread(self.arrived.acquire, timeout=10)
 
 
 def sequences(engine: AsyncLLM) -> dict[str, Sequence]:
-    return dict(engine._worker._core.scheduler._by_id)
+    return dict(core_of(engine).scheduler.by_id)
 
 
 async def told(engine: AsyncLLM) -> None:
     async with asyncio.timeout(10):
-        while engine._worker._commands.empty():
+        while not thread_of(engine).has_commands:
             await asyncio.sleep(0.002)
 
 
@@ -76,7 +76,7 @@ ENDS |= {"timeout": (504, "deadline_exceeded"), "leave": (0, "")}
 @pytest.mark.parametrize("state", FORMS)
 def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> None:
     settings, reached = FORMS[state]
-    gate = AuthMiddleware()
+    gate = StepGate()
     engine = make_hash_llm(runner=gate.runner(), max_waiting_requests=9, **settings)
 
     async def use(app: App) -> None:
@@ -94,7 +94,7 @@ def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> N
         await gate.step()
         while not reached(sequences(engine)[name]):
             await gate.step()
-        assert engine._worker._commands.empty()
+        assert not thread_of(engine).has_commands
         num_before = len(gate.steps)
         answer_id = name.removesuffix("-0")
         if end == "leave":
@@ -106,7 +106,7 @@ def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> N
         await told(engine)
         await gate.step()
         assert name not in sequences(engine)
-        engine._worker._core.scheduler.check()
+        core_of(engine).scheduler.check()
         ended = await asyncio.wait_for(asking, 10)
         while sequences(engine):
             gate.open.release()
@@ -126,7 +126,7 @@ def check_end(reply: Reply, status: int, code: str) -> None:
     if not code:
         assert b"[DONE]" not in reply.body
         return
-    if reply.status == 200:  # a stream that had begun
+    if reply.status == 200:  # the stream had begun
         assert b"[DONE]" not in reply.body
         error = json.loads(reply.writes[-1].decode().removeprefix("data: "))["error"]
     else:

@@ -1,4 +1,4 @@
-"""The file of keys: nothing is lost where several write it, and what is wrong with it is said."""
+"""The file of keys: no change is lost if several processes write, and its errors are reported."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 
 from infer.cli.main import app as command
 from infer.errors import ConfigError
+from infer.server.http.private_files import locked
 from infer.server.observe.metrics import Metrics
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.sessions.store import SessionStore
-from infer.server.tenancy.keys import KeyLimits, Keys, locked
+from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import COMPLETIONS, App, completion_body, with_app
 
@@ -34,7 +35,8 @@ def header(token: str) -> dict[str, str]:
 
 
 def at_once(*calls: Callable[[], object]) -> None:
-    """Each in a thread; a lock of a file is of an open file, so they are as processes are."""
+    """Run each call in a thread. A lock belongs to an open file, so threads exclude each other as
+    processes do."""
     start = threading.Barrier(len(calls))
 
     def run(call: Callable[[], object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +154,8 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(3600)
             return {}
 
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
+        async def send(message: MutableMapping[str, Any]) -> None:
+            sent.append(dict(message))
 
         headers = [(b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers}

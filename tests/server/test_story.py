@@ -1,4 +1,4 @@
-"""The story of a request: its events in order, what slow gaps were due to, all of it bounded."""
+"""The trace of a request: its events in order, the causes of slow gaps, and bounds on its size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 
 from infer.schedule.sequence import Plan
 from infer.server.observe import request_trace as trace_module
-from tests.support.doubles import HashRunner, launch_hash_llm, make_hash_llm
+from tests.support.doubles import HashRunner, held_runner, launch_hash_llm, make_hash_llm
 from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     App,
+    all_open,
     chat_body,
     completion_body,
     serving,
@@ -32,11 +33,17 @@ def kinds(trace: dict[str, Any]) -> list[str]:
 
 
 def test_one_after_the_other() -> None:
+    runner, opened = held_runner()
+
     async def use(app: App) -> None:
-        first = asyncio.ensure_future(app.post(CHAT, chat_body(max_tokens=30, ignore_eos=True)))
-        await asyncio.sleep(0.02)
-        later = [app.post(COMPLETIONS, completion_body(prompt=LONG)) for _ in range(2)]
-        replies = [reply.json() for reply in await asyncio.gather(first, *later)]
+        asked = [asyncio.ensure_future(app.post(CHAT, chat_body(max_tokens=30, ignore_eos=True)))]
+        for number in (1, 2):
+            await all_open(app, number)
+            body = completion_body(prompt=LONG)
+            asked.append(asyncio.ensure_future(app.post(COMPLETIONS, body)))
+        await all_open(app, 3)
+        opened.set()
+        replies = [reply.json() for reply in await asyncio.gather(*asked)]
         names = [reply["id"] for reply in replies]
         trace = await story_of(app, names[2])
         events = trace["events"]
@@ -59,13 +66,13 @@ def test_one_after_the_other() -> None:
         )
         assert events[2]["of_tokens"] == trace["prompt_tokens"]
         assert hit + sum(chunk["tokens"] for chunk in chunks) == trace["prompt_tokens"]
-        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no hit
+        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no cache hit
         assert trace["completion_tokens"] == replies[2]["usage"]["completion_tokens"]
         assert trace["state"] == "finished"
         listed = (await app.get("/v1/requests")).json()["data"]
         assert {entry["id"] for entry in listed} == set(names)
 
-    with_app(make_hash_llm(max_batch_size=1, step_s=0.001), use)
+    with_app(make_hash_llm(max_batch_size=1, runner=runner), use)
 
 
 class SlowPrompts(HashRunner):
@@ -82,7 +89,10 @@ def test_a_slow_gap_names_the_prompt_that_took_the_time() -> None:
         await asyncio.sleep(0.01)
         culprit = (await app.post(COMPLETIONS, completion_body(prompt=LONG))).json()["id"]
         trace = await story_of(app, (await asking).json()["id"])
-        worst = trace["slowest_gaps"][0]
+        # A busy machine may have made another gap of the five the longest.
+        [worst] = [
+            gap for gap in trace["slowest_gaps"] if culprit in gap["slowest_step"]["prompts_of"]
+        ]
         assert worst["gap_ms"] > 150
         assert worst["steps"] == 1
         assert worst["slowest_step"]["prompts_of"] == [culprit]
@@ -99,7 +109,6 @@ def test_a_slow_gap_names_the_prompt_that_took_the_time() -> None:
 
 class SlowNowAndThen(HashRunner):
     def execute(self, plan: Plan) -> Any:
-        # Longer than a pause of the machine's own, which would be the slowest gap else.
         self.step_s = 0.2 if len(plan) == 1 and len(plan[0].sequence.tokens) == 40 else 0.0
         return super().execute(plan)
 
@@ -117,9 +126,9 @@ def test_preemptions_are_told_and_choices_told_apart() -> None:
         assert kinds(trace).count("admitted") == 2 + len(lost)
         again = [event for event in trace["events"] if event["event"] == "chunk"][-1]
         assert again["from_token"] + again["tokens"] > trace["prompt_tokens"]
-        worst = trace["slowest_gaps"][0]
-        assert worst["steps"] > 2
-        assert worst["slowest_step"]["step_ms"] > 30
+        # A busy machine may have made another gap of the five the longest.
+        waits = [gap for gap in trace["slowest_gaps"] if gap["steps"] > 2]
+        assert max(gap["slowest_step"]["step_ms"] for gap in waits) > 30
         assert kinds(trace).count("first_token") == 2
 
     with_app(make_hash_llm(num_pages=16, runner=SlowNowAndThen), use)
@@ -147,7 +156,7 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_tells_the_same() -> None:
-    """The facts cross the boundary, and times of both sides are on one clock."""
+    """Events cross the process boundary, and times of both sides are on one clock."""
 
     async def use() -> None:
         async with serving(launch_hash_llm()) as app:

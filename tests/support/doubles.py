@@ -10,6 +10,7 @@ cache. The same double drives scheduler, engine, async and server tests.
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -24,6 +25,7 @@ from infer.engine.client.input import InputProcessor
 from infer.engine.core import EngineCore
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
+from infer.engine.process.supervisor import EngineProcess
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence
@@ -245,6 +247,43 @@ def make_hash_llm(
     core = make_hash_core(**settings)
     input_processor = InputProcessor(tokenizer or small_tokenizer(), limits_of(core), seed)
     return AsyncLLM(EngineThread(core), input_processor, "hash-model")
+
+
+def held_runner() -> tuple[type[HashRunner], threading.Event]:
+    """A runner whose steps wait until an event is set, and the event: what is asked for before
+    that is with the engine when the first step ends."""
+    opened = threading.Event()
+
+    class Held(HashRunner):
+        def execute(self, plan: Plan) -> Any:
+            assert opened.wait(30)
+            return super().execute(plan)
+
+    return Held, opened
+
+
+def thread_of(llm: AsyncLLM) -> EngineThread:
+    """The thread of an engine that has one in this process."""
+    assert isinstance(llm.engine_client, EngineThread)
+    return llm.engine_client
+
+
+def core_of(llm: AsyncLLM) -> EngineCore:
+    """The core of an engine in a thread of this process."""
+    return thread_of(llm).core
+
+
+def process_of(llm: AsyncLLM) -> EngineProcess:
+    """The supervisor of an engine that has a process of its own."""
+    assert isinstance(llm.engine_client, EngineProcess)
+    return llm.engine_client
+
+
+def pid_of(llm: AsyncLLM) -> int:
+    """The id of the engine's process, which runs."""
+    pid = process_of(llm).pid
+    assert pid is not None
+    return pid
 
 
 def hash_blueprint(settings: dict[str, Any]) -> Blueprint:

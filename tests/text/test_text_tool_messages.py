@@ -251,7 +251,7 @@ def test_content_in_parts_where_a_template_shows_nothing_else() -> None:
 def test_a_result_behind_a_message_without_text() -> None:
     call = {"function": {"name": "weather"}}
     for content in ({}, {"content": [{"type": "text", "text": "a"}]}):
-        messages = [
+        messages: list[Any] = [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "user", **content},
             {"role": "tool", "content": "sunny"},
@@ -268,7 +268,11 @@ def test_results_have_the_name_of_their_function() -> None:
 def test_arguments_may_be_text_or_an_object() -> None:
     as_text = made_call(0, "Ulm")
     as_text["function"]["arguments"] = json.dumps(as_text["function"]["arguments"])
-    other = [QUESTION, {"role": "assistant", "tool_calls": [as_text]}, LOOPS["one turn"][2]]
+    other: list[Any] = [
+        QUESTION,
+        {"role": "assistant", "tool_calls": [as_text]},
+        LOOPS["one turn"][2],
+    ]
     for source, _ in OWN.values():
         shown = [
             template(source).render(each, tools=WEATHER) for each in (LOOPS["one turn"], other)

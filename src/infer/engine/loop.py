@@ -127,7 +127,8 @@ class EngineThread:
     """An `EngineClient` whose engine is a thread of this process."""
 
     def __init__(self, core: EngineCore) -> None:
-        self._core = core
+        self.core = core
+        """read elsewhere only between two steps"""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: BackgroundThread | None = None
         self._heard_s = 0.0
@@ -155,6 +156,11 @@ class EngineThread:
         """See `EngineClient`."""
         return time.monotonic() - self._heard_s
 
+    @property
+    def has_commands(self) -> bool:
+        """Whether the thread has not taken all commands."""
+        return not self._commands.empty()
+
     def add(self, request: Request) -> None:
         """See `EngineClient`."""
         self._commands.put(Add(request))
@@ -171,7 +177,7 @@ class EngineThread:
 
     def stats(self) -> EngineStats:
         """See `EngineClient`. Each number is exact, but two of them may be from different steps."""
-        return self._core.stats()
+        return self.core.stats()
 
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
         def send(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
@@ -180,7 +186,7 @@ class EngineThread:
                 deliver(outputs, step_events)
 
         try:
-            EngineLoop(self._core, send, self._commands).run()
+            EngineLoop(self.core, send, self._commands).run()
         except BaseException:
             log.exception("the engine has died")
             died()

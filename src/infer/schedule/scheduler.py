@@ -76,7 +76,8 @@ class Scheduler:
         self._admission = make_admission(config)
         self._policy = find_policy(config.scheduler_policy)
         self.clock = clock
-        self._by_id: dict[str, Sequence] = {}
+        self.by_id: dict[str, Sequence] = {}
+        """the unfinished requests by id; not to be changed from outside"""
         self._num_arrived = 0
         self._num_turns = 0
         self._step_budget = StepBudget(config.max_step_ms) if config.max_step_ms else None
@@ -94,16 +95,16 @@ class Scheduler:
     @property
     def num_unfinished(self) -> int:
         """Number of requests that have not ended."""
-        return len(self._by_id)
+        return len(self.by_id)
 
     @property
     def unfinished(self) -> list[Sequence]:
         """The requests that have not ended, in order of arrival."""
-        return list(self._by_id.values())
+        return list(self.by_id.values())
 
     def find(self, request_id: str) -> Sequence:
         """The unfinished request of this id; raises `RequestError` if there is none."""
-        sequence = self._by_id.get(request_id)
+        sequence = self.by_id.get(request_id)
         if sequence is None:
             message = f"there is no unfinished request with id {request_id!r}"
             raise RequestError(message, param="request_id", code="request_not_found")
@@ -115,7 +116,7 @@ class Scheduler:
         Raises `OverloadedError` if the queue is full, `RequestError` if the request can never fit
         or its id is in use.
         """
-        if request.request_id in self._by_id:
+        if request.request_id in self.by_id:
             raise RequestError(f"a request with id {request.request_id!r} is already running")
         check_fits(request, self.config.max_seq_len, self.allocator)
         if self.num_unfinished >= self.num_seats + self.config.max_waiting_requests:
@@ -125,7 +126,7 @@ class Scheduler:
             )
         sequence = Sequence.from_request(request, self._num_arrived)
         self._num_arrived += 1
-        self._by_id[request.request_id] = sequence
+        self.by_id[request.request_id] = sequence
         self._fair_share.join(sequence)
         self.pending_events.append(queued(sequence, self.waiting, len(self.running)))
         insort(self.waiting, sequence, key=_rank)
@@ -145,7 +146,7 @@ class Scheduler:
     def _end(
         self, request_id: str, reason: FinishReason, error: ErrorRecord | None = None
     ) -> StepOutput | None:
-        sequence = self._by_id.get(request_id)
+        sequence = self.by_id.get(request_id)
         if sequence is None:
             return None
         self._finish(sequence, reason)
@@ -476,7 +477,7 @@ class Scheduler:
         else:
             self.allocator.release(sequence.table)
         sequence.status = Status.FINISHED
-        del self._by_id[sequence.request_id]
+        del self.by_id[sequence.request_id]
         self._fair_share.leave(sequence)
         self.stats.num_finished[reason] += 1
 
@@ -499,8 +500,8 @@ class Scheduler:
             assert [s.rank for s in queue] == sorted(s.rank for s in queue)
             assert all(s.status is status for s in queue)
         everyone = [*self.waiting, *seated]
-        assert {s.request_id: s for s in everyone} == self._by_id
-        assert len(everyone) == len(self._by_id)
+        assert {s.request_id: s for s in everyone} == self.by_id
+        assert len(everyone) == len(self.by_id)
         for sequence in self.running:
             table, page_size = sequence.table, self.allocator.page_size
             assert table.num_indexed * page_size <= sequence.num_computed < len(sequence.tokens)

@@ -48,8 +48,11 @@ _CHECK_INTERVAL_S = 0.1
 
 
 class RequestStream:
-    """A request that runs, as its caller holds it. Iterating gives its pieces, the last one with a
-    finish reason, to one reader at a time. Whoever has entered it closes it."""
+    """A running request, held by its caller, who must `close` it.
+
+    Iterating yields its pieces, the last of which has a finish reason. There may be one reader at a
+    time.
+    """
 
     def __init__(self, request: Request, mailbox: Mailbox, leave: Callable[[], None]) -> None:
         """`leave` is called once, by the first `close`."""
@@ -61,8 +64,9 @@ class RequestStream:
         return self._mailbox.pieces()
 
     async def output(self) -> RequestOutput:
-        """The whole output, once the request has ended; closes the stream. Raises `EngineError`,
-        or the `RequestError` the engine refused with."""
+        """Wait for the request's end, close the stream and return the whole output. Raises
+        `EngineError` if the request fails, and the `RequestError` with which the engine refuses
+        it."""
         with closing(self):
             return collected(self._request, [piece async for piece in self])
 
@@ -74,16 +78,16 @@ class RequestStream:
 
 
 class Reservation:
-    """Places that are held for requests which are being made."""
+    """Places in the queue that are held for requests which are being made."""
 
     def __init__(self, count: int, enter: Callable[[Request, bool], RequestStream]) -> None:
-        """`enter` runs a request in a place that is held."""
+        """`enter` runs a request in one of the held places."""
         self._num_left = count
         self._enter = enter
 
     def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
-        """Run a request, which takes over one of the places; see `AsyncLLM.enter`. Nobody else can
-        get the place in between. Raises `EngineDeadError` if there is no engine any more."""
+        """Run a request in one of the held places, which no other request can take in between; see
+        `AsyncLLM.enter`. Raises `EngineDeadError` if the engine has ended."""
         if not self._num_left:
             raise ValueError("no place of this reservation is left")
         stream = self._enter(request, merge)
@@ -91,7 +95,7 @@ class Reservation:
         return stream
 
     def release(self) -> int:
-        """Give up the places that no request has taken over; returns how many they were."""
+        """Give up the places that no request has taken; returns their number."""
         count, self._num_left = self._num_left, 0
         return count
 
@@ -126,7 +130,8 @@ class AsyncLLM:
         """number of token ids"""
         self.num_seats = input_processor.limits.num_seats
         """maximum number of requests in the batch"""
-        self._worker = worker
+        self.engine_client = worker
+        """the engine: a thread or a process"""
         self._input_processor = input_processor
         self._mailboxes: dict[str, Mailbox] = {}
         self._messages: deque[Callable[[], None]] = deque()
@@ -150,18 +155,18 @@ class AsyncLLM:
     @property
     def is_alive(self) -> bool:
         """Whether requests are accepted: started, not closed, and the engine has not died."""
-        return not self._closed and self._worker.is_alive
+        return not self._closed and self.engine_client.is_alive
 
     @property
     def is_ready(self) -> bool:
         """Whether the engine would work on a request that is sent now; implies `is_alive`."""
-        return self.is_alive and not self._draining and self._worker.is_ready
+        return self.is_alive and not self._draining and self.engine_client.is_ready
 
     @property
     def is_live(self) -> bool:
         """Whether it is alive and does not hang: with open requests, the engine has reported within
         `SOFT_LIMIT_S`."""
-        is_stuck = self.num_open > 0 and self._worker.silence_s >= SOFT_LIMIT_S
+        is_stuck = self.num_open > 0 and self.engine_client.silence_s >= SOFT_LIMIT_S
         return self.is_alive and not is_stuck
 
     @property
@@ -181,12 +186,12 @@ class AsyncLLM:
     async def start(self) -> None:
         """Start the engine; once."""
         self._loop = asyncio.get_running_loop()
-        self._worker.start(self._deliver, self._died)
+        self.engine_client.start(self._deliver, self._died)
 
     async def close(self) -> None:
         """End open requests with an error, then stop the engine. Further requests are refused."""
         self._end(EngineDeadError("the server is shutting down"))
-        await asyncio.to_thread(self._worker.stop)
+        await asyncio.to_thread(self.engine_client.stop)
         await asyncio.to_thread(self._input_processor.close)
 
     def _end(self, error: EngineDeadError) -> None:
@@ -208,14 +213,14 @@ class AsyncLLM:
         return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
 
     def refusal(self) -> OverloadedError | None:
-        """Why one more request would be refused for want of room, counted as refused; None where
-        there is room, or where something else would be wrong with it."""
+        """The error for one more request if the queue is full, which is then counted as refused;
+        None if there is room, or if the engine is not running."""
         try:
             self._check_capacity(1)
         except OverloadedError as error:
             return error
         except EngineDeadError:
-            self._counts.num_requests_refused -= 1  # whoever raises it will count it
+            self._counts.num_requests_refused -= 1  # counted when the request gets this error
         return None
 
     @contextmanager
@@ -243,10 +248,10 @@ class AsyncLLM:
             raise
 
     def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
-        """Run a request; the caller closes the stream. `stream` does both.
+        """Run a request; returns its stream, which the caller must close (`stream` does both).
 
-        With `merge=False` there is one piece per token, however late it is taken.
-        Raises `OverloadedError` if there is no room, `EngineDeadError` if there is no engine.
+        `merge=False` keeps one piece per token for a slow reader too. Raises `OverloadedError` if
+        the queue is full, `EngineDeadError` if the engine is not running or the server shuts down.
         """
         self._check_capacity(1)
         if request.request_id in self._mailboxes:
@@ -254,14 +259,14 @@ class AsyncLLM:
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
         self._mailboxes[request.request_id] = mailbox
         self._counts.num_requests_admitted += 1
-        self._worker.add(request)
+        self.engine_client.add(request)
         return RequestStream(request, mailbox, partial(self._leave, request.request_id))
 
     def _leave(self, request_id: str) -> None:
         mailbox = self._mailboxes.pop(request_id)
         reason = mailbox.processor.finish_reason
         if reason is None:
-            self._worker.abort(request_id)
+            self.engine_client.abort(request_id)
         self._counts.count_end(end_of(None if mailbox.is_cancelled else reason).counter)
         if self._observer is not None:
             self._observer.left(request_id, reason)
@@ -270,7 +275,8 @@ class AsyncLLM:
     async def stream(
         self, request: Request, *, merge: bool = True
     ) -> AsyncIterator[AsyncIterator[TextDelta]]:
-        """Run a request; yields its pieces. Leaving aborts. See `enter`."""
+        """Run a request; yields an iterator over its pieces. Leaving the block aborts an unfinished
+        request. Raises the errors of `enter`."""
         with closing(self.enter(request, merge=merge)) as running:
             yield aiter(running)
 
@@ -280,7 +286,7 @@ class AsyncLLM:
         if mailbox is not None and mailbox.processor.finish_reason is None:
             mailbox.cancel()
             mailbox.fail(error)
-            self._worker.abort(request_id)
+            self.engine_client.abort(request_id)
 
     async def generate(self, request: Request) -> RequestOutput:
         """Run a request to its end; cancelling the task aborts it.
@@ -295,7 +301,7 @@ class AsyncLLM:
 
     def read_stats(self) -> ServingStats:
         """The same as a record."""
-        return ServingStats(self._worker.stats(), copy(self._counts), self.num_open)
+        return ServingStats(self.engine_client.stats(), copy(self._counts), self.num_open)
 
     def _check_capacity(self, count: int) -> None:
         num_taken = len(self._mailboxes) + self._num_reserved
@@ -353,14 +359,14 @@ class AsyncLLM:
             except Exception:
                 log.exception("request %s: its output cannot be made text", output.request_id)
                 mailbox.fail(EngineError("the output of this request cannot be made text"))
-                self._worker.abort(output.request_id)
+                self.engine_client.abort(output.request_id)
                 continue
             if piece is not None:
                 mailbox.put(piece)
                 is_behind = is_behind or mailbox.num_bytes > 0
                 is_full = is_full or mailbox.num_bytes > MAX_MAILBOX_BYTES
             if processor.take_abort():
-                self._worker.abort(output.request_id, FinishReason.STOP)
+                self.engine_client.abort(output.request_id, FinishReason.STOP)
         if is_full:  # checked after its reader has had a chance to run
             asyncio.get_running_loop().call_soon(self._cancel_stalled)
         elif is_behind and not self._check_is_planned:
