@@ -99,7 +99,8 @@ def main(fd: int, parent: int) -> int:
         channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
     freeze_heap()
-    sys.setswitchinterval(0.001)  # so long a step waits for a thread that compiles a grammar
+    # A step waits at most this long, in seconds, for a thread that compiles a grammar.
+    sys.setswitchinterval(0.001)
     # Few objects are left to collect, so collections are cheap and may be frequent. Each one also
     # clears the interpreter's free lists of tuples (2,000 of each length), which otherwise fill
     # over an hour and look like a leak.
