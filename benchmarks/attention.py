@@ -1,10 +1,11 @@
 """The attention kernel against SDPA and against memory: `python benchmarks/attention.py`.
 
-One layer a call, bfloat16, pages of 16 in random order, caches in rotation so that no call finds
-its keys in a cache of the CPU (`--rotate-mb`, 700 unless told: more than the last level).
-For decode the floor is the bytes of K and V over the read bandwidth measured in the same round; for
-prefill the flops are 4 · H · D for every key that a query sees. Backends take turns; medians.
-Run nothing else beside it.
+Each call is one layer in bfloat16, with pages of 16 tokens in random order. The KV caches of
+several layers take turns, so that no call finds its keys in a cache of the CPU (`--rotate-mb`, by
+default 700, which is more than the last level holds). The floor of decode is the bytes of K and V
+divided by the read bandwidth, which is measured in the same round. The flops of prefill are 4 · H ·
+D for every key that a query sees. The backends take turns, and the tables have medians. Nothing
+else may run at the same time.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ PREFILL = [(LLAMA, 1, 1024), (LLAMA, 8, 128), (QWEN, 1, 1024)]
 
 
 def random_cache(shape: tuple[int, ...]) -> torch.Tensor:
-    """Like the engine's storage."""
+    """A cache of random numbers, laid out in memory like the engine's."""
     return loader.page_aligned(math.prod(shape) * 2).view(torch.bfloat16).view(shape).normal_()
 
 
 class Case:
-    """B sequences of n tokens, the last `num` of them queries; layers until `rotate` bytes."""
+    """B sequences of n tokens, whose last `num` are queries, in layers of `rotate` bytes."""
 
     def __init__(self, shape: tuple[int, int, int], B: int, n: int, num: int, rotate: int) -> None:
         H, G, D = shape
@@ -61,7 +62,7 @@ class Case:
         self.v = torch.randn(B * num, G, D).bfloat16()
 
     def backend(self, kind: Callable[..., AttentionBackend]) -> Callable[[], float]:
-        """A function that attends in the next layer and returns the seconds."""
+        """A function that computes attention in the next layer and returns the seconds."""
         backend = kind(self.keys, self.values, num_heads=self.heads, scale=self.scale)
         backend.plan(self.layout)
         turn = iter(range(10**9))
@@ -76,14 +77,14 @@ class Case:
 
 
 def read_bandwidth(data: torch.Tensor) -> float:
-    """Bytes per second of summing a large tensor with all threads."""
+    """The bytes a second that all threads read while they sum a large tensor."""
     started = time.perf_counter()
     data.sum()
     return data.nbytes / (time.perf_counter() - started)
 
 
 def measure(case: Case, data: torch.Tensor, rounds: int) -> tuple[float, float, float]:
-    """Medians of native s, SDPA s, bandwidth."""
+    """The medians: seconds of the native kernel, seconds of SDPA, read bandwidth in bytes/s."""
     ours, theirs = case.backend(NativeBackend), case.backend(SDPABackend)
     times: tuple[list[float], list[float], list[float]] = ([], [], [])
     for i in range(-1, rounds):

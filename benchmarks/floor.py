@@ -1,11 +1,12 @@
-"""How close the engine comes to its floors: `python benchmarks/floor.py --model PATH`.
+"""How close the engine comes to its limits: `python benchmarks/floor.py --model PATH`.
 
-Alternating in one process: reading a buffer, reading the weights where they are (layer by layer;
-up to a tenth slower) and a single stream's token, which reads all weights once; the products of a
-prompt alone (every linear layer on as many rows, the head on one), by our kernels and by torch's
-packed operators (oneDNN; int8 without quantising rows, weights of a shape shared, so that theirs
-are in the cache), the prompt. Prints medians of the ratios, which is what counts: bandwidth moves
-from minute to minute. Run nothing else beside it.
+One process measures two groups in turns. The first: reading a buffer, reading the weights where
+they are (layer by layer, which is up to a tenth slower), and a token of a single stream, which
+reads all weights once. The second: the products of a prompt alone (every linear layer on as many
+rows, the head on one) by our kernels and by torch's packed operators, and the prompt. torch's
+operators are oneDNN's; their int8 does not include the quantisation of rows, and layers of one
+shape share their weights, which so stay in the cache. It prints medians of ratios, because the
+bandwidth changes from minute to minute. Nothing else may run at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from infer.kernels.linear import Linear, PackedLinear, held_bytes, native_obstac
 
 STEPS = 32
 READ_BYTES = 1 << 29
-"""beside each of them"""
+"""The size of the buffer that is read beside each measurement, in bytes."""
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def stock_product(layer: Linear, num_rows: int, is_int8: bool) -> Callable[[], object]:
-    """torch's packed product of this shape, with random weights."""
+    """A call of torch's packed product of a layer's shape, with random weights."""
     weight = torch.randn(layer.num_weights // layer.in_features, layer.in_features)
     x = torch.randn(num_rows, layer.in_features)
     if not is_int8:
@@ -155,7 +156,7 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
                 shares = num_bytes / step_s / rate / 1e9, weights_s / step_s
                 keep(single, 1 / step_s, rate, *shares)
         pieces.close()
-        for _ in range(3):  # one after the other: a machine's rate may double within seconds
+        for _ in range(3):  # in turns: a machine's rate may double within seconds
             prompt, params = draw.ids(num_rows), greedy(1)
             ours_s = seconds(products)
             prompt_s = seconds(partial(llm.generate, [prompt], params))

@@ -1,6 +1,6 @@
 """Writes docs/gpu.md from `gpu-*.json` in benchmarks/results/: `python benchmarks/gpu.py`.
 
-Nothing is measured here: `infer bench gpu --model PATH --json FILE` does that. The text around the
+This program measures nothing: `infer bench gpu --model PATH --json FILE` does. The text around the
 tables is in gpu.template.md.
 """
 
@@ -17,21 +17,21 @@ PAGE = HERE.parent / "docs" / "gpu.md"
 
 
 def number(value: float | None) -> str:
-    """For a table; three digits that matter."""
+    """A number for a table, with three significant digits."""
     if value is None:
         return ""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def limit(row: dict[str, Any]) -> str:
-    """The floor or ceiling, and how much of it is reached; a cache can make more of it than all."""
+    """The limit of a row and the share that is reached, which a cache can raise above 100 %."""
     if row["floor"] is None:
         return ""
     return f"{number(row['floor'])} ({100 * row['share']:.0f} %)"
 
 
 def table(document: dict[str, Any]) -> str:
-    """The rows of one model."""
+    """The table of one model on one GPU."""
     peaks = document["peaks"]
     lines = [
         f"### {document['model']} on {document['gpu']}",

@@ -1,10 +1,10 @@
 """bfloat16 linear layers: linear.cpp beside oneDNN: `python benchmarks/linear.py [ROWS ...]`.
 
-For each shape and number of rows, alternating in one run and as medians: oneDNN's packed product,
-ours, and how long `Tensor.sum` takes to read as many bytes: a mark to compare with other half
-minutes, not a floor (a plain loop that prefetches reads a third faster). Weights rotate over more
-than 600 MB, so that no cache serves them. Two threads if OMP_NUM_THREADS says nothing else and
-there are two cores. Nothing else may run beside it.
+For each shape and number of rows, three things are measured in turns, and medians are printed:
+oneDNN's packed product, ours, and the time in which `Tensor.sum` reads as many bytes. The last is a
+mark to compare runs with, not a limit: a plain loop that prefetches reads a third faster. The
+weights take turns in more than 600 MB, so that no cache holds them. OMP_NUM_THREADS sets the number
+of threads. Nothing else may run at the same time.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ ROTATED_BYTES = 650e6
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """The duration of a call."""
     started = time.perf_counter()
     run()
     return time.perf_counter() - started
 
 
 def sweep(layers: list[Linear], x: Tensor) -> Callable[[], object]:
-    """Each of the layers once."""
+    """A function that calls each of the layers once."""
     return lambda: [layer(x) for layer in layers]
 
 

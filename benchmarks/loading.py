@@ -1,8 +1,9 @@
-"""How long loading takes and what it holds: `python benchmarks/loading.py [SHAPE] [FOLDER]`.
+"""The time and the memory that loading takes: `python benchmarks/loading.py [SHAPE] [FOLDER]`.
 
-Writes a checkpoint of a real shape with random weights if FOLDER has none, then alternates, three
-times each and each in a fresh process: reading the files' bytes from the page cache, and loading
-them into an engine. Prints the medians, their ratio and the peak memory of loading.
+It writes a checkpoint of a real shape with random weights if FOLDER has none. Then it alternates
+two things, three times each and each in a new process: reading the files' bytes from the page
+cache, and loading them into a model. It prints the medians, their limits and the peak memory of
+loading.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ print(seconds, before, high_water())
 
 
 def run(code: str, folder: Path) -> list[float]:
-    """The numbers that a program prints."""
+    """Runs a program on a folder; returns the numbers that it prints."""
     command = [sys.executable, "-c", code, str(folder)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     return [float(word) for word in result.stdout.split()]

@@ -1,9 +1,9 @@
 """The three batching modes on the same 64 mixed requests: `python benchmarks/modes.py`.
 
-Runs them through each mode with the model that ships, checks that the greedy tokens of every
-request are the same, and prints the table of docs/architecture.md. Steps are exact; the time is
-what this machine took and is not part of any test. `--picture docs/modes.png` draws which request
-had which seat in which step, from a recorded run of 16 of the requests on 4 seats.
+It runs them in each mode with the model that ships, checks that the greedy tokens of every request
+are the same in all, and prints the table of docs/architecture.md. The number of steps is exact; the
+time is this machine's, and no test uses it. `--picture docs/modes.png` draws which request had
+which seat in which step, from a recorded run of 16 of the requests on 4 seats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS = TEXT.split()
 
 
 def requests() -> tuple[list[str], list[SamplingParams]]:
-    """Prompts of 2 to 200 words, outputs of 4 to 64 tokens, some of which end by themselves."""
+    """Prompts of 2 to 200 words and outputs of 4 to 64 tokens; some end by themselves."""
     rng = random.Random(0)
     prompts, params = [], []
     for _ in range(NUM_REQUESTS):
@@ -34,7 +34,7 @@ def requests() -> tuple[list[str], list[SamplingParams]]:
 
 
 class Turn(NamedTuple):
-    """One request in one step."""
+    """The seat of one request in one step."""
 
     step: int
     seat: int
@@ -43,7 +43,7 @@ class Turn(NamedTuple):
 
 
 def recorded(mode: str, num_requests: int, num_seats: int) -> list[Turn]:
-    """Who had which seat in each step, with all requests there from the start."""
+    """The seats of each step; all requests are there from the start."""
     turns: list[Turn] = []
     seats: dict[str, int] = {}
     with LLM(dtype="float32", batching_mode=mode, max_batch_size=num_seats) as llm:
@@ -65,7 +65,7 @@ def recorded(mode: str, num_requests: int, num_seats: int) -> list[Turn]:
 
 
 def draw(path: Path, num_requests: int = 16, num_seats: int = 4) -> None:
-    """The picture: a lane for each seat, a colour for each request, gaps where nobody sits."""
+    """Draws the picture: a lane for each seat, a colour for each request, gaps for free seats."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -105,7 +105,7 @@ def draw(path: Path, num_requests: int = 16, num_seats: int = 4) -> None:
 
 
 def main() -> None:
-    """Run, compare, print; or draw."""
+    """Run the modes, compare them and print the table; or draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--picture", type=Path, help="draw here, and do nothing else")
     arguments = parser.parse_args()

@@ -1,9 +1,10 @@
-"""What the integer side of a step costs: `python benchmarks/overhead.py`.
+"""The time that scheduling takes in a step: `python benchmarks/overhead.py`.
 
-Decode-only steps over a runner that computes nothing: microseconds a sequence and step for
-`schedule`, for `commit`, and for a whole `EngineCore.step`, at several numbers of sequences and
-two lengths of context (the cost must not grow with it); and of `match` for a long cached prompt.
-Medians over the steps of one run; page faults and the collector are in them.
+The steps are decode only, over a runner that computes nothing. The table has microseconds for each
+sequence and step: of `schedule`, of `commit` and of a whole `EngineCore.step`, for several numbers
+of sequences and two lengths of context, with which the time must not grow. A further line is
+`match` for a long cached prompt. Numbers are medians over the steps of one run; page faults and
+garbage collection are included.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ STEPS = 200
 
 
 class NullRunner:
-    """Samples the same token for everybody."""
+    """A runner that samples the same token for every sequence."""
 
     def execute(self, plan: Plan) -> list[Sampled]:
-        """One result per chunk that samples."""
+        """One result for each chunk that samples."""
         return [Sampled(7) for chunk in plan if chunk.samples]
 
 

@@ -1,10 +1,10 @@
-"""What a decode step costs beside the model: `python benchmarks/overhead_runner.py`.
+"""The time that a decode step takes outside of the model: `python benchmarks/overhead_runner.py`.
 
-Microseconds (medians) of each part of a step for B sequences, all decoding, at two contexts: pack,
-the attention backend's plan, greedy sampling of a vocabulary of 512 (what is left is the host's
-side), and on the caller's side, per step, the text of each token, its way to the readers through
-the event loop, and what telling the requests' stories adds. The scheduler's share is not here. Run
-nothing else beside it.
+The table has medians in microseconds for B decoding sequences at two lengths of context. On the
+engine's side: packing, the attention backend's plan, and greedy sampling from a vocabulary of 512,
+where little but the host's work is left. On the caller's side, for each step: the text of the
+tokens, their way through the event loop to the readers, and what the traces of the requests add.
+overhead.py measures the scheduler. Nothing else may run at the same time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONTEXTS = (200, 2000)
 
 
 def make_plan(count: int, context: int) -> Plan:
-    """A step in which each sequence moves on by one; pages in random order."""
+    """The plan of a step in which each sequence computes one token; pages are in random order."""
     pages = list(range(1, 1 + count * (context // PAGE + 1)))
     random.Random(0).shuffle(pages)
     chunks = []
@@ -54,7 +54,7 @@ def make_plan(count: int, context: int) -> Plan:
 
 
 def microseconds(run: Callable[[], object], rounds: int) -> float:
-    """Median of one call."""
+    """The median duration of a call."""
     times = []
     for _ in range(rounds + 3):
         started = time.perf_counter()
@@ -64,7 +64,7 @@ def microseconds(run: Callable[[], object], rounds: int) -> float:
 
 
 def step_parts(count: int, context: int, rounds: int) -> dict[str, float]:
-    """The engine's side."""
+    """Measures the engine's side."""
     plan = make_plan(count, context)
     cache = torch.zeros(1 + count * (context // PAGE + 1), PAGE, 1, 8)
     backend = NativeBackend([cache], [cache.clone()], num_heads=1, scale=1.0)
@@ -79,7 +79,7 @@ def step_parts(count: int, context: int, rounds: int) -> dict[str, float]:
 
 
 def text_parts(count: int, rounds: int) -> dict[str, float]:
-    """The caller's side: text alone, then with delivery to a task that reads each stream."""
+    """Measures the caller's side: text alone, then with delivery to a task for each stream."""
     tokenizer = Tokenizer.from_folder(SHIPPED_FOLDER)
     ids = tokenizer.encode("Once upon a time there was a little fox, and it went to the river. ")
     turn = iter(range(10**9))

@@ -1,8 +1,8 @@
-"""How far our logits are from transformers': `python benchmarks/parity.py`.
+"""How far our logits are from those of transformers: `python benchmarks/parity.py`.
 
-Prints the table of docs/models.md: for each family the largest deviation, relative to the scale of
-the logits, over the odd little shapes of tests/support/model_shapes.py, in float32. It runs what
-the tests run and needs the development environment.
+It prints the table of docs/models.md. For each family that is the largest deviation, relative to
+the scale of the logits, over the small odd shapes of tests/support/model_shapes.py, in float32. It
+runs the code of the tests and needs the development environment.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> None:
-    """Measure and print, a family at a time."""
+    """Measure and print one family after the other."""
     sys.path.insert(0, str(ROOT))
     from tests.support.checkpoints import write_checkpoint
     from tests.support.model_shapes import SHAPES

@@ -1,9 +1,9 @@
 """Writes docs/performance.md and its plots from benchmarks/results/: `python performance.py`.
 
-Nothing is measured here; the page names the command behind each table. Files: `peers-*.json` of
-peers/run.py (`zen4-*.json` on another machine), `floor-*.json` of floor.py, and results of
-`infer bench` named WORKLOAD-LABEL.json, of which those of one workload are compared
-(`modes-zen4-*.json`: another machine's, in one table).
+This program measures nothing; the page names the command behind each table. It reads `peers-*.json`
+of peers/run.py (`zen4-*.json`: of another machine), `floor-*.json` of floor.py, and results of
+`infer bench` that are named WORKLOAD-LABEL.json. Results of the same workload are compared with
+each other (`modes-zen4-*.json`: of another machine, in one table).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def load(name: str) -> dict[str, Any]:
 
 
 def rate(document: dict[str, Any], engine: str, case: str) -> float:
-    """Median tokens a second of an engine."""
+    """The median tokens a second of an engine."""
     job = document["cases"][case]
     tokens = job["input_len"] if case == "prefill" else job["num_requests"] * job["output_len"]
     return statistics.median(tokens / r["seconds"][case][engine] for r in document["rounds"])
 
 
 def plot_peers(documents: list[dict[str, Any]], file: Path) -> None:
-    """Bars of tok/s: a row of panels for each comparison, a panel for each load."""
+    """Draws bars of tokens a second: a row for each comparison, a panel for each load."""
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained", dpi=110)
@@ -87,7 +87,7 @@ def summaries(files: list[Path]) -> str:
 
 
 def compared(workload: str, *labels: str) -> str:
-    """The table of a workload, and the plots that `infer bench report` makes."""
+    """The table of a workload; also writes the plots that `infer bench report` makes."""
     files = [RESULTS / f"{workload}-{label}.json" for label in labels]
     folder = PLOTS / workload
     for written in write_report(files, folder):

@@ -1,9 +1,9 @@
-"""The server with its engine in a process against the one with it in a thread.
+"""The server with its engine in a process of its own, and with its engine in a thread.
 
 `python benchmarks/processes.py [--rounds 5] [--streams 32] [--seconds 8] [SERVER OPTIONS]` starts
-both servers on the shipped model and lets them work in turn, one at a time, in alternating order:
-closed loop, `streams` clients, greedy streams of `tokens` tokens. It prints tokens a second of each
-round, the medians, their ratio, and the CPU time that server and engine took for a token.
+both servers on the shipped model. They work in turns, one at a time, in alternating order. The load
+is a closed loop of `streams` clients with greedy streams of `tokens` tokens. It prints the tokens a
+second of each round, the medians, their ratio, and the CPU time of server and engine for a token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Server:
-    """One of the two, running; idle unless it is asked."""
+    """One of the two servers; it is idle until it gets requests."""
 
     def __init__(self, options: list[str], stack: ExitStack) -> None:
         command = [sys.executable, "-m", "infer.server", "--port", "0", *options]
@@ -40,7 +40,7 @@ class Server:
         self.target = ServerTarget(url, model=None, api_key=None)
 
     def cpu_s(self) -> tuple[float, float]:
-        """CPU time of the server's process and of its engine's, so far."""
+        """The CPU time of the server's process and of its engine's until now, in seconds."""
         own, below = _cpu_s(self.process.pid), 0.0
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
             below += sum(_cpu_s(int(pid)) for pid in (task / "children").read_text().split())
@@ -53,7 +53,7 @@ def _cpu_s(pid: int) -> float:
 
 
 async def load(target: ServerTarget, streams: int, tokens: int, seconds: float) -> float:
-    """Tokens a second, from the first to the last of a time in which all streams are busy."""
+    """The tokens a second of the time in which all streams are busy."""
     names = itertools.count()
     started_s, count = time.monotonic(), 0
 

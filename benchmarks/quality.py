@@ -1,8 +1,9 @@
-"""What narrower numbers cost: `python benchmarks/quality.py [DOCUMENTS]`.
+"""What narrower numbers cost in quality: `python benchmarks/quality.py [DOCUMENTS]`.
 
-The shipped model on held-out documents of its grammar, teacher-forced, in float32, bfloat16, with
-int8 and int4 layers and with keys and values in int8 (where the CPU has it): loss, perplexity, the
-divergence from bfloat16's distributions (KL) and how often the likeliest token is the same.
+The shipped model reads held-out documents of its grammar, teacher-forced: in float32, in bfloat16,
+with int8 and int4 layers, and with keys and values in int8 where the CPU has the instructions. The
+table has the loss, the perplexity, the divergence from bfloat16's distributions (KL), and how often
+the most probable token is the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from grammar import documents
 
 
 def dense(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None) -> Tensor:
-    """Causal attention over one whole sequence."""
+    """An attention backend for one whole sequence, causal."""
     if turn is not None:
         q, k = turn(q, k)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -38,7 +39,7 @@ def dense(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None =
 
 
 class Int8Cache:
-    """The native attention over keys and values in int8; one whole sequence at a time."""
+    """The native attention with keys and values in int8, for one whole sequence."""
 
     def __init__(self, config: ModelConfig, most: int) -> None:
         num_pages = -(-most // 16) + 1
@@ -58,7 +59,7 @@ class Int8Cache:
 
 
 def load(dtype: torch.dtype, quantization: str | None = None) -> Model:
-    """The shipped model."""
+    """The shipped model, with its layers in one kind of number."""
     checkpoint = find_checkpoint(None)
     source = checkpoint.source(dtype, torch.device("cpu"))
     source.quantization = quantization

@@ -1,9 +1,10 @@
-"""What sampling costs at real vocabularies: `python benchmarks/sampling.py [--threads 2]`.
+"""The time of sampling at real vocabularies: `python benchmarks/sampling.py [--threads 2]`.
 
-Milliseconds (medians) of `sample` for R rows of V logits in float32, beside how long reading them
-once at 30 GB/s takes. `peaked` logits have a few probable tokens, as trained models do; `flat` ones
-are those of random weights, where top-p 0.9 keeps more than half of the vocabulary. Logits are
-bfloat16 numbers, as a bfloat16 head makes them, so many are equal. Run nothing else beside it.
+The tables have medians in milliseconds of `sample` for R rows of V logits in float32, and the time
+that reading them once takes at 30 GB/s. `peaked` logits have a few probable tokens, as those of
+trained models. `flat` logits are those of random weights, where top-p 0.9 keeps more than half of
+the vocabulary. Logits are bfloat16 numbers, as a bfloat16 head makes them, so many are equal.
+Nothing else may run at the same time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 
 
 def sequences(rows: int, vocab: int, kinds: list[dict[str, Any]]) -> list[Sequence]:
-    """Sequences with 200 tokens, 100 of them output, the kinds in turns."""
+    """Sequences of 200 tokens, 100 of them output; the kinds of sampling take turns."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for row in range(rows):
@@ -54,7 +55,7 @@ def sequences(rows: int, vocab: int, kinds: list[dict[str, Any]]) -> list[Sequen
 
 
 def milliseconds(logits: torch.Tensor, members: list[Sequence], rounds: int) -> float:
-    """Median of one call; the logits are written anew before each, as the head does."""
+    """The median duration of a call. The logits are written again before each, as by the head."""
     times, work = [], torch.empty_like(logits)
     for _ in range(rounds + 2):
         work.copy_(logits)

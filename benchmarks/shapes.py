@@ -1,9 +1,9 @@
-"""Checkpoints of real models' shapes with random weights, for benchmarks: nothing is downloaded.
+"""Checkpoints in the shapes of real models, with random weights; nothing is downloaded.
 
-`write(folder, name)` writes config, tokenizer and sharded bf16 safetensors as transformers would;
-`python benchmarks/shapes.py NAME FOLDER` does it from the command line. Weights are scaled so
-that activations stay near one. The tokenizer is the shipped one; every id beyond it is a word of
-its own: ids without text would stream nothing, and a benchmark of streams would measure nothing.
+`write(folder, name)` writes config, tokenizer and sharded bfloat16 safetensors as transformers
+does. `python benchmarks/shapes.py NAME FOLDER` does it from the command line. The weights are
+scaled so that activations stay near one. The tokenizer is the shipped one, and every id beyond its
+vocabulary is a word of its own, because ids without text would stream nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
-    """Write a checkpoint of that shape; does nothing if it is there."""
+    """Write a checkpoint of the named shape, unless it is there."""
     if (folder / "model.safetensors.index.json").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
 
 
 def _tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The names and shapes that the decoder asks for, by building it without memory."""
+    """The names and shapes of the decoder's weights, found by building it without memory."""
     shapes = {}
 
     def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:

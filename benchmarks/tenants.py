@@ -1,10 +1,10 @@
-"""One tenant floods, the other asks now and then: `python benchmarks/tenants.py`.
+"""One tenant floods the server, another sends single requests: `python benchmarks/tenants.py`.
 
-`infer serve` with two keys. First tenant B alone sends short requests, one after the other; then
-tenant A keeps 24 long prompts open and B does the same again. Prints B's time to the first token
-in both cases, the longest step that was seen in between (a chunk of A's with everybody's decodes),
-and whether P95 is within twice the quiet one plus that. `--shared`: both use one key, as a server
-without tenants would see it. Run nothing else beside it.
+It starts `infer serve` with two keys. First tenant B alone sends short requests, one after the
+other. Then tenant A keeps 24 long prompts open, and B does the same again. It prints B's time to
+first token in both cases, the longest step of A's prompts, and whether the P95 with the flood is at
+most twice the quiet P95 plus that step. With `--shared` both use one key, which a server cannot
+tell apart. Nothing else may run at the same time.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def post(url: str, key: str, body: dict[str, Any]) -> Any:
 
 
 def prompt(num_words: int) -> str:
-    """Words that no other prompt begins with."""
+    """A prompt that begins unlike all others, so that no prefix is cached."""
     return " ".join(random.choices(WORDS, k=num_words))
 
 
 def first_token_ms(url: str, key: str) -> float:
-    """Of one short request, which is read to its end."""
+    """The time to first token of a short request, in seconds; its answer is read to the end."""
     body = {"prompt": prompt(12), "max_tokens": 8, "stream": True, "ignore_eos": True}
     started = time.perf_counter()
     with post(url, key, body) as reply:
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def slow_steps(url: str, key: str) -> list[dict[str, Any]]:
-    """Those that held somebody up because they computed a part of a long prompt."""
+    """The slow steps that computed a part of a long prompt."""
 
     def get(path: str) -> Any:
         request = urllib.request.Request(url + path, headers={"authorization": f"Bearer {key}"})
@@ -103,7 +103,7 @@ def slow_steps(url: str, key: str) -> list[dict[str, Any]]:
 
 
 def measure(url: str, a: str, b: str) -> None:
-    """Quiet, then with the flood."""
+    """Measure without the flood, then with it."""
     for _ in range(5):
         first_token_ms(url, b)
     quiet = [first_token_ms(url, b) for _ in range(NUM_ASKED)]

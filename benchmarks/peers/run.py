@@ -1,11 +1,11 @@
-"""Our engine and its peers on one checkpoint, in turn, in one run: see README.md beside this.
+"""Our engine and its peers on one checkpoint, in turns, in one run: see README.md beside this file.
 
-`python run.py --model PATH --engines ours:bfloat16,openvino:fp16 --json FILE` starts a worker per
-engine and measures, in every round: memory bandwidth, then each load and the prefill of one long
-prompt with each engine, whose order changes from round to round. Only the worker that is measured
-runs: the others are stopped by SIGSTOP. If memory does not hold all of them, each round starts
-them one after the other. Ratios are medians of the rounds' ratios: what slows the machine for a
-minute slows both sides.
+`python run.py --model PATH --engines ours:bfloat16,openvino:fp16 --json FILE` starts a worker for
+each engine. Each round measures the memory bandwidth, then each load and the prefill of one long
+prompt with each engine; the order of the engines changes from round to round. Only the worker that
+is measured runs, and the others are stopped by SIGSTOP. If memory does not hold all workers, each
+round starts them one after the other. Ratios are medians of the rounds' ratios, because whatever
+slows the machine for a minute slows both sides.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Job = dict[str, int]
 
 
 class Worker:
-    """An engine in its own process group, stopped except while it answers."""
+    """An engine in a process group of its own, which is stopped except while it answers."""
 
     def __init__(self, engine: str, model: Path, peers: Path, log: Path) -> None:
         name, _, variant = engine.partition(":")
@@ -67,7 +67,7 @@ class Worker:
         return json.loads(line)
 
     def run(self, job: Job) -> float:
-        """Seconds of one job."""
+        """The seconds of one job."""
         self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
@@ -76,14 +76,14 @@ class Worker:
         return seconds
 
     def close(self) -> None:
-        """End the process and what it has started."""
+        """End the process and those that it has started."""
         if self._process.poll() is None:
             self._signal(signal.SIGKILL)
         self._process.wait()
 
 
 def available_gib() -> float:
-    """Memory that a new process can have."""
+    """The memory that a new process can have, in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) / 2**20
@@ -91,7 +91,7 @@ def available_gib() -> float:
 
 
 class Bench:
-    """The workers and what they were measured to do."""
+    """The workers, and what was measured of them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -135,7 +135,7 @@ class Bench:
         return self.workers[engine]
 
     def run(self) -> None:
-        """All rounds that are missing; the file is written after each of them."""
+        """Runs the missing rounds; the file is written after each of them."""
         for engine in self.engines:
             self._worker(engine)
         for number in range(len(self.rounds) + 1, self.options.rounds + 1):
@@ -155,7 +155,7 @@ class Bench:
             self.options.json.write_text(json.dumps(self.document(), indent=1))
 
     def document(self) -> dict[str, Any]:
-        """Everything measured, and on what."""
+        """Everything that was measured, and the machine."""
         return {
             "model": self.options.model.name,
             "cases": self.cases,
@@ -172,7 +172,7 @@ class Bench:
 
 
 def bandwidth() -> float:
-    """GB/s at which two threads read memory; in a process of its own, which then is gone."""
+    """The GB/s at which two threads read memory, measured in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", BANDWIDTH], check=True, capture_output=True, text=True
     )
@@ -180,7 +180,7 @@ def bandwidth() -> float:
 
 
 def cpu_name() -> str:
-    """The processor, as the kernel names it."""
+    """The name that the kernel gives the processor."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -188,7 +188,7 @@ def cpu_name() -> str:
 
 
 def tables(document: dict[str, Any]) -> str:
-    """Medians in tok/s (prefill: prompt tokens), then how many times as fast the first one is."""
+    """Tables: median tok/s (prefill: of prompts), and the first engine's ratio to the others."""
     cases, engines, rounds = document["cases"], document["engines"], document["rounds"]
     read = [r["bandwidth_gb_s"] for r in rounds]
     lines = [
@@ -221,7 +221,7 @@ def tables(document: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Parse, measure, print; with --show, print a stored run again."""
+    """Measure and print; with --show, print a stored run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--show", type=Path, help="print the tables of a stored run and stop")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint")

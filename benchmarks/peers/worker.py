@@ -1,8 +1,9 @@
-"""What every engine's worker shares: the line protocol with `run.py` and the prompts.
+"""The part that all workers share: the line protocol with `run.py`, and the prompts.
 
-A worker is `python worker_NAME.py MODEL VARIANT`; it calls `serve` with a function that completes
-all prompts greedily, with exactly `output_len` tokens each. Standard library only: it runs in
-every peer's environment. Engines print what they like; only protocol lines reach the driver.
+A worker is `python worker_NAME.py MODEL VARIANT`. It calls `serve` with a function that completes
+all prompts greedily, with exactly `output_len` tokens each. This file uses the standard library
+only, because it runs in every peer's environment. Whatever engines print, only lines of the
+protocol reach the driver.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def arguments() -> tuple[Path, str]:
 
 
 def prompts_of(job: dict[str, Any], vocab_size: int) -> Prompts:
-    """Random token ids, none of them special, another set for each seed."""
+    """Random token ids, none of them special; each seed gives others."""
     rng = random.Random(job["seed"])
     ids = range(100, vocab_size)
     return [rng.choices(ids, k=job["input_len"]) for _ in range(job["num_requests"])]
@@ -35,10 +36,10 @@ def prompts_of(job: dict[str, Any], vocab_size: int) -> Prompts:
 def serve(
     load: Callable[[], Callable[[Prompts, int], tuple[float, int]]], needs_warmup: bool = True
 ) -> None:
-    """Load, say so, then answer each job with its seconds and the number of tokens made.
+    """Load, report it, then answer each job with its seconds and its number of output tokens.
 
     `load` returns `complete(prompts, output_len)`, which returns (seconds, number of output
-    tokens); `timed` makes it from a function that only completes.
+    tokens). `timed` makes such a function from one that only completes.
     """
     protocol = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -61,7 +62,7 @@ def serve(
 def timed(
     complete: Callable[[Prompts, int], list[int]],
 ) -> Callable[[Prompts, int], tuple[float, int]]:
-    """Time a function that returns the number of tokens of each completion."""
+    """Measures a function that returns the number of tokens of each completion."""
 
     def run(prompts: Prompts, output_len: int) -> tuple[float, int]:
         started = time.perf_counter()

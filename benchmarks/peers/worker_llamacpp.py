@@ -1,11 +1,11 @@
 """llama.cpp without HTTP: its own llama-batched-bench; VARIANT is bf16, q8_0 or q4_0.
 
-The tool runs the whole batch's prompts, then one decode step after the other, without sampling or
-text: faster than llama-server. A prompt's last position gives the first token, so it takes
-output_len - 1 further steps. It draws its prompts itself, warms up itself, and does not count
-loading. Without flash attention, which was slower at 8 and 32 sequences. The GGUF files lie beside
-the checkpoint and are made when missing (`convert` runs in a process of its own: it replaces the
-converter's check that a tokenizer is one it knows, which ours is not).
+The tool runs the prompts of the whole batch, then one decode step after the other, without sampling
+and text, and so is faster than llama-server. The last position of a prompt gives the first token,
+so output_len - 1 steps follow. The tool makes its own prompts, warms up, and does not count
+loading. Flash attention is off, because it was slower at 8 and 32 sequences. The GGUF files lie
+beside the checkpoint and are made when they are missing. `convert` runs in a process of its own,
+because it replaces the converter's check that it knows the tokenizer; it does not know ours.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(sys.prefix)
 
 
 def convert(model: str, target: str) -> None:
-    """bf16 GGUF of a checkpoint, whatever its tokenizer."""
+    """Makes the bf16 GGUF file of a checkpoint with any tokenizer."""
     sys.path.insert(0, str(ROOT / "src"))
     from conversion.base import TextModel
 

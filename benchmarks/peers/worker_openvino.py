@@ -1,8 +1,8 @@
 """OpenVINO GenAI's continuous batching; VARIANT (fp16, int8) is how the weights are exported.
 
-`int8-f32` computes in float32, not in the CPU's default (bfloat16 where it has AMX): with int8
-weights that is the faster at one request and the slower in prefill. The export lies beside the
-checkpoint and is made when it is missing. The KV cache is u8, the pipeline's default here.
+`int8-f32` computes in float32, not in the CPU's default (bfloat16 where it has AMX). With int8
+weights that is faster at one request and slower in prefill. The export lies beside the checkpoint
+and is made when it is missing. The KV cache is u8, which is the pipeline's default here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """vLLM's CPU backend, offline in one process; VARIANT is its `dtype`.
 
-Its manual wants Intel's OpenMP and tcmalloc preloaded. The first comes with its environment, the
-second from the system, if it is installed.
+Its manual asks for Intel's OpenMP and tcmalloc to be preloaded. OpenMP comes with its environment,
+tcmalloc from the system if it is installed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _load():
 
 
 def _preload() -> None:
-    """Start this program again with the libraries in front."""
+    """Start this program again with the libraries preloaded."""
     openmp = Path(sys.prefix, "lib", "libiomp5.so")
     found = [str(openmp)] if openmp.is_file() else []
     if allocator := ctypes.util.find_library("tcmalloc_minimal"):

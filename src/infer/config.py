@@ -43,39 +43,39 @@ DEFAULT_PORT = 8000
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a class of settings, with the help text of its command-line option."""
+    """A field of a settings class, with the help text of its command-line option."""
     return field(default=default, metadata={"help": help})
 
 
 def at_least(low: float) -> Meta:
-    """The limits of a finite number."""
+    """The limits of a finite number that is not below `low`."""
     return Meta(ge=low, le=sys.float_info.max)
 
 
 def name_or_function(*names: str) -> Meta:
-    """The limits of a string that is one of `names`, or a `module:function`."""
+    """The limits of a string that is one of `names` or a `module:function`."""
     return Meta(pattern=f"^({'|'.join(names)})$|:", examples=list(names))
 
 
 class Setting(NamedTuple):
-    """A field of a class of settings, as `check_fields` and the command line need it."""
+    """A field of a settings class, as `check_fields` and the command line need it."""
 
     name: str
     default: Any
     help: str
     annotation: Any
-    """The field's type with its limits, which msgspec holds values to."""
+    """The field's type with its limits, as msgspec takes it."""
     kind: type[bool | int | float | str]
     """The field's type without its limits and without None."""
     names: tuple[str, ...]
-    """The strings that are allowed; empty where others are too."""
+    """The allowed strings; empty where every value of the kind is allowed."""
     or_function: bool
-    """Whether a `module:function` is allowed beside `names`."""
+    """Whether a `module:function` is allowed in addition to `names`."""
     low: float | None
-    """The least number that is allowed; None: not a number, or any."""
+    """The smallest allowed number; None where there is no limit."""
 
     def problem(self, value: Any) -> str:
-        """What is wrong with a value that is not allowed, and what would be right."""
+        """The message for a value that is not allowed: what would be right, and what was given."""
         if value is None:
             return "must be given"
         if self.kind is bool:
@@ -102,7 +102,7 @@ _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
 
 @functools.cache
 def settings_of(config: type[Any]) -> tuple[Setting, ...]:
-    """The fields of a class of settings."""
+    """The fields of a settings class, in their order."""
     annotations = get_type_hints(config, include_extras=True)
     found = []
     for spec in dataclasses.fields(config):
@@ -129,7 +129,10 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
 
 
 def _literals(annotation: Any) -> tuple[str, ...]:
-    """The strings of a `Literal`, with or without None, in their order (msgspec sorts them)."""
+    """The strings of a `Literal` (or of one with `| None`) as they are written; msgspec sorts them.
+
+    Empty where the annotation has none.
+    """
     for each in (annotation, *get_args(annotation)):
         if get_origin(each) is Literal:
             return get_args(each)
@@ -137,7 +140,7 @@ def _literals(annotation: Any) -> tuple[str, ...]:
 
 
 def check_fields(config: Any) -> None:
-    """Raises `ConfigError` if a field made by `option` has a value that it cannot have."""
+    """Raises `ConfigError` for the first field whose value its type does not allow."""
     kind: Any = type(config)
     for setting in settings_of(kind):
         value = getattr(config, setting.name)
@@ -148,7 +151,10 @@ def check_fields(config: Any) -> None:
 
 
 def own_function(field_name: str, value: str) -> Callable[..., Any]:
-    """The function that a setting names as `module:function`; `ConfigError` if there is none."""
+    """The function that a setting names as `module:function`.
+
+    Raises `ConfigError` with `field_name` if it cannot be imported or is not callable.
+    """
     try:
         found = resolve_name(value)
     except (ImportError, AttributeError, ValueError) as error:
@@ -161,7 +167,7 @@ def own_function(field_name: str, value: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """All settings of an engine. Raises `ConfigError` at construction."""
+    """All settings of an engine. The constructor raises `ConfigError`."""
 
     model: str | None = option(
         None, "Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
@@ -171,95 +177,97 @@ class EngineConfig:
         None, "Name of the model in the API; default: the folder's name or the hub id."
     )
     chat_template: str | None = option(
-        None, "File of a chat template, in the place of the model's own."
+        None, "File of a chat template; it replaces the model's own."
     )
     tool_parser: ToolParser | None = option(
         None, "Format in which the model writes tool calls; default: as its chat template says."
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"] = option(
         "auto",
-        "Weights and computation; auto = the checkpoint's (float32 on CPUs that have no arithmetic"
-        " for bfloat16); int8, int4 = as --quantization.",
+        "Weights and computation; auto = the checkpoint's (float32 on CPUs without bfloat16"
+        " arithmetic); int8, int4 = the same as --quantization.",
     )
     quantization: Quantization | None = option(
         None,
-        "Linear layers hold int8, or int4 (the head int8), and compute in int8 (CPU); the rest is"
-        " bfloat16.",
+        "Linear layers hold their weights in int8, or in int4 (the head in int8), and compute in"
+        " int8 (CPU); everything else is bfloat16.",
     )
     device: Literal["auto", "cpu", "cuda"] = option(
         "auto", "auto = cuda where there is one, else cpu."
     )
     max_seq_len: PositiveInt | None = option(
-        None, "Longest prompt + output in tokens; default: the model's own limit."
+        None, "Longest prompt plus output, in tokens; default: the model's own limit."
     )
     max_batch_size: PositiveInt | None = option(
-        None, "Sequences that run at the same time, at most; default: 32, on a GPU 256."
+        None, "Most sequences that run at the same time; default: 32, on a GPU 256."
     )
     max_waiting_requests: NonNegativeInt = option(
-        256, "Requests that may wait for a seat; further ones are refused (503)."
+        256, "Most requests that wait for a seat; further ones are refused (503)."
     )
     seed: NonNegativeInt | None = option(
         None,
-        "Seeds of requests that bring none are derived from it; default: 0, and for a server one"
-        " that the system draws at its start.",
+        "Requests without a seed get seeds derived from this one; default: 0; a server draws a"
+        " random one at its start.",
     )
     batching_mode: BatchingMode = option("continuous", "When waiting requests may join the batch.")
     scheduler_policy: Annotated[str, name_or_function(*SCHEDULER_POLICIES)] = option(
         "fcfs",
-        "Who goes first inside a continuous batch; module:function for a policy of your own.",
+        "Order of the sequences of a continuous batch; module:function for a policy of your own.",
     )
     sampler: Annotated[str, name_or_function("default")] = option(
         "default",
-        "module:function for a sampler of your own, in the place of runner.sampler:sample (CPU).",
+        "module:function of your own sampler; it replaces runner.sampler:sample (CPU).",
     )
     batch_wait_timeout_s: Annotated[float, at_least(0.0)] = option(
-        0.05, "Static mode: how long a batch that is not full waits for more."
+        0.05, "Static mode: seconds that a batch which is not full waits for more requests."
     )
     kv_cache_backend: Literal["paged", "slotted", "contiguous"] = option(
         "paged",
-        "paged; slotted = one slot of max_seq_len a seat; contiguous = slots freed batch by batch.",
+        "paged; slotted = a slot of max_seq_len for each seat; contiguous = slots that are freed"
+        " batch by batch.",
     )
     kv_cache_dtype: Literal["auto", "model", "int8"] = option(
         "auto",
-        "Keys and values: model = as computed; int8 = a scale for each head's (CPUs with AMX"
-        " or AVX-512-BF16); auto = int8 where layers are quantised and it pays, else model.",
+        "Keys and values: model = the dtype they are computed in; int8 = with a scale for each"
+        " head (CPUs with AMX or AVX-512-BF16); auto = int8 where layers are quantised and int8"
+        " is faster, else model.",
     )
     page_size: PositiveInt | None = option(
-        None, f"Tokens a page of the paged cache; default: {DEFAULT_PAGE_SIZE}."
+        None, f"Tokens in a page of the paged cache; default: {DEFAULT_PAGE_SIZE}."
     )
     max_num_batched_tokens: PositiveInt | None = option(
         None,
-        "Tokens computed in one step, at most; longer prompts are cut in chunks. Default on a CPU:"
-        " 512, and 1,024 while nobody streams if products are fast.",
+        "Most tokens that one step computes; longer prompts are cut into chunks. Default on a CPU:"
+        " 512, and 1,024 while nobody streams if matrix products are fast.",
     )
     max_step_ms: Annotated[float, at_least(1.0)] | None = option(
         None,
-        "While streams run, prompts are cut so that a step takes about so long, as measured.",
+        "While streams run, prompts are cut so that a step takes about this many milliseconds.",
     )
     kv_cache_memory_bytes: PositiveInt | None = option(
-        None, "Size of the KV cache; default: chosen from free memory."
+        None, "Size of the KV cache in bytes; default: chosen from free memory."
     )
     kv_cache_pages: PositiveInt | None = option(
-        None, "Pages of the KV cache, instead of a size in bytes."
+        None, "Size of the KV cache in pages, instead of bytes."
     )
     load_format: Literal["auto", "dummy"] = option(
-        "auto", "dummy = random weights of the config's shape."
+        "auto", "dummy = random weights in the shapes that the config gives."
     )
     enable_prefix_caching: bool | None = option(
-        None, "Share pages between equal prompt beginnings; default: yes if paged."
+        None, "Share pages between prompts that begin alike; default: yes if paged."
     )
     num_threads: PositiveInt | None = option(
-        None, "CPU threads; default: the physical cores (less one to serve a small model)."
+        None, "CPU threads; default: one for each physical core (one less to serve a small model)."
     )
     attention_backend: Literal["auto", "native", "triton", "sdpa"] = option(
         "auto",
-        "native = the compiled CPU kernel; triton = the kernels for CUDA; sdpa = torch's own;"
-        " auto = the first that can be used.",
+        "native = the compiled CPU kernel; triton = the CUDA kernels; sdpa = torch's own;"
+        " auto = the first of them that works here.",
     )
     batch_invariant: bool = option(
         False,
-        "On a GPU: a request's tokens do not depend on the batch it runs in, at some cost in speed"
-        " (on a CPU they never do).",
+        "On a GPU: a request's tokens do not depend on the batch that it runs in, at some cost in"
+        " speed (on a CPU they never do).",
     )
 
     def __post_init__(self) -> None:
@@ -267,8 +275,8 @@ class EngineConfig:
         if self.quantization and self.dtype not in ("auto", "bfloat16", self.quantization):
             raise ConfigError(
                 "dtype",
-                f"{self.dtype!r} does not go with quantization={self.quantization!r}: around the"
-                " quantised layers the machine decides what is computed in; leave dtype out",
+                f"{self.dtype!r} does not go with quantization={self.quantization!r}, which decides"
+                " what is computed in; leave dtype out",
             )
         if self.kv_cache_backend != "paged":
             if self.page_size is not None:
@@ -292,13 +300,13 @@ class EngineConfig:
         if self.scheduler_policy != "fcfs" and self.batching_mode != "continuous":
             raise ConfigError(
                 "scheduler_policy",
-                f"{self.scheduler_policy!r} orders a continuous batch; with"
-                f" batching_mode={self.batching_mode!r} only 'fcfs' has a meaning",
+                f"{self.scheduler_policy!r} is an order for a continuous batch; with"
+                f" batching_mode={self.batching_mode!r} only 'fcfs' is possible",
             )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
-        """Like the constructor, but an unknown name is a `ConfigError` with the nearest one."""
+        """Like the constructor; for an unknown name, `ConfigError` suggests a known one."""
         known = [spec.name for spec in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
@@ -309,12 +317,12 @@ class EngineConfig:
 
     @property
     def weight_format(self) -> str | None:
-        """The quantization in which linear layers hold their weights; None: the dtype's own."""
+        """The quantization of the linear layers' weights; None: they are not quantised."""
         return self.quantization or (self.dtype if self.dtype in QUANTIZATIONS else None)
 
     @property
     def prefix_caching(self) -> bool:
-        """Whether equal prompt beginnings share pages."""
+        """Whether prompts that begin alike share pages."""
         if self.enable_prefix_caching is None:
             return self.kv_cache_backend == "paged"
         return self.enable_prefix_caching
@@ -322,12 +330,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What the scheduler needs to know, with every default resolved."""
+    """The settings of the scheduler, with every default resolved."""
 
     max_batch_size: int
     max_num_batched_tokens: int
     max_tokens_beside_streams: int | None = None
-    """of a step that a stream waits for; None: as many"""
+    """The most tokens of a step that a stream waits for; None: `max_num_batched_tokens`."""
     max_seq_len: int
     max_waiting_requests: int = 256
     batching_mode: str = "continuous"
@@ -335,4 +343,4 @@ class SchedulerConfig:
     batch_wait_timeout_s: float = 0.05
     max_step_ms: float | None = None
     hold_pages_until_batch_ends: bool = False
-    """`kv_cache_backend='contiguous'`: pages of finished members go back with the whole batch"""
+    """Whether a finished sequence keeps its pages until its whole batch has finished."""

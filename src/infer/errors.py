@@ -1,33 +1,33 @@
 """Every exception that `infer` raises on purpose.
 
     InferError
-    ├── RequestError            the caller's fault; carries what an HTTP answer needs      400
+    ├── RequestError            the caller's fault; has the fields of an HTTP answer       400
     │   ├── UnprocessableError  well-formed, but a value is out of range or unknown        422
-    │   ├── OverloadedError     nothing wrong with the request: there is no room for it    503
-    │   ├── CancelledError      somebody who may has cancelled it                          499
-    │   └── DeadlineError       it was not done in the time it had                         504
+    │   ├── OverloadedError     the request is right, but there is no room for it          503
+    │   ├── CancelledError      its owner or an administrator cancelled it                 499
+    │   └── DeadlineError       it took longer than it was allowed to                      504
     ├── EngineError             our fault, while running                                   500
-    │   ├── EngineDeadError     the engine is not there (closed, or died)                  503
-    │   └── DeviceLostError     the device does not compute any more: the process must end 503
-    └── LoadError               start-up: a checkpoint that cannot be used
-        └── ConfigError         start-up: a setting that cannot be used; names the field
+    │   ├── EngineDeadError     there is no engine: it was closed, or it died              503
+    │   └── DeviceLostError     the device has stopped computing: the process must end     503
+    └── LoadError               at start-up: a checkpoint that cannot be used
+        └── ConfigError         at start-up: a setting that cannot be used; names the field
 
-Messages say what was wrong, where, and what would be right. They are shown to callers as they
-are, so they never contain paths of the server, addresses or tracebacks of it.
+A message says what was wrong, where, and what would be right. Callers see it unchanged, so it never
+contains a path, an address or a traceback of the server.
 """
 
 from __future__ import annotations
 
 
 class InferError(Exception):
-    """Root of the tree; catch it to catch everything that is ours."""
+    """The root of the tree; whoever catches it catches every exception of `infer`."""
 
 
 class RequestError(InferError, ValueError):
     """A request that cannot be served as it was asked. Also a `ValueError` for Python callers.
 
-    `status` is the HTTP status, `type`, `param` and `code` are the fields of OpenAI's error body;
-    the same request may be sent again after `retry_after_s` seconds, if that is given.
+    `status` is the HTTP status. `type`, `param` and `code` are the fields of OpenAI's error body.
+    Where `retry_after_s` is given, the same request may be sent again after so many seconds.
     """
 
     status = 400
@@ -43,20 +43,23 @@ class RequestError(InferError, ValueError):
 
 
 def too_long(max_seq_len: int, found: str, *, param: str) -> RequestError:
-    """Prompt and output do not fit. OpenAI's status and words: clients that shorten a prompt, or
-    go to another model, know it by them (LangChain, LiteLLM, Pydantic AI, aiperf)."""
+    """The error for a prompt and an output that do not fit into `max_seq_len` tokens together.
+
+    It has OpenAI's status and words, because clients look for them to shorten a prompt or to go to
+    another model (LangChain, LiteLLM, Pydantic AI, aiperf).
+    """
     message = f"this model's maximum context length is {max_seq_len} tokens, input and output"
     return RequestError(f"{message} together; {found}", param=param, code="context_length_exceeded")
 
 
 class UnprocessableError(RequestError):
-    """The request can be read, but asks for something that does not exist or is out of range."""
+    """The request can be read, but it asks for something unknown or out of range."""
 
     status = 422
 
 
 class OverloadedError(RequestError):
-    """No room right now; the same request may be sent again."""
+    """There is no room now; the same request may be sent again."""
 
     status = 503
     type = "overloaded_error"
@@ -65,33 +68,33 @@ class OverloadedError(RequestError):
 
 
 class CancelledError(RequestError):
-    """The request was cancelled by its owner."""
+    """The request was cancelled by its owner or by an administrator."""
 
     status = 499
 
 
 class DeadlineError(RequestError):
-    """The request was not done in the time that it had."""
+    """The request took longer than it was allowed to."""
 
     status = 504
     type = "timeout_error"
 
 
 class EngineError(InferError):
-    """The engine failed while working on a request; the request is over, others may go on."""
+    """The engine failed in a request. That request is over; others may go on."""
 
     status = 500
     type = "server_error"
 
 
 class EngineDeadError(EngineError):
-    """The engine was closed or has died; nothing more will come from it."""
+    """The engine was closed or has died; it produces nothing more."""
 
     status = 503
 
 
 class DeviceLostError(EngineError):
-    """The device is in a state that only a new process gets it out of (a fault on a GPU)."""
+    """The device is in a state that only a new process can leave, as after a fault on a GPU."""
 
     status = 503
 
@@ -101,7 +104,7 @@ MAX_LOAD_MESSAGE_CHARS = 1800
 
 
 class LoadError(InferError):
-    """A checkpoint cannot be loaded; the message lists everything that is wrong with it."""
+    """A checkpoint cannot be loaded. The message lists everything that is wrong with it."""
 
     def __init__(self, message: str) -> None:
         if len(message) > MAX_LOAD_MESSAGE_CHARS:
@@ -110,7 +113,7 @@ class LoadError(InferError):
 
 
 class ConfigError(LoadError, ValueError):
-    """A setting is unknown, out of range or does not go with another one."""
+    """A setting is unknown, is out of range, or conflicts with another one."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

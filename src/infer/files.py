@@ -1,8 +1,8 @@
-"""Reading files that strangers wrote: regular ones, up to a size, with no error but `LoadError`.
+"""Reading files that strangers wrote: regular files up to a size, with `LoadError` for all others.
 
-A checkpoint comes from anywhere. `read_text` never waits for a pipe and never reads without an end;
-`read_json` adds the limits of a JSON file; `reading` makes a `LoadError` of whatever a library
-raises over a file's contents, so that no start ends in a traceback. Standard library only.
+A checkpoint may come from anywhere. `read_text` never waits for a pipe and never reads without an
+end. `parse_json` limits the depth of a JSON text. `reading` turns whatever a library raises over
+the contents of a file into a `LoadError`, so that no start ends in a traceback.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from infer.errors import InferError, LoadError
 log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 << 20
-"""Of a file of settings; the largest published ones, with thousands of added tokens, have 1 MB."""
+"""The most bytes of a settings file. The largest published ones, with thousands of added tokens,
+have 1 MB."""
 MAX_INDEX_BYTES = 64 << 20
-"""Of the index of a sharded checkpoint; one of 200,000 tensors has 20 MB."""
+"""The most bytes of a sharded checkpoint's index. The index of 200,000 tensors has 20 MB."""
 MAX_TOKENIZER_BYTES = 128 << 20
-"""Of a tokenizer.json; those of 262,000 tokens have 33 MB."""
+"""The most bytes of a tokenizer.json. Those of 262,000 tokens have 33 MB."""
 
 
 def read_text(path: Path, max_bytes: int) -> str:
     """The UTF-8 text of a regular file of at most `max_bytes`.
 
-    Raises `OSError` as `open` does, `UnicodeDecodeError`, and `LoadError` for anything that is no
-    regular file (a pipe, a device) or is larger.
+    Raises `OSError` as `open` does, `UnicodeDecodeError` for other text, and `LoadError` for a file
+    that is larger or not regular (a pipe, a device).
     """
-    # Opening a pipe waits for its writer, unless this flag is there.
+    # Without this flag, opening a pipe waits for its writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
@@ -49,7 +50,7 @@ def read_text(path: Path, max_bytes: int) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises `ValueError`, also where it is nested too deeply."""
+    """The value of a JSON text. Raises `ValueError`, also for one that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -58,10 +59,10 @@ def parse_json(text: str) -> Any:
 
 @contextlib.contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Whatever is raised inside and is no error of ours becomes a `LoadError` that begins `what`.
+    """Turns every error of the block into a `LoadError` that begins with `what`.
 
-    Libraries raise anything over a damaged or hostile file, even what is no `Exception` (a panic in
-    Rust). The traceback is logged at the level DEBUG.
+    Errors of `infer` stay as they are. Over a damaged or hostile file, libraries raise anything,
+    even what is not an `Exception` (a panic in Rust). The traceback is logged at level DEBUG.
     """
     try:
         yield

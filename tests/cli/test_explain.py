@@ -27,7 +27,7 @@ waiting 20.0 ms + prompt 100.0 ms + answer 1.38 s = 1.50 s
 200.0 ms  preempted  304 computed tokens lost; its pages went to c
   1.50 s  finished   length
 … and 2 more events
-the slowest pauses:
+slowest pauses:
 900.0 ms before token 5 (3 steps): step 77 took 500.0 ms with 6 sequences, 512 prompt tokens of d
 """
 
@@ -45,4 +45,4 @@ def test_what_cannot_be_told() -> None:
     assert "no such request" in str(result.exception)
     result = CliRunner().invoke(app, ["explain", "x", "--url", "http://127.0.0.1:9"])
     assert isinstance(result.exception, InferError)
-    assert "no server of ours answers" in str(result.exception)
+    assert "no infer server answers" in str(result.exception)

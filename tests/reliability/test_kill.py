@@ -1,4 +1,4 @@
-"""Scorecard 24: `kill -9` of the engine at random moments under streams; every stream is exact."""
+"""Scorecard 24: `kill -9` of the engine at random moments; every stream stays exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The story of a request: its events in order, what slow gaps were due to, all of it bounded."""
+"""The trace of a request: its events in order, the causes of slow gaps, and bounds on its size."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_one_after_the_other() -> None:
         )
         assert events[2]["of_tokens"] == trace["prompt_tokens"]
         assert hit + sum(chunk["tokens"] for chunk in chunks) == trace["prompt_tokens"]
-        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no hit
+        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no cache hit
         assert trace["completion_tokens"] == replies[2]["usage"]["completion_tokens"]
         assert trace["state"] == "finished"
         listed = (await app.get("/v1/requests")).json()["data"]
@@ -90,7 +90,7 @@ def test_a_slow_gap_names_the_prompt_that_took_the_time() -> None:
         await asyncio.sleep(0.01)
         culprit = (await app.post(COMPLETIONS, completion_body(prompt=LONG))).json()["id"]
         trace = await story_of(app, (await asking).json()["id"])
-        # A busy machine may have made another gap of the five the longest.
+        # On a busy machine another of the five gaps may be the longest.
         [worst] = [
             gap for gap in trace["slowest_gaps"] if culprit in gap["slowest_step"]["prompts_of"]
         ]
@@ -127,7 +127,7 @@ def test_preemptions_are_told_and_choices_told_apart() -> None:
         assert kinds(trace).count("admitted") == 2 + len(lost)
         again = [event for event in trace["events"] if event["event"] == "chunk"][-1]
         assert again["from_token"] + again["tokens"] > trace["prompt_tokens"]
-        # A busy machine may have made another gap of the five the longest.
+        # On a busy machine another of the five gaps may be the longest.
         waits = [gap for gap in trace["slowest_gaps"] if gap["steps"] > 2]
         assert max(gap["slowest_step"]["step_ms"] for gap in waits) > 30
         assert kinds(trace).count("first_token") == 2
@@ -157,7 +157,7 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_tells_the_same() -> None:
-    """The facts cross the boundary, and times of both sides are on one clock."""
+    """Events cross the process boundary, and times of both sides are on one clock."""
 
     async def use() -> None:
         async with serving(launch_hash_llm()) as app:

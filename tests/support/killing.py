@@ -21,7 +21,7 @@ from tests.support.server_process import (
 async def kill_under_load(
     server: Served, wanted: list[dict[str, Any]], num_kills: int, pause_s: tuple[float, float]
 ) -> dict[str, Any]:
-    """Every client asks for its own stream over and over until all kills are done."""
+    """Every client repeats its own stream until all kills are done."""
     calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
     assert all(heard.is_done for heard in calm)
     is_over = False

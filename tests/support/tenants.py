@@ -10,7 +10,7 @@ from tests.support.serving import Reply
 
 
 def make(file: Path, name: str, **limits: Any) -> dict[str, str]:
-    """A key, as the headers that show it."""
+    """Make a key; returns the headers to send it."""
     return {
         "authorization": f"Bearer {Keys(file, must_exist=False).create(name, KeyLimits(**limits))}"
     }

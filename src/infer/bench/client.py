@@ -6,11 +6,11 @@ tokens in one event, with usage in the last event or in each. The server counts 
 (`usage`); where it does not, the pieces of its answer are counted. An answer is complete only with
 a finish reason or `[DONE]`. Needs no torch and no tokenizer.
 
-The HTTP below is h11 over an asyncio stream and not an HTTP client, because the client must not be
-what is measured. With 256 streams of 50 tokens a second this one takes 65 µs of CPU time a token
-(80 % of a core) and sees the gaps as they are sent. httpx2 2.16 fills the core there: time to first
-token grows from 0.1 to 0.3 s, and gaps of 20 ms are seen as 23 to 28. For short requests it reaches
-half the rate, 620 instead of 1,200 a second.
+HTTP is spoken by h11 over an asyncio stream and not by an HTTP client, because the client must not
+limit what is measured. At 256 streams of 50 tokens a second this module takes 65 µs of CPU time for
+a token (80 % of a core) and sees the gaps that the server makes. httpx2 2.16 fills the core there:
+time to first token grows from 0.1 to 0.3 s, and gaps of 20 ms are seen as 23 to 28 ms. With short
+requests it reaches half the rate, 620 instead of 1,200 a second.
 """
 
 from __future__ import annotations
@@ -42,25 +42,28 @@ _WORDS = tuple(_TEXT.split())
 
 
 class EventReader:
-    """Bytes of a stream in, the data of its events out. An event's data is one line."""
+    """Finds the events in the bytes of a stream. The data of an event is one line."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that are complete now."""
+        """The data of the events that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         found = [line[5:].strip() for line in lines if line.startswith(b"data:")]
         return [line for line in found if line]
 
 
 class ServerTarget:
-    """See the module's docstring. `connect` comes first."""
+    """A server as a target; `connect` must be called first."""
 
     def __init__(
         self, base_url: str, *, model: str | None, api_key: str | None, ignore_eos: bool = True
     ) -> None:
-        """`base_url`: as OpenAI's clients take it; a missing version in the path is /v1."""
+        """`base_url` is what OpenAI's clients take; /v1 is added where it has no version.
+
+        Raises `ConfigError` for anything that is not an http or https URL.
+        """
         url = urlsplit(base_url.rstrip("/"))
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ConfigError("base_url", f"must be like http://host:port/v1, not {base_url!r}")
@@ -76,8 +79,11 @@ class ServerTarget:
         self._ignore_eos = ignore_eos
 
     async def connect(self, prompts: str = "auto") -> None:
-        """Find out the model's name and what prompts can be: token ids where the server takes
-        them, else text, with a measured number of tokens a word. Raises `Failure`."""
+        """Finds out the model's name and the form of prompts.
+
+        Prompts are token ids where the server takes them, else text with a measured number of
+        tokens in a word. Raises `Failure` where the server does not answer.
+        """
         if prompts not in PROMPTS:
             raise ConfigError("prompts", f"must be one of {', '.join(PROMPTS)}; not {prompts!r}")
         if self.model is None:
@@ -113,7 +119,7 @@ class ServerTarget:
         return usage
 
     def prompt(self, planned: Prompt) -> Prompt:
-        """Words in the place of token ids, if need be; equal beginnings stay equal."""
+        """The prompt itself, or words for its token ids; prompts that begin alike still do."""
         per_word = self._tokens_per_word
         if per_word is None or isinstance(planned, str):
             return planned
@@ -122,7 +128,7 @@ class ServerTarget:
         return "".join(f" {_WORDS[token % len(_WORDS)]}" for token in chosen)
 
     async def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
-        """One piece for each event with a part of the answer."""
+        """The answer, in one piece for each event."""
         body = {
             "model": self.model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -152,7 +158,7 @@ class ServerTarget:
     async def _exchange(
         self, method: str, path: str, body: Any = None
     ) -> AsyncGenerator[bytes, None]:
-        """The body of an answer with status 200 as it comes; everything else is a `Failure`."""
+        """The body of an answer as it comes. Raises `Failure` unless its status is 200."""
         sent = b"" if body is None else json.dumps(body).encode()
         headers = [("host", self._netloc), ("connection", "close"), ("accept", "*/*")]
         headers += [("content-length", str(len(sent))), ("content-type", "application/json")]
@@ -203,7 +209,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """What is read of an event; other servers have more fields, and leave some of these out."""
+    """The fields of an event that are read. Servers add others and leave out some of these."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -214,7 +220,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 
 def _read_event(line: bytes, as_text: bool) -> tuple[Piece, bool]:
-    """One event of an answer, and whether it says that the answer has ended."""
+    """One event of an answer, and whether the answer ends with it."""
     try:
         event = _decode_event(line)
     except msgspec.DecodeError:
@@ -228,7 +234,7 @@ def _read_event(line: bytes, as_text: bool) -> tuple[Piece, bool]:
         details = counted.prompt_tokens_details or _PromptDetails()
         cached_tokens = details.cached_tokens or 0
         usage = Usage(counted.prompt_tokens, counted.completion_tokens, cached_tokens)
-    # A token whose text is held back is an event without text; the end alone is no token.
+    # A server that holds text back sends a token without text. An end without text is no token.
     has_ended = choice.finish_reason is not None
     is_token = bool(choice.text) or (choice.text is not None and not has_ended)
     answer = choice.text if choice.text and as_text else ()
@@ -236,7 +242,7 @@ def _read_event(line: bytes, as_text: bool) -> tuple[Piece, bool]:
 
 
 def _refusal(body: bytes) -> str:
-    """The message in an error's body, else its beginning."""
+    """The message in the body of an error, or the beginning of the body."""
     try:
         error = json.loads(body)
         error = error.get("error", error)

@@ -1,9 +1,9 @@
-"""Sends planned requests to a target and notes when what came back: a `Record` for each.
+"""Sends planned requests to a target and makes a `Record` of when each piece came back.
 
-Open loop: a request arrives when it was planned to, whatever the target does, and its latencies
-count from the planned time, not from when it could be sent (no coordinated omission). Closed loop
-(`concurrency`): it arrives when a place is free. Both kinds of target, the engine in this process
-and a server, are driven by this code. All times are seconds since the start of the run.
+In an open loop a request arrives at its planned time, whatever the target does. Its latencies count
+from the planned time, not from the time at which it could be sent (no coordinated omission). In a
+closed loop (`concurrency`) a request arrives when a place is free. The same code drives both kinds
+of target, the engine in this process and a server. All times are seconds since the run began.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Prompt = tuple[int, ...] | str
 
 
 class Usage(NamedTuple):
-    """What the target counted."""
+    """The target's own counts of a request's tokens."""
 
     prompt_tokens: int
     output_tokens: int
@@ -30,16 +30,16 @@ class Usage(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Something of an answer has come: tokens, or the target's own count of them, or both."""
+    """A piece of an answer: tokens, the target's own count of them, or both."""
 
     num_tokens: int = 0
     answer: Prompt = ()
-    """in the form in which the target takes prompts"""
+    """The answer of this piece, in the form in which the target takes prompts."""
     usage: Usage | None = None
 
 
 class Failure(InferError):
-    """A request that was not answered; `kind` is what errors are counted by."""
+    """A request that was not answered. Errors are counted by `kind`."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -47,58 +47,58 @@ class Failure(InferError):
 
 
 class Target(Protocol):
-    """What answers requests."""
+    """Something that answers requests."""
 
     def prompt(self, planned: Prompt) -> Prompt:
-        """A planned prompt in the form that this target takes; forms of one kind can be added."""
+        """A planned prompt in the form that this target takes. Two of them can be added with +."""
 
     def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
-        """The answer as it comes; raises an `InferError` if there is none, or no end of it."""
+        """The pieces of an answer as they come. Raises `InferError` where its end does not come."""
 
 
 @dataclass(slots=True)
 class Record:
-    """What happened to one request."""
+    """The course of one request. Times are seconds since the run began."""
 
     group: str
     arrival_s: float = 0.0
-    """when it was planned to be sent; when it could be, in a closed loop"""
+    """The time at which it was planned to be sent; in a closed loop, at which it was sent."""
     sent_s: float = 0.0
     token_s: list[float] = field(default_factory=list)
-    """when a piece of the answer came, which usually is one token"""
+    """The times at which the pieces of the answer came; a piece usually is one token."""
     end_s: float = 0.0
     wanted_tokens: int = 0
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None
-    """its kind; None = answered"""
+    """The kind of its error; None: it was answered."""
     message: str = ""
 
     @property
     def ttft_s(self) -> float:
-        """Time to first token, from the planned arrival."""
+        """The time to first token, from `arrival_s`."""
         return self.token_s[0] - self.arrival_s
 
     @property
     def e2e_s(self) -> float:
-        """From the planned arrival to the end of the stream."""
+        """The time from `arrival_s` to the end of the stream."""
         return self.end_s - self.arrival_s
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
-        """From each piece to the next one."""
+        """The times of each piece and of the next one."""
         return list(zip(self.token_s, self.token_s[1:], strict=False))
 
     @property
     def mean_itl_s(self) -> float:
-        """Time per output token after the first one; 0 where there is one only."""
+        """The mean time of an output token after the first one; 0 where there is only one."""
         return (self.token_s[-1] - self.token_s[0]) / max(1, self.output_tokens - 1)
 
 
 @dataclass(slots=True)
 class _Talk:
-    """What goes on between a request and those that wait for it."""
+    """The texts of a request, and the requests that wait for it."""
 
     prompt: Prompt = ()
     answer: Prompt = ()
@@ -106,7 +106,7 @@ class _Talk:
 
 
 class Drive:
-    """One run of a plan."""
+    """One run of a workload's plan against a target."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class Drive:
         timeout_s: float = 600.0,
         on_end: Callable[[], Any] = lambda: None,
     ) -> None:
-        """`concurrency` closes the loop; `timeout_s` is for one answer; `on_end` is called when a
-        request has ended, well or not."""
+        """`concurrency`: the most requests in flight, which closes the loop. `timeout_s`: the time
+        for one answer. `on_end` is called when a request has ended, with an error or without."""
         self.plan = plan
         self.records = [Record(each.group, wanted_tokens=each.output_len) for each in plan]
         self._talks = [_Talk() for _ in plan]
@@ -134,14 +134,14 @@ class Drive:
         self._started_s = 0.0
 
     async def run(self) -> list[Record]:
-        """Send all; returns when the last one has ended."""
+        """Sends all requests; returns when the last one has ended."""
         self._started_s = time.perf_counter()
         await asyncio.gather(*map(self._one, range(len(self.plan))))
         return self.records
 
     @property
     def now_s(self) -> float:
-        """Seconds since the start."""
+        """Seconds since the run began."""
         return time.perf_counter() - self._started_s
 
     async def _one(self, index: int) -> None:

@@ -1,7 +1,7 @@
 """The engine in this process as a target of the driver: `infer bench offline`.
 
-The same asyncio façade that a server stands on, without HTTP. Imports torch only when an engine
-is built.
+The target is `AsyncLLM`, on which the server stands too, without HTTP. torch is imported when an
+engine is built, not before.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from infer.types import SamplingParams
 
 
 class EngineTarget:
-    """Token ids in, token ids out."""
+    """A target that takes token ids and answers with token ids."""
 
     def __init__(self, llm: AsyncLLM, *, ignore_eos: bool = True) -> None:
         self.llm = llm
         self._ignore_eos = ignore_eos
 
     def prompt(self, planned: Prompt) -> Prompt:
-        """As it is; a trace's text becomes token ids."""
+        """The prompt itself; the text of a trace becomes token ids."""
         if isinstance(planned, str):
             return self.llm.make_request(planned, SamplingParams(max_tokens=1)).prompt_token_ids
         return planned
 
     async def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
-        """One piece a token."""
+        """The answer, in one piece for each token."""
         sampling = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=self._ignore_eos)
         request = self.llm.make_request(prompt, sampling)
         count = 0
@@ -44,7 +44,7 @@ class EngineTarget:
                 yield Piece(len(piece.token_ids), piece.token_ids, usage)
 
     def counters(self) -> dict[str, int | float]:
-        """The engine's counts until now."""
+        """The engine's counters since it was made."""
         counters = self.llm.read_stats().engine.counters
         return {
             "num_steps": counters.num_steps,
@@ -62,8 +62,8 @@ class EngineTarget:
 
 @asynccontextmanager
 async def engine_target(config: EngineConfig, *, ignore_eos: bool) -> AsyncIterator[EngineTarget]:
-    """Load a model and start an engine; ends it after."""
-    from infer.engine.build.assemble import build_async_llm  # torch, only now
+    """Loads a model and starts an engine; stops it at the end of the block."""
+    from infer.engine.build.assemble import build_async_llm  # this imports torch
 
     async with build_async_llm(config) as llm:
         yield EngineTarget(llm, ignore_eos=ignore_eos)

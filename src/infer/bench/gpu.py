@@ -1,10 +1,10 @@
 """`infer bench gpu`: how near a model comes to the limits of the GPU at hand.
 
-First the GPU's own peaks: a large copy, counting bytes read and written, a large read and a large
-product. Then a row for each thing that matters, with the floor that those peaks set under it: the
+The GPU's own peaks are measured first, with a large copy (bytes read and written), a large read and
+a large product. Then each row has one measured value and the limit that those peaks set to it: the
 step of 1 to 256 streams at a context of 512 tokens, 256 requests of mixed lengths, prompts, single
-kernels, the device's idle time between steps, the host's time for a sequence and step. The peaks of
-the data sheet are not used. `WANTED` has what this project asks of itself, by GPU and model.
+kernels, the device's idle time between steps, and the host's time for each sequence and step. The
+peaks of the data sheet are not used. `WANTED` has the goals of this project, by GPU and model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ CONTEXT = 512
 STREAMS = (1, 8, 32, 128, 256)
 STEPS = 60
 COPIED_BYTES = 4 << 30
-RENTED = {
+MODEL_NAMES = {
     (28, 1024): "Qwen3 0.6B",
     (16, 2048): "Llama 3.2 1B",
     (28, 3072): "Llama 3.2 3B",
     (36, 2560): "Qwen3 4B",
 }
-"""names of shapes, by layers and width"""
+"""The names of published models in `WANTED`, by number of layers and hidden size."""
 WANTED: dict[tuple[str, str], dict[str, float]] = {
     ("H100", "Qwen3 0.6B"): {
         "step 1": 0.80, "step 32": 1.45, "step 128": 3.9, "step 256": 7.3,
@@ -72,40 +72,40 @@ ANY_MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was measured."""
+    """One measured value, with its limit and its goal."""
 
     key: str
     what: str
     unit: str
     measured: float
     floor: float | None = None
-    """the best that the GPU's peaks allow; None: there is no such limit"""
+    """The best value that the GPU's peaks allow, in `unit`; None: they set no limit."""
     wanted: float | None = None
     higher_is_better: bool = False
 
     @property
     def share(self) -> float | None:
-        """How much of the limit is reached, 1 = all of it."""
+        """The share of the limit that is reached; 1 = all of it."""
         if self.floor is None:
             return None
         return self.measured / self.floor if self.higher_is_better else self.floor / self.measured
 
     @property
     def ok(self) -> bool | None:
-        """Whether it is as wanted; None where nothing is."""
+        """Whether the goal is reached; None where there is no goal."""
         if self.wanted is None:
             return None
         above = self.measured >= self.wanted
         return above if self.higher_is_better else self.measured <= self.wanted
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The row as plain data."""
         return {**asdict(self), "share": self.share, "ok": self.ok}
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """What the GPU does at most, as measured."""
+    """The measured peaks of the GPU: TB/s of a copy and of a read, Tflop/s of a product."""
 
     copy_tb_s: float
     read_tb_s: float
@@ -115,8 +115,11 @@ class Peaks:
 def measure_gpu(
     config: EngineConfig, tell: Callable[[Row], None], *, quick: bool = False
 ) -> dict[str, Any]:
-    """Everything as plain data; `tell` is called with each row when it is there. `quick`: one
-    stream and prompts only."""
+    """Everything that was measured, as plain data.
+
+    `tell` is called with each row as soon as it is measured. With `quick`, only one stream and
+    prompts are measured. Raises `ConfigError` where the GPU cannot be used.
+    """
     if not torch.cuda.is_available():
         raise ConfigError("device", "this measures a GPU, and torch finds no CUDA device here")
     device = torch.device("cuda")
@@ -134,7 +137,7 @@ def measure_gpu(
     core = build_core(config)
     ready_s = time.perf_counter() - started_s
     shape: ModelConfig = core.runner.model.config  # type: ignore[attr-defined]
-    name = RENTED.get((shape.num_layers, shape.hidden_size), "")
+    name = MODEL_NAMES.get((shape.num_layers, shape.hidden_size), "")
     kind = next((kind for kind in ANY_MODEL if kind in gpu), "")
     wanted = {**ANY_MODEL.get(kind, {}), **WANTED.get((kind, name), {})}
     note(Row("ready", "ready after", "s", ready_s, wanted=30.0))
@@ -154,7 +157,7 @@ def measure_gpu(
 
 
 def build_core(config: EngineConfig) -> EngineCore:
-    """An engine on the GPU whose steps are made by hand."""
+    """An engine on the GPU, for a caller that makes its steps one by one."""
     core, _ = prepare(config).build(lambda request_id: None)
     freeze_heap()  # as the engine's own process does
     if not hasattr(core.runner, "launch"):
@@ -163,7 +166,7 @@ def build_core(config: EngineConfig) -> EngineCore:
 
 
 def timed_us(work: Callable[[], object], calls: int = 1, repeats: int = 15) -> float:
-    """Median time on the device of a call, of `calls` that are in one CUDA graph, in µs."""
+    """The median time of a call on the device, in µs. `calls` calls are in one CUDA graph."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         work()
@@ -188,7 +191,7 @@ def _event() -> torch.cuda.Event:
 
 
 def measure_peaks(device: torch.device) -> Peaks:
-    """A copy and a read of several GiB, and a product of 8192³ in bfloat16 on random data."""
+    """The peaks, by a copy and a read of several GiB and a bfloat16 product of random 8192³."""
     copy_us, read_us = _memory_us(device)
     a, b = (torch.randn(8192, 8192, device=device, dtype=torch.bfloat16) for _ in range(2))
     product_us = timed_us(lambda: torch.mm(a, b), 4)
@@ -200,7 +203,7 @@ def measure_peaks(device: torch.device) -> Peaks:
 
 
 def _memory_us(device: torch.device) -> tuple[float, float]:
-    """Times of a copy and of a read of `COPIED_BYTES`."""
+    """The times of a copy and of a read of `COPIED_BYTES` bytes, in µs."""
     source = torch.empty(COPIED_BYTES // 4, dtype=torch.float32, device=device).normal_()
     target = torch.empty_like(source)
     return timed_us(lambda: target.copy_(source), 2), timed_us(lambda: source.sum(), 2)
@@ -212,7 +215,7 @@ def _memory_us(device: torch.device) -> tuple[float, float]:
 def kernel_rows(
     shape: ModelConfig, peaks: Peaks, device: torch.device, wanted: dict[str, float]
 ) -> Iterator[Row]:
-    """The rotation and the draw by themselves."""
+    """Rows for the rotary kernel and for the draw, each by itself."""
     from infer.kernels.cuda.rotary import apply_rope
 
     size, kind = shape.head_dim, torch.bfloat16
@@ -238,7 +241,7 @@ def kernel_rows(
 
 
 def _draw_us(rows: int, vocab: int, narrowed: bool, device: torch.device) -> float:
-    """Time to draw from rows whose logits are spread as a model's are: few are probable."""
+    """The time to draw from rows of logits in which few tokens are probable, as in a model's."""
     from infer.kernels.cuda.draw import DrawBuffers, draw
 
     logits = torch.randn(rows, vocab, device=device) * 3
@@ -274,7 +277,7 @@ def _request(name: str, num_prompt: int, num_output: int, vocab: int, **sampling
 def engine_rows(
     core: EngineCore, shape: ModelConfig, peaks: Peaks, wanted: dict[str, float], quick: bool
 ) -> Iterator[Row]:
-    """Steps, mixed requests and prompts, against the bytes and operations that they need."""
+    """Rows for steps, mixed requests and prompts, with limits by their bytes and operations."""
     model = core.runner.model  # type: ignore[attr-defined]
     layers = {id(layer): layer.num_weights for layer in linears(model)}
     head = shape.vocab_size * shape.hidden_size
@@ -323,10 +326,10 @@ def engine_rows(
 
 
 class _TimedFlight:
-    """A flight of which it is noted how long the host waits for it."""
+    """A `Flight` that also measures how long the host waits for its results."""
 
     def __init__(self, flight: Any, waited_s: list[float]) -> None:
-        """Adds to the last of `waited_s`."""
+        """The time of waiting is added to the last element of `waited_s`."""
         self._flight = flight
         self._waited_s = waited_s
 
@@ -344,7 +347,7 @@ class _TimedFlight:
 
 
 def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
-    """Medians of a step, of the device's idle time before it and of the host's own time in it."""
+    """Medians: the time of a step, the device's idle time before it, the host's own time in it."""
     num_prompt = CONTEXT - STEPS // 2 - 30
     requests = [
         _request(f"d{count}-{i}", num_prompt, STEPS + 200, vocab, temperature=0)
@@ -393,7 +396,7 @@ def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
 
 
 def _run(core: EngineCore, requests: list[Request]) -> tuple[int, float]:
-    """Tokens and seconds."""
+    """Runs the requests to their ends; returns the number of tokens and the seconds."""
     begun_s, count = time.perf_counter(), 0
     for request in requests:
         core.add(request)
@@ -409,7 +412,7 @@ def run_prompts(core: EngineCore, vocab: int, turn: int) -> float:
 
 
 def run_mixed(core: EngineCore, vocab: int, turn: int) -> float:
-    """Tokens a second of 256 requests at once, each of 100 to 1,024 tokens in and out."""
+    """Tokens a second of 256 simultaneous requests, each of 100 to 1,024 tokens in and out."""
     numbers = random.Random(0)
     requests = [
         _request(

@@ -1,10 +1,10 @@
-"""`infer bench machine`: what this machine can do, and so the floor under a model's speed.
+"""`infer bench machine`: the speed of this machine, and the limit it sets to the speed of a model.
 
-Read bandwidth: the best of reading more than a last-level cache holds (by a plain loop where the
-kernels were compiled, else torch's sum) and one-row products over as many weights. Products: the
-layers as the engine runs them. With a CUDA device all of this is of the device, by the functions of
-`infer bench gpu`. A stream cannot be faster than the bytes of the weights that a token reads, nor a
-prompt than its products. Used by `command`.
+The read bandwidth is the best of two kinds of reading: memory larger than a last-level cache (by a
+plain loop where the kernels were compiled, else by torch's sum), and the weights of one-row
+products. The products are measured on the layers as the engine runs them. With a CUDA device,
+everything is measured on the device by the functions of `infer bench gpu`. A token of a stream
+takes at least as long as reading the weights, and a prompt as long as its products.
 """
 
 from __future__ import annotations
@@ -34,16 +34,21 @@ from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
 
 READ_BYTES = 3 << 29
-"""1.5 GiB: several times the largest cache"""
+"""The size of the memory that is read, in bytes (1.5 GiB): several times the largest cache."""
 ROTATED_BYTES = 700 << 20
-"""of weights of one shape, so that none is still in a cache when it comes again"""
+"""The size of all weights of one shape, in bytes. They take turns, so that none is still in a cache
+when its turn comes again."""
 ROWS = (1, 8, 32, 1024)
 DEFAULT_SHAPES = {(2048, 3072): 1, (2048, 16384): 1, (8192, 2048): 1}
 _REPEATS = 5
 
 
 def measure_machine(config: EngineConfig) -> dict[str, Any]:
-    """Everything as plain data; where `config` names a model, its layers and its floor."""
+    """Everything that was measured, as plain data.
+
+    Where `config` names a model, its layers are measured, and `floor` has the limits of its speed.
+    Raises `ConfigError` for a quantised dtype on a GPU, and where memory does not suffice.
+    """
     threads = config.num_threads or default_threads()
     torch.set_num_threads(threads)
     device = choose_device(config)
@@ -81,7 +86,7 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
 
 
 def _of_memory(device: torch.device) -> tuple[dict[str, Any], dict[str, float]]:
-    """What computes, and the GB/s at which it reads memory."""
+    """The device in words, and the best and median rate at which it reads memory, in GB/s."""
     if device.type == "cpu":
         isa = torch.backends.cpu.get_cpu_capability()
         attention = loader.available() or f"native, {loader.chosen_instruction_set()}"
@@ -93,7 +98,10 @@ def _of_memory(device: torch.device) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def layer_shapes(model: ModelConfig, dtype: torch.dtype) -> dict[tuple[int, int], int]:
-    """(in, out) → how many matrices, by building the model from tensors without memory."""
+    """How many matrices a model has of each shape (in, out).
+
+    The model is built from tensors that have a shape and no memory.
+    """
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -107,7 +115,10 @@ def layer_shapes(model: ModelConfig, dtype: torch.dtype) -> dict[tuple[int, int]
 def floor(
     layers: Iterable[dict[str, Any]], read_gb_s: float, head: tuple[int, int] | None
 ) -> dict[str, float]:
-    """The limits that the measured numbers set. The head runs on one row of a prompt only."""
+    """The limits that the layers and the read bandwidth set to a model, in tokens a second.
+
+    `head` is the shape (in, out) of the output layer, which runs on only one row of a prompt.
+    """
     num_bytes, prompt_s = 0, 0.0
     for layer in layers:
         num_bytes += layer["count"] * layer["bytes"]
@@ -121,7 +132,7 @@ def floor(
 
 
 def _seconds(run: Callable[[], object]) -> list[float]:
-    """How long a call takes, several times, after one that does not count."""
+    """The times of several calls, in seconds, after one that is not counted."""
     run()
     times = []
     for _ in range(_REPEATS):
@@ -132,7 +143,7 @@ def _seconds(run: Callable[[], object]) -> list[float]:
 
 
 def reader(memory: torch.Tensor) -> Callable[[], float]:
-    """A call that has the threads of torch read it once and returns the GB/s."""
+    """A function that lets torch's threads read `memory` once and returns the rate in GB/s."""
     library = loader.library()
 
     def read() -> float:
@@ -149,7 +160,7 @@ def reader(memory: torch.Tensor) -> Callable[[], float]:
 
 
 def read_rates() -> dict[str, float]:
-    """GB/s at which the threads of torch read memory, best and median of a few times."""
+    """The best and the median rate at which torch's threads read memory, in GB/s."""
     try:
         memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
     except RuntimeError:
@@ -167,7 +178,7 @@ def _layer(
     held: str | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """One shape at each number of rows; the median over rotated weights."""
+    """The rates of a layer of one shape at each number of rows, as medians over rotated weights."""
     width, height = shape
     num_bytes = int(width * height * weight_bytes(held, dtype))
     copies = max(2, math.ceil(ROTATED_BYTES / num_bytes))
@@ -177,7 +188,7 @@ def _layer(
     layers = [make_linear(each, quantization=held) for each in weights]
     measured = []
     for num_rows in ROWS:
-        # Many rows are bound by arithmetic: a few layers tell as much as all.
+        # Products of many rows are bound by arithmetic, so a few layers are enough.
         used = (
             layers if num_rows <= 32 else layers[: max(2, math.ceil(2e11 / num_rows / num_bytes))]
         )

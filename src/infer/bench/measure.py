@@ -1,8 +1,8 @@
-"""`measure`: warm up, run a workload, repeat it, and put the JSON document together.
+"""`measure`: warms up, runs a workload as often as asked, and makes the JSON document.
 
-`BenchOptions` is what a user may choose; the command line is made from it. The document holds the
-workload with all its options, where it ran, the summary of the run with the median throughput, and
-every run with a timeline of every request. Used by `command`.
+`BenchOptions` has the options of a measurement; the command line is made from it. The document has
+the workload with all its options, the machine and the versions, the summary of the run with the
+median throughput, and every run with a timeline of every request.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from infer.errors import ConfigError
 OF_WORKLOAD = (
     *("num_requests", "num_turns", "input_len", "output_len", "rate", "arrivals", "trace_file"),
 )
-"""options of some workloads and not of others"""
+"""The options that only some workloads have."""
 _WARMUP_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Raises `ConfigError` for what cannot be."""
+    """The options of a measurement. The constructor raises `ConfigError`."""
 
-    workload: str = option("single", "What is asked and when; `infer bench --help` lists them.")
+    workload: str = option("single", "Name of the workload; `infer bench --help` lists them.")
     num_requests: int | None = option(None, "Requests (multi_turn: conversations).")
     num_turns: int | None = option(None, "Turns of a conversation.")
     input_len: int | None = option(None, "Tokens of a prompt.")
@@ -39,7 +39,7 @@ class BenchOptions:
     arrivals: str | None = option(None, "With a rate: fixed or poisson.")
     trace_file: str | None = option(None, "The file of the workload trace.")
     concurrency: PositiveInt | None = option(None, "Closed loop: requests in flight, at most.")
-    seed: int = option(0, "The same seed asks the same.")
+    seed: int = option(0, "Equal seeds make equal requests.")
     warmup: NonNegativeInt = option(2, "Short requests before the first run, not measured.")
     repeat: PositiveInt = option(1, "Runs; the one with the median throughput is shown.")
     ignore_eos: bool = option(True, "Answers are as long as asked.")
@@ -60,13 +60,13 @@ class BenchOptions:
 
     @property
     def workload_options(self) -> dict[str, Any]:
-        """All options of the workload; refuses those it has not."""
+        """All options of the workload. Raises `ConfigError` for those that it does not have."""
         given = {name: getattr(self, name) for name in OF_WORKLOAD}
         given = {name: value for name, value in given.items() if value is not None}
         return resolve_options(self.workload, given)
 
     def plan(self, run: int, vocab_size: int) -> list[Planned]:
-        """The requests of a run."""
+        """The planned requests of a run, for a vocabulary of `vocab_size` tokens."""
         options = self.workload_options
         return WORKLOADS[self.workload](Draw(self.seed, run, vocab_size), **options)
 
@@ -81,8 +81,12 @@ async def measure(
     on_run: Callable[[int, int], Any] = lambda run, total: None,
     on_end: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
-    """The document. `described`: what the target is; `counters`: the engine's own counts;
-    `on_run`: a run of so many requests begins; `on_end`: one of them has ended."""
+    """Measures a target; returns the JSON document.
+
+    `described` is what the document says about the target. `counters` reads the engine's own
+    counters. `on_run` is called with the number of a run and of its requests when it begins,
+    `on_end` when a request has ended.
+    """
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
     how: dict[str, Any] = {"concurrency": options.concurrency, "timeout_s": options.timeout_s}

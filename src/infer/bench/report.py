@@ -1,9 +1,10 @@
-"""`infer bench report`: results in JSON become one page of Markdown and three plots.
+"""`infer bench report`: turns results in JSON into one page of Markdown and three plots.
 
-Latency distributions, a timeline of every request, throughput over time: of each file the run with
-the median throughput. A label has one colour everywhere. A request's bar is pale until its first
-token (it waits or its prompt is computed: from outside nobody can tell which) and full after it.
-Needs matplotlib, the extra `bench`. Used by `command`.
+The plots show the distributions of latency, a timeline of all requests, and throughput over time.
+They show the run of each file that has the median throughput. A label has the same colour
+everywhere. A request's bar is pale until its first token and full after it; while it is pale, the
+request waits or its prompt is computed, which a client cannot tell apart. Needs matplotlib, the
+extra `bench`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from infer.bench.results import FORMAT
 from infer.errors import ConfigError
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
-"""Okabe and Ito's, told apart by colour-blind readers too."""
+"""The palette of Okabe and Ito, which colour-blind readers can tell apart."""
 _ERROR = "#CC0000"
 _HEADINGS = {
     "TTFT ms": ("ttft_ms", "Time to first token"),
@@ -31,7 +32,7 @@ _BINS = 60
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One file."""
+    """A result file: its document, and the records of the run with the median throughput."""
 
     label: str
     colour: str
@@ -40,12 +41,15 @@ class Result:
 
     @property
     def answered(self) -> list[Record]:
-        """The requests without an error."""
+        """The records of the requests that ended without an error."""
         return [record for record in self.records if record.error is None]
 
 
 def write_report(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Read results, write the page and its plots into a folder; returns what was written."""
+    """Write the page and its plots into a folder; returns the paths of what was written.
+
+    Raises `ConfigError` for a file that is not a result, and where matplotlib is missing.
+    """
     results = _read(files)
     try:
         from matplotlib.figure import Figure
@@ -89,7 +93,7 @@ def _read(files: Sequence[Path]) -> list[Result]:
 
 
 def _legend(figure: Any, results: Sequence[Result], more: Sequence[Any] = ()) -> None:
-    """Below the plots, never on them."""
+    """Put the legend below the plots, where it covers nothing."""
     from matplotlib.patches import Patch
 
     handles = [Patch(color=result.colour, label=result.label) for result in results]
@@ -106,7 +110,7 @@ def _tidy(axes: Any) -> None:
 
 
 def _plot_latency(figure: Any, results: list[Result]) -> None:
-    """What share of the values is at most so much."""
+    """The cumulative distribution of each latency, in milliseconds."""
     figure.set_size_inches(11, 3.9)
     panels = figure.subplots(1, 3, sharey=True)
     for axes, (key, title) in zip(panels, _HEADINGS.values(), strict=True):
@@ -137,7 +141,7 @@ def _of(record: Record, key: str) -> list[float]:
 
 
 def _plot_timeline(figure: Any, results: list[Result]) -> None:
-    """A bar a request, one panel a file, the same seconds in all."""
+    """One panel for each file, one bar for each request; all panels have the same time axis."""
     from matplotlib.patches import Patch
 
     heights = [min(4.5, 1.0 + 0.11 * len(result.records)) for result in results]
@@ -169,7 +173,7 @@ def _plot_timeline(figure: Any, results: list[Result]) -> None:
 
 
 def _plot_throughput(figure: Any, results: list[Result]) -> None:
-    """Tokens that came, in equal slices of time."""
+    """Output tokens a second, in equal slices of time."""
     figure.set_size_inches(11, 3.9)
     axes = figure.subplots()
     end_s = max(record.end_s for result in results for record in result.records)
@@ -196,7 +200,7 @@ def _table(rows: Sequence[Sequence[object]]) -> list[str]:
 
 
 def _cells(values: dict[str, Any]) -> list[str]:
-    """The three distributions in a cell each."""
+    """A table cell for each of the three distributions, in milliseconds."""
     found = [values.get(key) for key, _ in _HEADINGS.values()]
     ranks = ("p50", "p95", "p99")
     return [" / ".join(f"{each[rank]:,.1f}" for rank in ranks) if each else "—" for each in found]

@@ -1,8 +1,8 @@
-"""What a run has shown: percentiles, rates, goodput, and the JSON document that holds it all.
+"""The results of a run: percentiles, rates and goodput, and the JSON document that holds them.
 
 Percentiles interpolate linearly between the two nearest values. Inter-token latency is the time
-from one piece of a stream to the next, over all pieces of all answered requests; requests with an
-error count as errors and nowhere else. Used by `command` and `report`.
+from one piece of a stream to the next, over all pieces of all answered requests. A request with an
+error is counted as an error and nowhere else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order, at least one."""
+    """A percentile of one or more values, which are in ascending order."""
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -34,7 +34,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def distribution_ms(values_s: Iterable[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in milliseconds; None of nothing."""
+    """Mean, percentiles and maximum in milliseconds; None where there are no values."""
     ordered = sorted(1000 * value for value in values_s)
     if not ordered:
         return None
@@ -44,7 +44,7 @@ def distribution_ms(values_s: Iterable[float]) -> dict[str, float] | None:
 
 
 def latencies(records: Iterable[Record]) -> dict[str, dict[str, float] | None]:
-    """The three distributions of requests that were answered."""
+    """The three distributions over the requests that were answered."""
     good = [record for record in records if record.error is None]
     return {
         "ttft_ms": distribution_ms(record.ttft_s for record in good),
@@ -58,8 +58,10 @@ def summarize(
     slo_ttft_ms: float | None = None,
     slo_itl_ms: float | None = None,
 ) -> dict[str, Any]:
-    """Everything that a run is reported by. A request meets the objective for inter-token latency
-    with the mean over its own tokens."""
+    """The summary of a run: counts, rates, latencies, and goodput where there are objectives.
+
+    A request meets the objective for inter-token latency with the mean over its own tokens.
+    """
     good = [record for record in records if record.error is None]
     duration_s = max(r.end_s for r in records) - min(r.arrival_s for r in records)
     output = sum(record.output_tokens for record in good)
@@ -100,8 +102,10 @@ def summarize(
 
 
 def _beside_long_prompt(streams: list[Record], long: Record) -> dict[str, Any]:
-    """The running streams' latency while a long prompt is computed, and in the rest of the time
-    after the last of them has begun."""
+    """The inter-token latency of the streams while a long prompt is computed, and without one.
+
+    Time counts from the first token of the stream that began last.
+    """
     streams = [record for record in streams if record.error is None]
     if long.error is not None or not streams:
         return {}
@@ -121,7 +125,7 @@ def _beside_long_prompt(streams: list[Record], long: Record) -> dict[str, Any]:
 def difference(
     before: dict[str, int | float], after: dict[str, int | float]
 ) -> dict[str, int | float]:
-    """What was counted between two readings, and the mean number of sequences in a step."""
+    """The counts between two readings, and the mean number of sequences in a step."""
     counted = {name: after[name] - before[name] for name in after}
     sampled = counted.get("num_sampled_tokens", 0)
     counted["mean_batch_size"] = round(sampled / max(1, counted.get("num_steps", 0)), 3)
@@ -129,7 +133,7 @@ def difference(
 
 
 def run_document(summary: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:
-    """One run, with its timeline."""
+    """A run as plain data, with the timeline of every request."""
     rows = [dataclasses.asdict(record) for record in records]
     for row in rows:
         row["token_s"] = [round(at, 5) for at in row["token_s"]]
@@ -138,13 +142,13 @@ def run_document(summary: dict[str, Any], records: Iterable[Record]) -> dict[str
 
 
 def median_run(runs: Sequence[dict[str, Any]]) -> int:
-    """Index of the run with the median of output throughput."""
+    """The index of the run with the median output throughput."""
     order = sorted(range(len(runs)), key=lambda i: float(runs[i]["summary"]["output_tok_s"]))
     return order[(len(order) - 1) // 2]
 
 
 def environment() -> dict[str, Any]:
-    """Versions and machine, without importing what they are of."""
+    """The versions and the machine, found without importing torch."""
     versions = {"infer": VERSION, "python": platform.python_version()}
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["torch"] = metadata.version("torch")

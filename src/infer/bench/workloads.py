@@ -1,9 +1,9 @@
-"""Workloads: what is asked, and when. Pure functions of their options and a seed.
+"""Workloads: pure functions from options and a seed to the requests that are sent, and when.
 
 A workload returns the planned requests in the order in which they are sent. Lengths and arrival
-times depend on the seed alone, the tokens on the number of the run too: a repeated run asks
-the same, but finds nothing of the run before it in a prefix cache. The parameters of a workload's
-function are the options it has; `resolve_options` refuses others. Used by `measure`.
+times depend on the seed alone. Tokens depend on the number of the run too, so that a repeated run
+finds nothing of the run before it in a prefix cache. The parameters of a workload's function are
+its options; `resolve_options` refuses all others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from infer.errors import ConfigError
 
 ARRIVALS = ("fixed", "poisson")
 _COMMON_IDS = 1024
-"""Token ids come from the upper half of the first ones: past the special tokens of the usual
-vocabularies and inside of all of them."""
+"""The number of token ids that all vocabularies have. Prompts are drawn from the upper half of
+them, where no usual vocabulary has special tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,21 +32,21 @@ class Planned:
     """One request of a workload."""
 
     arrival_s: float
-    """since the start; with `after`, since what it waits for"""
+    """The seconds from the start of the run, or from the event that `after` names."""
     prompt: tuple[int, ...] | str
     output_len: int
     group: str = ""
-    """requests that are also reported on their own"""
+    """The name of a group of requests that is also reported by itself."""
     after: int | None = None
-    """index of the request that must have ended before this one arrives"""
+    """The index of a request that must have ended before this one arrives."""
     after_tokens: int | None = None
-    """… or have got so many tokens"""
+    """The number of tokens of request `after` that are waited for; None: all of them."""
     continues: bool = False
-    """the prompt is added to what `after` was asked and answered"""
+    """Whether the prompt comes after the prompt and the answer of request `after`."""
 
 
 class Draw:
-    """The random choices of one run: lengths and times of the seed, tokens of the run as well."""
+    """The random numbers of one run. Tokens depend on seed and run, all else on the seed alone."""
 
     def __init__(self, seed: int = 0, run: int = 0, vocab_size: int = 1 << 30) -> None:
         self._lengths = random.Random(f"{seed} lengths")
@@ -55,20 +55,20 @@ class Draw:
         self._vocab_size = min(vocab_size, _COMMON_IDS)
 
     def length(self, low: int, high: int) -> int:
-        """Uniform, both ends included."""
+        """A uniform random length; both ends are included."""
         return self._lengths.randint(low, high)
 
     def exponential(self, mean: float) -> int:
-        """At least 1, at most eight times the mean."""
+        """An exponential random length of at least 1 and at most eight times the mean."""
         return max(1, min(round(self._lengths.expovariate(1 / mean)), round(8 * mean)))
 
     def ids(self, count: int) -> tuple[int, ...]:
-        """So many random tokens."""
+        """`count` random token ids."""
         low = self._vocab_size // 2
         return tuple(self._tokens.choices(range(low, self._vocab_size), k=count))
 
     def times(self, count: int, rate: float | None, arrivals: str) -> list[float]:
-        """Arrivals, `rate` a second; all at once without one."""
+        """The arrival times in seconds, at `rate` requests a second; all 0 without a rate."""
         if rate is None:
             return [0.0] * count
         if arrivals == "fixed":
@@ -171,7 +171,7 @@ def multi_turn(
 
 
 class _TraceRow(msgspec.Struct):
-    """A line of a trace: one request."""
+    """A line of a trace, which is one request."""
 
     arrival_s: Annotated[float, at_least(0)]
     output_len: PositiveInt
@@ -228,7 +228,11 @@ WORKLOADS: Mapping[str, Callable[..., list[Planned]]] = {
 
 
 def options_of(name: str) -> dict[str, Any]:
-    """The options of a workload with their defaults; `inspect.Parameter.empty` = must be given."""
+    """The options of a workload with their defaults.
+
+    The default of an option that must be given is `inspect.Parameter.empty`. Raises `ConfigError`
+    for an unknown workload.
+    """
     if name not in WORKLOADS:
         raise ConfigError("workload", f"must be one of {', '.join(WORKLOADS)}; not {name!r}")
     parameters = list(inspect.signature(WORKLOADS[name]).parameters.values())[1:]
@@ -236,7 +240,10 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def resolve_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a workload, those that were given among them; refuses what it has not."""
+    """All options of a workload: the given ones, and the defaults of the others.
+
+    Raises `ConfigError` for options that the workload does not have, and for bad values.
+    """
     options = options_of(name)
     for option, value in given.items():
         if option not in options:

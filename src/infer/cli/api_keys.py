@@ -1,4 +1,4 @@
-"""`infer keys`: make, list and revoke the API keys of a server; one that runs notices at once."""
+"""`infer keys`: make, list and revoke API keys of a server; a running server notices at once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ app = typer.Typer(
 )
 
 File = Annotated[Path, typer.Option(help="The file that infer serve --api-keys is given.")]
-Name = Annotated[str, typer.Argument(help="Of whom the key is; shown in lists, logs and metrics.")]
+Name = Annotated[str, typer.Argument(help="Owner of the key, for lists, logs and metrics.")]
 DEFAULT = Path("keys.json")
 
 
 def _create(name: Name, file: File = DEFAULT, *, limits: dict[str, Any]) -> None:
-    """Make a key and print it: it is not kept and cannot be shown again."""
+    """Make a key and print it. The key itself is not stored and cannot be shown again."""
     print(Keys(file, must_exist=False).create(name, KeyLimits(**limits)))
 
 
@@ -46,7 +46,7 @@ def list_keys(file: File = DEFAULT) -> None:
 
 @app.command()
 def revoke(name: Name, file: File = DEFAULT) -> None:
-    """Remove a key: from now on it is not let in, and what it runs is ended."""
+    """Remove a key. It is refused from now on, and its running requests are ended."""
     Keys(file).revoke(name)
 
 
@@ -58,7 +58,7 @@ def purge(
         typer.Option(help="Database URL of the sessions, as infer serve is given it."),
     ] = None,
 ) -> None:
-    """Delete the sessions of keys that are not in the file any more: nobody can reach them."""
+    """Delete the sessions of keys that are no longer in the file; nobody can reach them."""
     from infer.server.sessions.routes import default_url
     from infer.server.sessions.store import SessionStore
 

@@ -1,7 +1,7 @@
-"""`infer bench`: options, a progress bar and a table on stderr, JSON as the last line of stdout.
+"""`infer bench`: a progress bar and a table on stderr, and JSON as the last line of stdout.
 
-What is measured, and how, is in `infer.bench`. The line is the document without the timelines of
-the requests; `--json` writes it whole. Exit code 1 if no request was answered. Used by `cli.main`.
+`infer.bench` does the measuring. The line of JSON is the document without the timelines of the
+requests; `--json` writes the whole document. The exit code is 1 if no request was answered.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def offline(
     bench: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Measure the engine in this process, without HTTP."""
+    """Measure the engine in this process, without a server."""
     from infer.bench.engine import engine_target
 
     options = BenchOptions(**bench)
     config = EngineConfig.from_kwargs(model=model, seed=options.seed, **settings)
 
-    async def measured(**told: Any) -> dict[str, Any]:
+    async def measured(**callbacks: Any) -> dict[str, Any]:
         async with engine_target(config, ignore_eos=options.ignore_eos) as target:
             described = {
                 "mode": "offline",
@@ -65,8 +65,10 @@ def offline(
                 "prompts": "token ids",
                 "engine": dataclasses.asdict(config),
             }
-            told |= {"vocab_size": target.llm.vocab_size, "counters": target.counters}
-            return await measure(options, target, described, **told)
+            vocab_size, counters = target.llm.vocab_size, target.counters
+            return await measure(
+                options, target, described, vocab_size=vocab_size, counters=counters, **callbacks
+            )
 
     _run(options, measured)
 
@@ -74,9 +76,9 @@ def offline(
 @app.command()
 @_with_bench_options
 def serve(
-    base_url: Annotated[str, typer.Option(help="As OpenAI's clients take it.")],
+    base_url: Annotated[str, typer.Option(help="The URL that OpenAI's clients take.")],
     model: Annotated[
-        str | None, typer.Option(help="The model's name there; default: the first it lists.")
+        str | None, typer.Option(help="The model's name there; default: the first in its list.")
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
@@ -87,7 +89,7 @@ def serve(
     *,
     bench: dict[str, Any],
 ) -> None:
-    """Measure a server: ours, llama.cpp's, vLLM's, OpenVINO's or another one."""
+    """Measure a server: infer's, llama.cpp's, vLLM's, OpenVINO's or another one."""
     from infer.bench.client import ServerTarget
 
     options = BenchOptions(**bench)
@@ -96,12 +98,12 @@ def serve(
             raise ConfigError("prompts", "multi_turn continues the server's text; use text")
         prompts = "text"
 
-    async def measured(**told: Any) -> dict[str, Any]:
+    async def measured(**callbacks: Any) -> dict[str, Any]:
         how: dict[str, Any] = {"model": model, "api_key": api_key}
         target = ServerTarget(base_url, **how, ignore_eos=options.ignore_eos)
         await target.connect(prompts)
         described = {"mode": "serve", "model": target.model, "base_url": base_url}
-        return await measure(options, target, {**described, "prompts": target.prompts}, **told)
+        return await measure(options, target, {**described, "prompts": target.prompts}, **callbacks)
 
     _run(options, measured)
 
@@ -109,10 +111,10 @@ def serve(
 def _run(
     options: BenchOptions, measured: Callable[..., Coroutine[Any, Any, dict[str, Any]]]
 ) -> None:
-    """Show the progress, then the result, everywhere it is wanted."""
+    """Measure, show the progress, and write the result to stderr, stdout and the `--json` file."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    if options.json:  # now, not after minutes
+    if options.json:  # a file that cannot be written is found before the run, not after it
         try:
             Path(options.json).touch()
         except OSError as error:
@@ -138,7 +140,7 @@ def _run(
 
 
 def _show(document: dict[str, Any], notes: Console) -> None:
-    """The summary for a person."""
+    """Print the summary for a person."""
     summary, target = document["summary"], document["target"]
     notes.print(
         f"[bold]{escape(document['label'])}[/] · {escape(document['workload']['name'])}:"
@@ -201,10 +203,12 @@ def _group_table(groups: dict[str, Any]) -> Table:
 
 @app.command()
 def report(
-    files: Annotated[list[Path], typer.Argument(help="What --json has written.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for page and plots.")],
+    files: Annotated[list[Path], typer.Argument(help="The files that --json wrote.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the page and the plots.")
+    ],
 ) -> None:
-    """Make a page with plots out of results: report.md and three PNG files."""
+    """Turn results into a page with plots: report.md and three PNG files."""
     from infer.bench.report import write_report
 
     for path in write_report(files, output):
@@ -215,16 +219,16 @@ def report(
 @with_engine_options(leave_out=("model", "device"))
 def gpu(
     model: Annotated[
-        str, typer.Option(help="Folder or hub id; with --load-format dummy a config.")
+        str, typer.Option(help="Folder or hub id; with --load-format dummy, a config is enough.")
     ],
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the whole document there.")
+        Path | None, typer.Option("--json", help="File for the whole document.")
     ] = None,
-    quick: Annotated[bool, typer.Option(help="One stream and prompts only.")] = False,
+    quick: Annotated[bool, typer.Option(help="Measure one stream and prompts only.")] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """How near a model comes to the limits of the GPU at hand."""
+    """Measure how near a model comes to the limits of this machine's GPU."""
     from infer.bench.gpu import Row, measure_gpu
 
     notes = Console(stderr=True)
@@ -258,13 +262,13 @@ def machine(
     model: Annotated[
         str | None, typer.Option(help="Folder, GGUF file or hub id; only its config is read.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the layers; auto = the checkpoint's.")] = "auto",
-    num_threads: Annotated[int | None, typer.Option(help="Default: the physical cores.")] = None,
-    device: Annotated[
-        str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")
+    dtype: Annotated[
+        str, typer.Option(help="The dtype of the layers; auto = the checkpoint's.")
     ] = "auto",
+    num_threads: Annotated[int | None, typer.Option(help="Default: the physical cores.")] = None,
+    device: Annotated[str, typer.Option(help="auto = a GPU if there is one; cpu; cuda.")] = "auto",
 ) -> None:
-    """Measure this machine's bandwidth and products; with --model, the floor under its speed."""
+    """Measure this machine's bandwidth and products; with --model, the limits of its speed."""
     from infer.bench.machine import measure_machine
 
     notes = Console(stderr=True)
@@ -287,7 +291,7 @@ def machine(
         )
     notes.print(heading, highlight=False)
     kinds = ", ".join(dict.fromkeys(layer["kind"] for layer in found["layers"]))
-    title = f"{found['dtype']} layers ({kinds}): Gflop/s at so many rows"
+    title = f"{found['dtype']} layers ({kinds}): Gflop/s by number of rows"
     table = Table("layer", "×", "GB/s at 1", title=title, box=box.SIMPLE)
     for row in found["layers"][0]["rows"]:
         table.add_column(str(row["rows"]), justify="right")

@@ -1,7 +1,7 @@
-"""`infer explain`: the story of a request, asked of the server that had it, as a page of text.
+"""`infer explain`: the trace of a request, fetched from its server and shown as a page of text.
 
-What a reader wants is on top (how long it took, and what for), the events in their order below, the
-slowest pauses last. Parts of a prompt that follow each other are one line.
+The page begins with how long the request took, and for what. The events follow in their order, the
+slowest pauses last. Consecutive parts of a prompt are one line.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ from infer.files import parse_json
 
 Fields = dict[str, Any]
 TIMEOUT_S = 30.0
-MAX_STORY_BYTES = 16 << 20
-"""A story of 1,000 events has 200 KB."""
+MAX_TRACE_BYTES = 16 << 20
+"""The most bytes of an answer. A trace of 1,000 events has 200 KB."""
 
 
 def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
-    """The story as the server tells it; `InferError`, one sentence, whatever answers there."""
+    """The trace of a request as the server sends it.
+
+    Raises `InferError` with one sentence, whatever answers at `url`.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     address = f"{url.rstrip('/')}/v1/requests/{quote(request_id, safe='')}"
     if not url.startswith(("http://", "https://")):
-        raise InferError(f"{url} is not the address of a server, as http://127.0.0.1:8000")
+        raise InferError(f"{url} is not the address of a server, like http://127.0.0.1:8000")
     try:
         request = urllib.request.Request(address, headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
@@ -46,18 +49,18 @@ def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
             message = _message_of(error, url)
         raise InferError(message) from None
     except (OSError, ValueError, HTTPException) as error:
-        raise InferError(f"no server of ours answers at {url}: {_line(error)}") from None
+        raise InferError(f"no infer server answers at {url}: {_line(error)}") from None
     if not isinstance(trace, dict):
-        raise InferError(f"no server of ours answers at {url}: its answer is no story")
+        raise InferError(f"no infer server answers at {url}: its answer is not a trace")
     return trace
 
 
 def _read_json(reply: Any) -> Any:
-    """Of an answer that has an end in time and length. Raises `ValueError`."""
+    """The JSON value of an answer. Raises `ValueError`, also where it is too long or too slow."""
     content, ends_s = b"", time.monotonic() + TIMEOUT_S
     while piece := reply.read1(1 << 16):
         content += piece
-        if len(content) > MAX_STORY_BYTES or time.monotonic() > ends_s:
+        if len(content) > MAX_TRACE_BYTES or time.monotonic() > ends_s:
             raise ValueError("its answer does not end")
     return parse_json(content.decode("utf-8"))
 
@@ -69,7 +72,7 @@ def _message_of(error: urllib.error.HTTPError, url: str) -> str:
         message = None
     if isinstance(message, str):
         return _line(message)
-    return f"no server of ours answers at {url}: it says {error.code}"
+    return f"no infer server answers at {url}: the status is {error.code}"
 
 
 def _line(problem: object) -> str:
@@ -81,14 +84,14 @@ def run_explain(url: str, request_id: str, api_key: str | None) -> None:
     trace = fetch(url, request_id, api_key)
     page = Console(highlight=False, markup=False, file=io.StringIO())
     try:
-        write(trace, page)  # whole, before anything of it is shown
+        write(trace, page)  # an answer that is not a trace fails here, before anything is shown
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
-        raise InferError(f"no server of ours answers at {url}: its answer is no story") from None
+        raise InferError(f"no infer server answers at {url}: its answer is not a trace") from None
     write(trace, Console(highlight=False, markup=False))
 
 
 def write(trace: Fields, console: Console) -> None:
-    """Print a story."""
+    """Print a trace."""
     end = trace["outcome"] or f"still {trace['state']}"
     first = (plain(trace["id"], "bold"), "  ", plain(trace["path"]), "  ", plain(end, "bold"))
     console.print(Text.assemble(*first))
@@ -111,7 +114,7 @@ def write(trace: Fields, console: Console) -> None:
     if trace["events_left_out"]:
         console.print(plain(f"… and {trace['events_left_out']} more events", "dim"))
     if trace["slowest_gaps"]:
-        console.print(plain("the slowest pauses:", "dim"))
+        console.print(plain("slowest pauses:", "dim"))
     for gap in trace["slowest_gaps"]:
         console.print(_gap(gap))
 

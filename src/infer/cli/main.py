@@ -1,7 +1,7 @@
-"""The `infer` command. Each subcommand is a short function; what it stands on is elsewhere.
+"""The `infer` command: its subcommands as short functions, which call other modules.
 
-Options that configure the engine are made from `EngineConfig` (see `cli.options`). Errors of the
-start are one sentence on stderr and exit code 2. torch is imported only once a model is needed.
+The options of the engine are made from `EngineConfig` (see `cli.options`). An error at the start is
+one sentence on stderr and exit code 2. torch is imported when a model is needed, not before.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_WINDOWS = (
     " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
 )
 COMMANDS = ("serve", "generate", "chat", "plan", "explain", "models", "bench", "keys")
-"""In the order in which `infer --help` lists them."""
+"""The subcommands, in the order of `infer --help`."""
 _IN_MODULES = {
     "serve": "infer.cli.serving",
     "bench": "infer.cli.bench",
@@ -35,7 +35,7 @@ _IN_MODULES = {
 
 
 class _Commands(TyperGroup):
-    """Commands, of which those in a module of their own are imported when they are asked for.
+    """A group that imports the module of a subcommand when somebody asks for that subcommand.
 
     So `infer bench` does not import the server, and `infer serve` does not import the workloads.
     """
@@ -84,16 +84,18 @@ def generate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder of a checkpoint, GGUF file or hub id; default: the one that ships."
+            help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution.")] = 1.0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most probable tokens with this total.")
+    ] = 1.0,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Continue a text, streaming to the terminal."""
+    """Continue a text and stream it to the terminal."""
     from infer.cli.terminal import run_generate
     from infer.types import SamplingParams
 
@@ -106,13 +108,15 @@ def generate(
 def chat(
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens an answer, at most.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
     temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(help="Nucleus of the distribution.")] = 0.95,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most probable tokens with this total.")
+    ] = 0.95,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Talk to a model in the terminal; /reset begins anew, /exit (or Ctrl+D) ends."""
+    """Talk to a model in the terminal; /reset starts over, /exit (or Ctrl+D) ends."""
     from infer.cli.terminal import run_chat
     from infer.types import SamplingParams
 
@@ -126,12 +130,12 @@ def plan(
     model: Model = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
     free_gib: Annotated[
-        float | None, typer.Option(help="Plan for so much free memory instead of what there is.")
+        float | None, typer.Option(help="Plan for this much free memory instead of the machine's.")
     ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Say what a model needs and what will fit, before loading it. Exit code 1 if it does not."""
+    """Say what a model needs and what fits, without loading it. Exit code 1 if it does not fit."""
     from infer.cli.planning import run_plan
 
     if not run_plan(EngineConfig.from_kwargs(model=model, **settings), as_json, free_gib):
@@ -148,7 +152,7 @@ def explain(
         str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
     ] = None,
 ) -> None:
-    """Say what happened to a request, and why it took so long."""
+    """Say what happened to a request, and why it took as long as it did."""
     from infer.cli.explain import run_explain
 
     run_explain(url, request_id, api_key)
@@ -170,8 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
-        told = Text.assemble(("infer:", "bold red"), " ", plain(error))
-        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
+        line = Text.assemble(("infer:", "bold red"), " ", plain(error))
+        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -1,8 +1,8 @@
-"""Command-line options made from a dataclass of settings, as `EngineConfig`: one per field.
+"""Command-line options made from a dataclass of settings, such as `EngineConfig`: one a field.
 
-Names, help and choices come from the dataclass, so a new setting is an option at once and no
-default is written twice; values are checked by the dataclass itself. An option that is not given
-is not in the result.
+Names, help and choices come from the dataclass. So a new setting is an option at once, and no
+default is written twice. The dataclass itself checks the values. The result holds only the options
+that were given.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ Model = Annotated[
 def with_options(
     config: Any, parameter: str, panel: str, *, leave_out: tuple[str, ...] = ()
 ) -> Decorator:
-    """For a typer command: in the place of its parameter of this name there is an option per
-    field; the command gets those that were given, as a `dict[str, Any]`."""
+    """Replaces a parameter of a typer command by one option for each field of a dataclass.
+
+    The command gets the options that were given in that parameter, as a `dict[str, Any]`. `panel`
+    is their heading in the help; the fields in `leave_out` become no options.
+    """
     settings = [each for each in settings_of(config) if each.name not in leave_out]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -40,7 +43,7 @@ def with_options(
             given = {name: value for name, value in options.items() if value is not None}
             command(**arguments, **{parameter: given})
 
-        # What typer looks at.
+        # typer makes the options from the signature.
         parameters = dict(inspect.signature(command, eval_str=True).parameters)
         del parameters[parameter]
         for each in settings:

@@ -1,8 +1,8 @@
-"""Text of others in a terminal: as it is read, without markup, colours or orders to the terminal.
+"""Text that others wrote, shown in a terminal as it is: no markup, colours or escape sequences.
 
-What a model writes, what a file is called and what a server answers may hold rich's markup, escape
-sequences that move the cursor, set the title or the clipboard, and characters that turn the
-direction of writing. Everything the command line prints of data goes through `visible` or `plain`.
+What a model writes, the name of a file and the answer of a server may hold rich's markup, escape
+sequences that move the cursor or set the title or the clipboard, and characters that change the
+direction of writing. All data that the command line prints goes through `visible` or `plain`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import sys
 from rich.console import Console
 from rich.text import Text
 
-# Controls but for tab and line feed; marks and overrides of direction; line separators.
+# Control characters except tab and line feed; direction marks and overrides; line separators.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
 )
 
 
 def visible(text: str) -> str:
-    """With control characters written out: U+001B is `\\x1b`. Each character by itself, so that
-    pieces of a stream may be given one after the other."""
+    """The text with control characters written out: U+001B becomes `\\x1b`.
+
+    Each character is replaced by itself, so a stream may be given in pieces.
+    """
     return _HIDDEN.sub(_written_out, text)
 
 
@@ -31,16 +33,16 @@ def _written_out(match: re.Match[str]) -> str:
 
 
 def plain(text: object, style: str = "") -> Text:
-    """For rich: the text in one style, whatever stands in it."""
+    """The text for rich, in one style, whatever it contains."""
     return Text(visible(str(text)), style=style)
 
 
 def write(text: str) -> None:
-    """To stdout, at once; as it is where stdout is a file or a pipe."""
+    """Write to stdout at once. A terminal gets `visible` text, a file or pipe the text itself."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def note(console: Console, text: object, style: str = "dim") -> None:
-    """A line beside the output."""
+    """Print a line that is not part of the output."""
     console.print(plain(text, style), highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`infer plan` and `infer models`: what will fit, and what can be loaded. Used by `cli.main`."""
+"""`infer plan` and `infer models`: what fits into memory, and which models can be loaded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from infer.models.registry import ARCHITECTURES
 
 
 def run_plan(config: EngineConfig, as_json: bool, free_gib: float | None) -> bool:
-    """Print the plan; returns whether it fits."""
-    from infer.engine.build.assemble import plan_for  # torch, only now
+    """Print the plan for a model, with `free_gib` GiB of free memory; returns whether it fits."""
+    from infer.engine.build.assemble import plan_for  # this imports torch
 
     plan = plan_for(config, free=None if free_gib is None else int(free_gib * 2**30))
     if as_json:
@@ -34,7 +34,7 @@ def run_plan(config: EngineConfig, as_json: bool, free_gib: float | None) -> boo
 
 
 def run_models() -> None:
-    """Print the families and the checkpoints in the local hub cache."""
+    """Print the model families, and the checkpoints in the local hub cache."""
     console = Console()
     rows = defaultdict(list)
     for name, row in ARCHITECTURES.items():

@@ -23,19 +23,19 @@ def serve(
         list[str] | None,
         typer.Option(
             "--model",
-            help="Folder, GGUF file or hub id; several behind one address: NAME=PATH, again and"
-            " again.",
+            help="Folder, GGUF file or hub id; for several models behind one address, repeat it as"
+            " NAME=PATH.",
             metavar="[NAME=]PATH",
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = DEFAULT_HOST,
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free one.")] = DEFAULT_PORT,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 = any free port.")] = DEFAULT_PORT,
     engine_thread: Annotated[bool, typer.Option("--engine-thread", hidden=True)] = False,
     *,
     server: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Serve a model with OpenAI's API, or several."""
+    """Serve one model, or several, with OpenAI's API."""
     from infer.server.multi_model import configs_of
     from infer.server.serve import serve_config
 

@@ -1,7 +1,7 @@
 """Generating and chatting in the terminal: text on stdout as it comes, everything else on stderr.
 
-So `infer generate … > file` holds the text alone. Ctrl+C stops the answer that is being written,
-and nothing else. Used by `cli.main`.
+So the file of `infer generate … > file` holds the text alone. Ctrl+C stops the answer that is being
+written, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from infer.engine.llm import LLM
 from infer.errors import RequestError
 from infer.types import SamplingParams, TextDelta
 
-COMMANDS = "/reset begins a new conversation, /exit ends, Ctrl+C stops an answer"
+COMMANDS = "/reset starts a new conversation, /exit ends, Ctrl+C stops an answer"
 
 
 @dataclass
 class Speed:
-    """How fast a stream was."""
+    """The speed of one stream."""
 
     num_tokens: int = 0
     first_token_s: float = 0.0
@@ -41,7 +41,7 @@ class Speed:
 
 
 def write_stream(pieces: Iterable[TextDelta]) -> tuple[str, Speed]:
-    """Print the pieces of a stream as they come; returns the text and how fast it was."""
+    """Print the pieces of a stream as they come; returns the whole text and its speed."""
     speed, text = Speed(), ""
     started_s = time.perf_counter()
     try:
@@ -59,7 +59,7 @@ def write_stream(pieces: Iterable[TextDelta]) -> tuple[str, Speed]:
 
 
 def run_generate(config: EngineConfig, prompt: str, sampling: SamplingParams) -> None:
-    """`infer generate`."""
+    """`infer generate`: print the prompt and its continuation."""
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
         pieces = llm.stream(prompt, sampling)
@@ -69,7 +69,7 @@ def run_generate(config: EngineConfig, prompt: str, sampling: SamplingParams) ->
 
 
 def run_chat(config: EngineConfig, system: str | None, sampling: SamplingParams) -> None:
-    """`infer chat`."""
+    """`infer chat`: read lines and answer them until the end of input or `/exit`."""
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
         note(notes, f"{llm.model_name} — {COMMANDS}")
@@ -90,16 +90,16 @@ def run_chat(config: EngineConfig, system: str | None, sampling: SamplingParams)
                     answer, speed = write_stream(llm.stream(history, sampling))
                 except RequestError as error:
                     history.pop()
-                    note(notes, f"{error}; /reset begins a new conversation", "yellow")
+                    note(notes, f"{error}; /reset starts a new conversation", "yellow")
                     continue
                 history.append({"role": "assistant", "content": answer})
                 note(notes, speed)
 
 
 def _read_line() -> str | None:
-    """One line from the user; None at the end of input."""
+    """One line of the user; None at the end of input."""
     if sys.stdin.isatty():
-        import readline  # noqa: F401  line editing and history for input()
+        import readline  # noqa: F401  gives `input` line editing and history
     while True:
         try:
             return input("\n› " if sys.stdin.isatty() else "").strip()

@@ -1,10 +1,10 @@
 """`ModelRouter`: several models behind one address, each with an engine and an app of its own.
 
-A request's `model` says whose app answers it (a GET says it in the query; the first one is the
-default); what is asked about requests, and for numbers, is answered from all. Engines are loaded
-one at a time, at the start or when the first request comes, and unloaded when nobody has used them
-for a while. One that cannot be loaded, or crashes, is a 503 for those who ask for it and nothing to
-the others. To `serve.Server` this is what an engine is.
+A request's `model` decides which app answers it. A GET has it in the query, and the first model is
+the default. Requests and metrics are listed for all models. Engines are loaded one at a time, at
+the start or for their first request, and unloaded when they are idle. A model that cannot be
+loaded, or whose engine crashes, is a 503 for its own requests and changes nothing for the others.
+`serve.Server` uses a router as it uses an engine.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ from infer.server.request_endpoints import cancelled, listed, shown
 log = logging.getLogger("infer.server")
 
 RETRY_LOAD_S = 15.0
-"""a model that could not be loaded is not tried again for so long"""
+"""The seconds for which a model that could not be loaded is not tried again."""
 _NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}=.+")
 
 
 def configs_of(
     models: Sequence[str], settings: Mapping[str, Any]
 ) -> EngineConfig | dict[str, EngineConfig]:
-    """What `--model` means: one model; or, from `NAME=PATH-OR-HUB-ID` …, one for each name."""
+    """The config of the only `--model`, or one config for each of several `NAME=PATH-OR-HUB-ID`.
+
+    Raises `ConfigError` for names that are missing, bad or given twice.
+    """
     if not models or (len(models) == 1 and not _NAMED.match(models[0])):
         return EngineConfig.from_kwargs(model=next(iter(models), None), **settings)
     configs: dict[str, EngineConfig] = {}
@@ -68,7 +71,7 @@ def configs_of(
 
 @dataclass(eq=False)
 class _Model:
-    """A name, and the engine behind it if one is loaded."""
+    """A model's name, and its engine and app while they are loaded."""
 
     name: str
     launch: Callable[[], AsyncLLM]
@@ -77,7 +80,7 @@ class _Model:
     used_s: float = 0.0
     refused_until_s: float = 0.0
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """held to load and to unload"""
+    """The lock that loading and unloading hold."""
 
     @property
     def status(self) -> str:
@@ -89,9 +92,11 @@ class _Model:
 
 
 class _Loader:
-    """One thread that launches engines, one after the other, and lives on with them: the system
-    ends a process with the thread that started it. Nobody waits for it at the end of the program,
-    since a load may hang."""
+    """One thread that launches engines, one after the other.
+
+    It lives as long as they do, because the system ends an engine's process with the thread that
+    started it. The end of the program does not wait for it, because a load may hang.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[Future[AsyncLLM], Callable[[], AsyncLLM]]] = (
@@ -100,7 +105,7 @@ class _Loader:
         threading.Thread(target=self._run, name="infer-load", daemon=True).start()
 
     def submit(self, launch: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
-        """What `launch` returns or raises, once it has been its turn."""
+        """The future result of `launch`, which is called in the thread when its turn comes."""
         future: Future[AsyncLLM] = Future()
         self._queue.put((future, launch))
         return future
@@ -127,35 +132,36 @@ class ModelRouter:
         idle_unload_s: float | None = None,
         end_loads: Callable[[], None] = lambda: None,
     ) -> None:
-        """`launches`: how each is loaded, in a thread. `make_app`: the app over one engine, without
-        `RequestBoundary`. `end_loads` has a launch that runs in another thread raise
-        `LoadError`."""
+        """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
+        without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
+        raise `LoadError`. `idle_unload_s` is the time after which an idle model is unloaded; None:
+        never."""
         self._models = {name: _Model(name, launch) for name, launch in launches.items()}
         self._make_app = make_app
         self._idle_unload_s = idle_unload_s
         self._loader = _Loader()
         self._end_loads = end_loads
         self._ending = asyncio.Event()
-        """set when nothing is to be loaded any more"""
+        """Set when the server ends; from then on nothing is loaded."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pool = Offload()
         self._created = int(time.time())
         self._draining = False
 
-    # ---- what `serve.Server` asks of an engine
+    # ---- what `serve.Server` uses of an engine
 
     @property
     def model_name(self) -> str:
-        """The names of all."""
+        """The names of all models."""
         return ", ".join(self._models)
 
     @property
     def num_open(self) -> int:
-        """Requests that run in any of them."""
+        """The number of requests that run in all engines."""
         return sum(engine.num_open for engine in self._engines())
 
     def drain(self) -> None:
-        """From now on finish what there is and refuse what comes."""
+        """Let running requests finish, and refuse new ones."""
         self._draining = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ending.set)
@@ -163,7 +169,7 @@ class ModelRouter:
             engine.drain()
 
     async def close(self) -> None:
-        """End what runs with an error, then stop the engines."""
+        """End running requests with an error, then stop the engines."""
         self._draining = True
         self._ending.set()
         await asyncio.to_thread(self._end_loads)
@@ -175,7 +181,7 @@ class ModelRouter:
     # ---- loading and unloading
 
     def load_all(self) -> None:
-        """Before the server starts. Raises `LoadError` if not even one can be loaded."""
+        """Load all models before the server starts. Raises `LoadError` if none can be loaded."""
         errors = []
         for model in self._models.values():
             try:
@@ -273,7 +279,7 @@ class ModelRouter:
     # ---- answering
 
     def make_app(self, layers: list[Middleware]) -> Starlette:
-        """The ASGI app over all of them, with `layers` around it."""
+        """The ASGI app over all models, with `layers` around it."""
         return Starlette(
             routes=[
                 Route("/v1/models", self._list, methods=["GET"]),
@@ -295,8 +301,10 @@ class ModelRouter:
         )
 
     def seen(self, context: RequestContext) -> None:
-        """An HTTP request has ended: it is counted by the app of the model that it was for, or, if
-        it did not get so far, of the default one."""
+        """Count an HTTP request that has ended.
+
+        The metrics of its model count it, or those of the default model where it had none yet.
+        """
         model = self._models.get(context.model) or self._find(None)
         if model.app is not None:
             model.app.state.metrics.seen(context)
@@ -321,7 +329,7 @@ class ModelRouter:
         return self._models[name]
 
     def _states(self, request: Request) -> dict[str, Any]:
-        """Of the apps that are loaded, by name; if the query names one, of that one alone."""
+        """The states of the loaded apps, by name; of one alone where the query names a model."""
         names = [name for name in (request.query_params.get("model"),) if name is not None]
         models = list(map(self._find, names)) or list(self._models.values())
         return {model.name: model.app.state for model in models if model.app is not None}
@@ -373,8 +381,8 @@ class ModelRouter:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, _: Request) -> Response:
-        """As long as any model can answer: a crash of one must not keep requests from the others;
-        /v1/models says how each of them is."""
+        """Ready as long as any model can answer: one that crashed must not keep requests from the
+        others. /v1/models has the state of each model."""
         statuses = {model.name: model.status for model in self._models.values()}
         if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
             raise EngineDeadError("no model is ready")
@@ -382,6 +390,6 @@ class ModelRouter:
 
 
 def _forget(loading: asyncio.Future[AsyncLLM]) -> None:
-    """Of a load that nobody waits for any more: how it ended need not be said."""
+    """Take the result of a load that nobody waits for, so that its error is not logged."""
     if not loading.cancelled():
         loading.exception()

@@ -1,9 +1,9 @@
-"""Runs an app under uvicorn: bind, say when it listens, drain at the end.
+"""Runs an app under uvicorn: binds the address, says when it listens, drains at the end.
 
 The port is bound before the engine is loaded, so that a port in use is known at once and not after
-minutes. At SIGINT or SIGTERM what runs may finish, and what comes is refused with 503; when nothing
-runs any more, after `drain_timeout_s`, or at a second signal the port and the engine are closed,
-which ends every stream that is left with a typed error; a third signal waits for nothing.
+minutes. At SIGINT or SIGTERM running requests may finish, and new ones are refused with 503. The
+port and the engine are closed when nothing runs any more, after `drain_timeout_s`, or at a second
+signal; that ends every remaining stream with a typed error. A third signal waits for nothing.
 """
 
 from __future__ import annotations
@@ -49,17 +49,20 @@ log = logging.getLogger("infer.server")
 
 KEEP_ALIVE_S = 75
 MAX_WAITING_CONNECTIONS = 2048
-"""that the system has opened and the event loop has not taken yet"""
+"""The most connections that the system has opened and the event loop has not accepted yet."""
 SEND_BUFFER_BYTES = 128 * 1024
-"""in the kernel, a connection (which takes twice of it): by default it may be megabytes, and who
-reads nothing is noticed only when they are full"""
+"""The size of a connection's send buffer in the kernel, in bytes; the kernel takes twice as much.
+By default it may be megabytes, and a client that reads nothing is noticed only when they are
+full."""
 _LAST_WORDS_S = 5
-"""from the engine's end to uvicorn's: time for the streams to send their error"""
+"""The seconds between the end of the engine and that of uvicorn, in which streams send their
+error."""
 _COLLECT_S = 2.0
-"""between full collections of garbage while nobody is connected: n connections (300 objects each)
-make it 1 + (n / 16)² times that, since they make each one longer, 50 ms with hundreds"""
+"""The seconds between full garbage collections while nobody is connected. With n connections (300
+objects each) it is 1 + (n / 16)² times as long, because they make a collection longer: 50 ms with
+hundreds of them."""
 _MAX_COLLECTIONS = 300
-"""of young objects, 7,000 new ones each, before a full one comes anyway"""
+"""The number of collections of young objects (one for 7,000 new ones) that force a full one."""
 
 
 def bind(
@@ -67,8 +70,11 @@ def bind(
     port: int = DEFAULT_PORT,
     write_stall_s: float = ServerSettings.write_stall_s,
 ) -> socket.socket:
-    """A socket that holds the port and does not listen yet, or `ConfigError`; port 0 = any free.
-    What a reader has not taken after `write_stall_s` is dropped, where the system can do that."""
+    """A socket that holds the port and does not listen yet; port 0 = any free port.
+
+    Raises `ConfigError` where the address cannot be used. Where the system can do it, a connection
+    is dropped whose reader has not acknowledged what was sent after `write_stall_s` seconds.
+    """
     if not 0 <= port <= 65535:
         raise ConfigError("port", f"must be between 0 and 65535, not {port}")
     try:
@@ -79,8 +85,8 @@ def bind(
         raise ConfigError("host", f"{host!r} is not an address or name of this machine") from None
     sock = socket.socket(family, kind, proto)
     try:
-        # What is accepted inherits it: else each answer on a kept connection waits 40 ms for the
-        # client's acknowledgement of its head, and tokens come in bursts.
+        # Accepted connections inherit it. Without it each answer on a kept connection waits 40 ms
+        # for the client's acknowledgement of its head, and tokens come in bursts.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
@@ -105,10 +111,10 @@ def _no_address(error: OSError, host: str, port: int) -> ConfigError:
 
 @contextlib.contextmanager
 def unix_socket(path: str) -> Iterator[socket.socket]:
-    """A socket at a path that only this user may use, and that does not listen yet.
+    """A Unix socket at `path`, which only this user may use, and which does not listen yet.
 
-    A file that a server left that is gone is replaced; the file is removed at the end. Raises
-    `ConfigError` where a server listens there, or something else is there.
+    The file that a dead server left is replaced. The file is removed at the end of the block.
+    Raises `ConfigError` where a server listens at the path, or another kind of file is there.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
@@ -149,12 +155,12 @@ def _remove_stale(path: str) -> None:
             os.unlink(path)
             return
         except TimeoutError:
-            pass  # somebody listens and does not answer
+            pass  # a server listens and does not answer
     raise ConfigError("uds", f"a server listens at {path!r} already")
 
 
 def check_certificate(settings: ServerSettings) -> None:
-    """Raises `ConfigError` for a certificate or a key that cannot be used."""
+    """Raises `ConfigError` if the certificate or its private key cannot be used."""
     if settings.ssl_certfile is None:
         return
     for field in ("ssl_certfile", "ssl_keyfile"):
@@ -170,7 +176,7 @@ def check_certificate(settings: ServerSettings) -> None:
         context.load_cert_chain(
             settings.ssl_certfile,
             settings.ssl_keyfile,
-            password=lambda: "",  # nobody is there to be asked
+            password=lambda: "",  # else OpenSSL asks for one on the terminal
         )
     except (ssl.SSLError, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or str(error)
@@ -182,7 +188,7 @@ def check_certificate(settings: ServerSettings) -> None:
 
 
 def url_of(sock: socket.socket, *, is_tls: bool = False) -> str:
-    """Where a client on this machine finds the server."""
+    """The address at which a client on this machine finds the server."""
     if sock.family == getattr(socket, "AF_UNIX", None):
         return f"unix:{sock.getsockname()}"
     scheme = "https" if is_tls else "http"
@@ -239,12 +245,13 @@ class Server(uvicorn.Server):
         self._announce = announce
         self._drain_ends_s: float | None = None
         self._quiet_s = 0.0
-        """how quiet it has been since the last full collection"""
+        """The time since the last full garbage collection, in seconds; it counts less the more
+        connections there are."""
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def serve_until_stopped(self) -> None:
-        """Blocks until a signal, or until `should_exit` is set."""
+        """Serve; returns after a signal, or when `should_exit` is set."""
         self.run(sockets=[self._sock])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -252,13 +259,13 @@ class Server(uvicorn.Server):
         url = url_of(self._sock, is_tls=self.config.is_ssl)
         try:
             await super().startup(sockets)
-        except OSError as error:  # two may hold a port at once (SO_REUSEADDR), one may listen
+        except OSError as error:  # SO_REUSEADDR lets two hold a port, and only one listen
             await self.lifespan.shutdown()
             if url.startswith("unix:"):
                 raise ConfigError("uds", f"cannot listen: {error.strerror}") from None
             host, port = self._sock.getsockname()[:2]
             raise _no_address(error, host, port) from None
-        # asyncio takes so many connections a turn as may wait in the system; these are two things.
+        # asyncio accepts as many connections in a turn as may wait. More of them may wait.
         self._sock.listen(MAX_WAITING_CONNECTIONS)
         if self._announce is not None:
             self._announce(f"infer serves {self._engine.model_name} at {url} (Ctrl+C to stop)")
@@ -297,7 +304,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Like uvicorn's, but a signal that was obeyed is not raised again: the exit code is 0."""
+        """Handle signals as uvicorn does, without raising them again; so the exit code is 0."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -321,8 +328,10 @@ class Server(uvicorn.Server):
 
 @contextlib.contextmanager
 def _log_on_stderr(log_format: str) -> Iterator[None]:
-    """What the engine says at its start, and warnings, also of the libraries below; unless somebody
-    has set up logging."""
+    """Writes logs to stderr: those of `infer`, and warnings of the libraries it stands on.
+
+    Does nothing where the program has set up logging.
+    """
     logger = logging.getLogger("infer")
     if logger.handlers:
         yield
@@ -346,34 +355,36 @@ def _log_on_stderr(log_format: str) -> Iterator[None]:
 
 
 def _announce(text: str) -> None:
-    """On stdout, if anybody can be told there."""
+    """Print to stdout, or log where stdout cannot be written."""
     try:
         print(text, flush=True)
     except (OSError, ValueError) as error:  # it is full, or closed
         log.info("%s", text)
         log.warning("stdout cannot be written (%s)", error)
-        # What is left in its buffer would be tried again, and fail, when the interpreter ends.
+        # At its end the interpreter would try to write the rest of the buffer, and fail.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _open_standard_streams() -> None:
-    """Who was started without them would have a connection as its stdout or stderr."""
+    """Open the standard streams that are closed; else a connection would become one of them."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def _check_reach(host: str, sock: socket.socket, settings: ServerSettings) -> None:
-    """Who may come to the socket: `ConfigError` where anybody could, a warning where keys could
-    be read on their way."""
+    """Raises `ConfigError` where other machines could use a server without keys.
+
+    Logs a warning where keys travel without encryption.
+    """
     address = ipaddress.ip_address(sock.getsockname()[0].partition("%")[0])
     if address.is_loopback:
         return
     if not (settings.api_keys or settings.insecure):
         message = f"{host!r} can be reached from other machines: give --api-keys a file of keys"
-        raise ConfigError("host", f"{message}, or say --insecure")
+        raise ConfigError("host", f"{message}, or allow it with --insecure")
     if settings.api_keys and not settings.ssl_certfile:
         log.warning(
             "keys and texts travel to %s in clear text: give --ssl-certfile and --ssl-keyfile, or"
@@ -390,10 +401,10 @@ def serve_config(
     *,
     in_thread: bool = False,
 ) -> None:
-    """Take the address, start the engine, serve; raises `LoadError` where one of them fails.
+    """Bind the address, start the engine and serve. Raises `LoadError` where one of them fails.
 
-    `config` by name: an engine for each, see `ModelRouter`. `in_thread`: the engine is no process
-    of its own. For comparisons: nothing survives its death.
+    A mapping of names to configs makes an engine for each; see `ModelRouter`. With `in_thread` the
+    engine runs in this process, which ends with it; that is for comparisons.
     """
     for field in ("load_on_first_use", "idle_unload_s"):
         if isinstance(config, EngineConfig) and getattr(settings, field):
@@ -407,7 +418,7 @@ def serve_config(
         launch: Callable[[EngineConfig], AsyncLLM]
         loads = Loads()
         if in_thread:
-            from infer.engine.build.assemble import build_async_llm as launch  # brings in torch
+            from infer.engine.build.assemble import build_async_llm as launch  # this imports torch
         else:
             from infer.engine.process.launch import launch as launch_process
 
@@ -434,17 +445,17 @@ def serve_config(
 
 
 def _with_seed(config: EngineConfig) -> EngineConfig:
-    """Answers that nobody has seeded must not be the same after each start."""
+    """The config, with a random seed if it has none: unseeded answers differ between runs."""
     return config if config.seed is not None else replace(config, seed=secrets.randbits(62))
 
 
 def run(
     engine: AsyncLLM | ModelRouter, sock: socket.socket, settings: ServerSettings | None = None
 ) -> None:
-    """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has taken."""
-    sys.setswitchinterval(0.001)  # so long the event loop waits for a thread that parses a body
+    """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has bound."""
+    sys.setswitchinterval(0.001)  # the seconds that the event loop waits for a parsing thread
     with sock:
         server = Server(engine, sock, settings, announce=_announce)
         freeze_heap()
-        gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # full ones come from `on_tick`
+        gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # `on_tick` does the full collections
         server.serve_until_stopped()

@@ -1,6 +1,6 @@
-"""`ServerSettings`: what a user may choose about the server, as `EngineConfig` is for the engine.
+"""`ServerSettings`: all settings of the server, as `EngineConfig` has those of the engine.
 
-The options of `infer serve` are made from it. Raises `ConfigError` at construction.
+The options of `infer serve` are made from it. The constructor raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -18,75 +18,77 @@ class ServerSettings:
     """See the module's docstring."""
 
     drain_timeout_s: Annotated[float, at_least(0)] = option(
-        30.0, "At SIGTERM: how long what runs may take to finish."
+        30.0, "At SIGTERM: seconds that running requests have to finish."
     )
     write_stall_s: Annotated[float, at_least(0.01)] = option(
-        30.0, "A client that takes nothing for so long is cancelled."
+        30.0, "Seconds after which a client that reads nothing is cancelled."
     )
     request_timeout_s: Annotated[float, at_least(0.001)] = option(
-        600.0, "A request that is not done by then is ended."
+        600.0, "Seconds after which a request is ended."
     )
     hang_s: Annotated[float, at_least(1)] = option(
-        120.0, "A step of the engine that takes longer is a hang."
+        120.0, "Seconds after which a step of the engine counts as hanging."
     )
     load_timeout_s: Annotated[float, at_least(1)] = option(
-        3600.0, "An engine that is not ready by then is given up."
+        3600.0, "Seconds that an engine has to load."
     )
     unknown_params: Literal["refuse", "ignore"] = option(
         "refuse",
-        "Fields of a body that nobody knows; ignore = leave out, and list in X-Ignored-Params.",
+        "What happens to unknown fields of a body; ignore = they are listed in X-Ignored-Params.",
     )
-    load_on_first_use: bool = option(False, "Of several models: not at the start.")
+    load_on_first_use: bool = option(
+        False, "With several models: load each when it is first asked for, not at the start."
+    )
     idle_unload_s: Annotated[float, at_least(0.1)] | None = option(
-        None, "Of several models: one that nobody uses for so long is unloaded."
+        None, "With several models: seconds after which an unused one is unloaded."
     )
     keep_alive_s: Annotated[float, at_least(0)] = option(
-        15.0, "A stream in which nothing happens gets a comment so often; 0 = never."
+        15.0, "Seconds after which a silent stream is sent a comment; 0 = never."
     )
     metrics_prefix: str = option(
-        "infer", "Names in /metrics begin with it; vllm = dashboards made for vLLM work."
+        "infer", "How names in /metrics begin; with vllm, dashboards made for vLLM work."
     )
     log_format: Literal["text", "json"] = option(
-        "text", "json = a line of JSON for each event and each request."
+        "text", "json = one line of JSON for each event and each request."
     )
     tracing: bool = option(
-        False, "Send a span for each request as OTEL_EXPORTER_OTLP_* say (extra: otel)."
+        False, "Send a span for each request to where OTEL_EXPORTER_OTLP_* say (extra: otel)."
     )
     api_keys: str | None = option(
-        None, "File of the keys that are let in (infer keys create); default: no keys."
+        None, "File of the API keys (made by infer keys create); default: no keys are needed."
     )
     public_prefixes: str | None = option(
-        None, "Folder of texts (NAME.txt), as of system messages, that keys may share the cache of."
+        None, "Folder of texts (NAME.txt), such as system messages, whose cache keys may share."
     )
     insecure: bool = option(
-        False, "Without keys, listen on an address that others than this machine can reach."
+        False, "Without keys, listen on an address that other machines can reach."
     )
     ssl_certfile: str | None = option(
-        None, "File of the certificate (PEM, with its chain): HTTPS in place of HTTP."
+        None, "File of the certificate (PEM, with its chain); the server then speaks HTTPS."
     )
     ssl_keyfile: str | None = option(
         None, "File of the certificate's private key; default: it is in the same file."
     )
     uds: str | None = option(
-        None, "Listen on a Unix socket of this path in place of an address and port."
+        None, "Listen on a Unix socket at this path instead of an address and port."
     )
     sessions: str | None = option(
         None, "Database URL of the sessions; default: a SQLite file in the user's state folder."
     )
-    max_sessions: NonNegativeInt = option(1000, "Sessions that a key may keep here.")
+    max_sessions: NonNegativeInt = option(1000, "Most sessions of a key.")
     max_session_messages: NonNegativeInt = option(
-        100_000, "Messages that the sessions of a key may have, all together."
+        100_000, "Most messages in all sessions of a key together."
     )
     max_session_bytes: NonNegativeInt = option(
-        64 * 1024 * 1024, "Bytes that the sessions of a key may have, all together."
+        64 * 1024 * 1024, "Most bytes in all sessions of a key together."
     )
     cors_origins: str | None = option(
-        None, "Origins, separated by commas, whose pages in a browser may use this server."
+        None, "Origins, separated by commas, whose web pages may use this server."
     )
     allowed_hosts: str | None = option(
         None,
-        "Names, separated by commas, that a Host header may have beside localhost, as behind a"
-        " proxy; looked at without keys, on loopback.",
+        "Names, separated by commas, that a Host header may have in addition to localhost, as"
+        " behind a proxy; checked only without keys, on loopback.",
     )
 
     def __post_init__(self) -> None:
@@ -106,10 +108,10 @@ class ServerSettings:
 
     @property
     def origins(self) -> list[str]:
-        """`cors_origins` as a list."""
+        """The entries of `cors_origins`."""
         return self.cors_origins.split(",") if self.cors_origins else []
 
     @property
     def hosts(self) -> list[str]:
-        """`allowed_hosts` as a list."""
+        """The entries of `allowed_hosts`."""
         return self.allowed_hosts.split(",") if self.allowed_hosts else []
