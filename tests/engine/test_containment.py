@@ -282,7 +282,9 @@ def test_of_thousands_exactly_the_poisonous_ones_fail(count: int) -> None:
     poisonous = {i: dice.choice([13, 14]) for i in dice.sample(range(count), count // 100)}
 
     async def main() -> None:
-        llm = launch_hash_llm("tests.engine.test_containment:sometimes", max_batch_size=32, num_pages=2000)
+        llm = launch_hash_llm(
+            "tests.engine.test_containment:sometimes", max_batch_size=32, num_pages=2000
+        )
         async with llm:
             pid = pid_of(llm)
             free = asyncio.Semaphore(width)
