@@ -1,4 +1,4 @@
-"""`AsyncLLM` over the hash runner: entering, leaving, ends, failures, slow readers."""
+"""`AsyncLLM` over the hash runner: entering and leaving streams, ends, failures, slow readers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_stop_string_ends_the_request_in_the_core_too() -> None:
                 text += piece.text
             assert piece.finish_reason is FinishReason.STOP
             assert text == plain.text[: plain.text.index(stop)]
-            # Still inside: it is the stop string that frees the pages, not the leaving.
+            # The stream is still open, so the stop string frees the pages, not leaving it.
             await until(lambda: idle(llm))
             assert llm.stats()["num_finished_stop"] == 1
 
@@ -143,7 +143,7 @@ def test_a_slow_reader_finds_one_merged_piece_or_one_a_token() -> None:
         request = llm.make_request("abc", GREEDY)
         async with llm.stream(request, merge=merge) as pieces:
             await until(lambda: idle(llm))
-            await asyncio.sleep(0.2)  # the last step's message crosses to this loop
+            await asyncio.sleep(0.2)  # until the last step's message has reached this loop
             got = [piece async for piece in pieces]
         assert [len(piece.token_ids) for piece in got] == ([20] if merge else [1] * 20)
         tokens = [token for piece in got for token in piece.token_ids]
@@ -160,7 +160,7 @@ ROOM: dict[str, Any] = {"max_seq_len": 4096, "num_pages": 2000}
 
 
 def test_a_reader_far_behind_gets_everything_while_it_takes_little_room_when_merged() -> None:
-    """Thrice the room of a mailbox if each token had its own piece."""
+    """With one piece per token it would be three times the size of a mailbox."""
 
     async def body(llm: AsyncLLM) -> None:
         request = llm.make_request("abc", LONG)
@@ -200,7 +200,7 @@ def test_a_reader_for_whom_too_much_gathers_is_cancelled(merge: bool) -> None:
 def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(
     has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One has 900 tokens with log-probabilities waiting, one a few; one is read as it comes."""
+    """One has 900 unread tokens with log-probabilities, one a few, and one is read at once."""
     for module in (async_llm, mailbox):
         monkeypatch.setattr(module, "MAX_MAILBOX_BYTES", 10**9)
 
@@ -240,7 +240,7 @@ def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(
 
 
 def test_a_reader_that_only_had_no_chance_to_read_is_not_cancelled() -> None:
-    """The event loop stands still; then all comes at once."""
+    """The event loop is blocked for a while; then all messages are handled at once."""
 
     async def body(llm: AsyncLLM) -> None:
         request = llm.make_request("abc", LONG.replace(max_tokens=600, logprobs=20))

@@ -1,4 +1,4 @@
-"""One request's failure is its own: bisected steps, rows without numbers, memory that runs out."""
+"""One request's failure affects no other: halved steps, rows of NaN, lack of memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokens_of(outputs: list[StepOutput], name: str) -> list[int | None]:
 
 
 class Poisoned(HashRunner):
-    """Fails on some requests in its own ways; as many steps as that, it also says so."""
+    """A runner that fails in a given way on some requests, and counts the failed steps."""
 
     num_failed = 0
 
@@ -63,12 +63,12 @@ def test_a_step_is_halved_until_the_culprit_is_alone() -> None:
     assert end.error is not None
     assert end.error.message == "the engine failed while computing this request"
     assert isinstance(core.runner, Poisoned)
-    assert core.runner.num_failed <= 6  # the whole step, and once for each halving
+    assert core.runner.num_failed <= 6  # one for the whole step, and one for each halving
     assert core.scheduler.allocator.num_free == core.scheduler.allocator.num_usable
 
 
 class Small(HashRunner):
-    """Has memory for so many tokens at once."""
+    """A runner with memory for a limited number of tokens in a step."""
 
     room = 3
 
@@ -100,7 +100,7 @@ def test_an_engine_that_can_do_nothing_any_more_says_so() -> None:
 
 
 def test_a_row_without_numbers_fails_alone() -> None:
-    """On the real model: NaN in one row of the logits, and infinity in another."""
+    """On the shipped model, with NaN in one row of the logits and infinity in another."""
     sampling = [GREEDY, GREEDY.replace(temperature=0.8, top_p=0.9, seed=1, logprobs=1)] * 3
     with LLM(dtype="float32", max_seq_len=64) as llm:
         prompts = ["One day", "Once", "The fox", "A bird", "{", "7 + 5 ="]
@@ -171,11 +171,11 @@ def test_one_request_is_poisonous_and_everybody_is_preempted(kind: str) -> None:
     assert core.stats().counters.num_preemptions > 20
 
 
-# ---- scorecard 5: what a sequence has not written it must not read
+# ---- scorecard 5: a sequence reads no cell that it has not written
 
 
 class ReadsTooFar(HashRunner):
-    """Looks at the cell behind the last one, which somebody may have left there."""
+    """A runner that reads the cell after the last one, which may hold another request's data."""
 
     def _compute(self, sequence: Any, start: int, num_tokens: int) -> int:
         cell = super()._compute(sequence, start, num_tokens)
@@ -186,7 +186,7 @@ class ReadsTooFar(HashRunner):
 
 @pytest.mark.parametrize("count", [650, pytest.param(2600, marks=pytest.mark.slow)])
 def test_taken_pages_are_poisoned_and_nobody_notices(count: int) -> None:
-    """8 pages taken a request, from a pool so small that each is taken again and again."""
+    """Each request takes 8 pages from a pool so small that all pages are reused often."""
     faults = Faults(preempt_every=7, poison=True)
     core = FaultyCore(make_hash_core(num_pages=60, max_waiting_requests=3000), faults)
     taken, grow = 0, core.scheduler.allocator.grow
@@ -211,7 +211,7 @@ def test_taken_pages_are_poisoned_and_nobody_notices(count: int) -> None:
 
 @pytest.mark.parametrize("poison", [False, True])
 def test_a_cell_too_many_is_noticed(poison: bool) -> None:
-    """By the second request, which gets the pages of the first; without the poison it is not."""
+    """By the second request, which gets the first one's pages; only if pages are poisoned."""
     core = FaultyCore(
         make_hash_core(num_pages=9, runner=ReadsTooFar, enable_prefix_caching=False),
         Faults(poison=poison),
@@ -239,7 +239,7 @@ def test_poison_on_the_real_model(backend: str, dtype: str) -> None:
         outputs = core.outputs_until_complete()
         for each, tokens in zip(requests, wanted, strict=True):
             assert tuple(tokens_of(outputs, each.request_id)) == tokens
-        # And that it would be noticed: the pages of a running sequence become poison.
+        # The check works: poisoning the pages of a running sequence changes its answer.
         victim = llm.core.scheduler.add(llm.make_request("One day", GREEDY))
         llm.core.step()
         fill_with_nan(llm.core.runner, victim.table.pages)
@@ -252,7 +252,8 @@ def test_poison_on_the_real_model(backend: str, dtype: str) -> None:
 
 
 class Sometimes(HashRunner):
-    """A request that has 13 in its prompt fails after some tokens: in the step, or in its row."""
+    """A runner on which a request with 13 in its prompt fails after some tokens, by raising or by
+    an error in its row."""
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
         for chunk in plan:
@@ -281,7 +282,9 @@ def test_of_thousands_exactly_the_poisonous_ones_fail(count: int) -> None:
     poisonous = {i: dice.choice([13, 14]) for i in dice.sample(range(count), count // 100)}
 
     async def main() -> None:
-        llm = launch_hash_llm("test_containment:sometimes", max_batch_size=32, num_pages=2000)
+        llm = launch_hash_llm(
+            "tests.engine.test_containment:sometimes", max_batch_size=32, num_pages=2000
+        )
         async with llm:
             pid = pid_of(llm)
             free = asyncio.Semaphore(width)
@@ -308,7 +311,8 @@ def test_of_thousands_exactly_the_poisonous_ones_fail(count: int) -> None:
 
 @pytest.mark.parametrize("error", [ErrorRecord("its own", "RequestError"), ErrorRecord("NaN")])
 def test_requests_that_fail_by_themselves_never_end_the_engine(error: ErrorRecord) -> None:
-    """100 in a row, each alone: what a runner pins on a request says nothing about the engine."""
+    """100 in a row, each alone: an error that the runner attributes to a request says nothing about
+    the engine."""
 
     class Pinned(HashRunner):
         def execute(self, plan: Plan) -> Seq[Sampled]:
@@ -323,7 +327,7 @@ def test_requests_that_fail_by_themselves_never_end_the_engine(error: ErrorRecor
 
 
 def test_requests_that_make_steps_raise_never_end_an_engine_that_works() -> None:
-    """100 in a row, each alone: a trial step shows that it is them."""
+    """100 in a row, each alone: a trial step shows that the requests are the cause."""
     core = make_hash_core(runner=Poisoned)
     for i in range(100):
         core.add(request(f"{i}", 13))

@@ -1,4 +1,4 @@
-"""What is chosen for a CUDA device, with a device that says what a test wants."""
+"""Choices for a CUDA device (dtype, seats, kernels), with a simulated device."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_keeps_the_kernels_from_running(monkeypatch: pytest.MonkeyPatch) ->
     assert "not cpu" in str(cuda.obstacle(CPU))
     monkeypatch.setattr(triton, "__version__", "3.9.0")
     assert cuda.obstacle(GPU) is None
-    # Up to 3.8 a launcher is compiled in C.
+    # Triton before 3.8 compiles its launcher in C.
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "C compiler" in str(cuda.obstacle(GPU))
@@ -95,7 +95,7 @@ def test_the_next_engine_gets_as_many_pages() -> None:
 
 
 class Wavering(PlainLinear):
-    """Computes rows otherwise in batches of some size, or only at one end of them."""
+    """A layer whose rows differ in batches of some sizes, or only at one end of them."""
 
     wrong: dict[int, Any] = {}  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""A program that uses the engine ends as it wishes: no thread of ours is in native code then."""
+"""A program that uses the engine can end at any time: no thread of ours is in native code then."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from infer import LLM, SamplingParams
 from infer.runner import kv_storage
 
-# What each part of a cache is prepared with is made slow, and goes on in torch, where a thread must
-# not be torn down: the interpreter's lock is taken again in C++ that cannot be unwound.
+# Preparing each part of a cache is made slow and continues in torch, where a thread must not be
+# ended: C++ that cannot be unwound takes the interpreter's lock again.
 SLOW = """
 import sys, time
 import torch
@@ -90,7 +90,7 @@ def test_who_closes_has_no_thread_left(monkeypatch: pytest.MonkeyPatch) -> None:
     def preparing() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "kv-storage"]
 
-    for thread in preparing():  # of other tests
+    for thread in preparing():  # threads of other tests
         thread.join()
     monkeypatch.setattr(kv_storage, "advise", slow)
     with LLM(device="cpu") as llm:

@@ -1,5 +1,5 @@
-"""Structured output on the shipped model: what comes out fits, alone and in company, after a
-preemption and after a crash; and a grammar that fails, fails alone."""
+"""Structured output on the shipped model: the text fits its grammar, alone and in a batch, after a
+preemption and after a crash; a grammar that fails affects no other request."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sampling(grammar: Grammar | None, **changes: Any) -> SamplingParams:
 
 
 def crowd() -> tuple[list[str], list[SamplingParams]]:
-    """Every grammar, greedy and drawn, among others that have none."""
+    """Prompts with every grammar, greedy and sampled, among others without a grammar."""
     each = [
         sampling(grammar, temperature=temperature, seed=seed)
         for seed in range(4)
@@ -123,7 +123,7 @@ def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
                 if output.token_id is not None:
                     tokens.setdefault(output.request_id, []).append(output.token_id)
         assert core.scheduler.stats.num_preemptions > 50
-        assert list(map(tuple, tokens.values()))  # some order; compared as a multiset
+        assert list(map(tuple, tokens.values()))  # in any order; compared as a multiset
         assert sorted(map(tuple, tokens.values())) == sorted(o.token_ids for o in alone)
 
 
@@ -147,7 +147,7 @@ def test_a_request_that_is_cut_anywhere_goes_on(llm: LLM) -> None:
 def test_a_step_that_is_executed_again_changes_nothing(
     llm: LLM, alone: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It fails after its tokens were sampled, so the constraints have run ahead."""
+    """The step fails after its tokens were sampled, so the constraints have seen them."""
     runner = llm.core.runner
     real, count = runner.execute, 0
 
@@ -259,7 +259,7 @@ def test_a_forced_call_is_a_call(llm: LLM, way: answer_parser.ToolFormat) -> Non
 
 
 def test_hostile_grammars_do_not_hold_a_step_up(llm: LLM) -> None:
-    """What is forced is not written out: with a real vocabulary this once took seconds."""
+    """Forced text is not enumerated: with a real vocabulary that once took seconds."""
     compiler = Compiler(Vocabulary.of(llm.tokenizer, 2048))
     for text in ("(a{1000}){1000}", "x((a{100}){100}){100}", r"(\w{1,500}\s){1,500}"):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A grammar that takes long keeps nobody waiting but its own request, whose tokens are the same."""
+"""A slow grammar delays only its own request, whose tokens stay the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, Grammar, SamplingParams
+from infer.runner import grammar_masks
 from infer.text.grammars.compiler import CompiledGrammars, Compiler, Constraint
 
 SLOW = Grammar.regex("[a-z]{4,12}( [a-z]{2,9}){2}")
@@ -60,9 +61,24 @@ def test_who_is_being_compiled_waits_alone(llm: LLM, monkeypatch: pytest.MonkeyP
     found = steps_of(llm, {"quick": QUICK, "slow": SLOW, "free": None})
     for name in found:
         assert tokens(found[name]) == tokens(alone[name][name])
-    # The one without a grammar was not held up: it had tokens before the slow one had its first.
+    # The request without a grammar was not delayed: it had tokens before the slow one's first.
     first = found["slow"][0][0]
     assert sum(step < first for step, _ in found["free"]) >= 5
+
+
+def test_others_wait_once_for_a_first_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in each step that begins while the grammar is being compiled."""
+    real = Compiler.constraint
+
+    def slowly(self: Compiler, grammar: Grammar, num_bytes: int = 0) -> Constraint:
+        time.sleep(1.0)
+        return real(self, grammar, num_bytes)
+
+    monkeypatch.setattr(Compiler, "constraint", slowly)
+    monkeypatch.setattr(grammar_masks, "OTHERS_S", 0.25)
+    found = steps_of(llm, {"slow": SLOW, "free": None})
+    first = found["slow"][0][0]
+    assert sum(step < first for step, _ in found["free"]) >= 10
 
 
 @pytest.mark.parametrize("when", [1, 3])
@@ -90,12 +106,12 @@ def test_who_has_a_slow_mask_waits_alone(
         assert tokens(found[name]) == tokens(alone[name][name])
     slow = [step for step, _ in found["slow"]]
     free = [step for step, _ in found["free"]]
-    assert len(set(range(free[0], slow[-1] + 1)) - set(slow)) >= 1  # it sat out at least a step
-    assert free == list(range(free[0], free[0] + len(free)))  # and nobody else did
+    assert len(set(range(free[0], slow[-1] + 1)) - set(slow)) >= 1  # it missed at least a step
+    assert free == list(range(free[0], free[0] + len(free)))  # and the other one none
 
 
 def test_everybody_late_is_no_loss(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps in which nothing is computed, because all wait, are not those of a broken engine."""
+    """Steps that compute nothing because all requests wait do not count as an engine's failure."""
     alone = steps_of(llm, {"a": SLOW})
     real = Compiler.constraint
 
@@ -125,7 +141,7 @@ def test_compiled_grammars_are_kept_by_their_bytes() -> None:
     kept.matcher(each[0], 1 << 18)
     assert (len(kept), kept.num_bytes, len(made)) == (4, 1 << 20, 4)
     kept.matcher(each[4], 1 << 18)
-    kept.matcher(each[0], 1 << 18)  # used lately, so the second one has gone
+    kept.matcher(each[0], 1 << 18)  # used recently, so the second one was evicted
     assert made == each[:5]
     kept.matcher(each[1], 1 << 18)
     assert made == [*each[:5], each[1]]
@@ -133,13 +149,13 @@ def test_compiled_grammars_are_kept_by_their_bytes() -> None:
         with pytest.raises(ValueError, match="on purpose"):
             kept.matcher(Grammar.regex("bad"), 1 << 18)
     assert len(made) == 8  # a failure is not kept
-    kept.matcher(each[5], 2 << 20)  # larger than all that may be kept
+    kept.matcher(each[5], 2 << 20)  # larger than the whole cache
     assert (len(kept), kept.num_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("opening", ["", "Once"])
 def test_a_grammar_begins_behind_thoughts(llm: LLM, opening: str) -> None:
-    """Any marks will do: here a sentence of a story is the thoughts."""
+    """Any marks will do: here a sentence of the model's text stands for the thoughts."""
     input_processor, core = llm._input_processor, llm.core
     for seed in range(4):
         params = SamplingParams(grammar=Grammar.choice(["yes!", "no!"]), seed=seed, max_tokens=150)
@@ -154,7 +170,7 @@ def test_a_grammar_begins_behind_thoughts(llm: LLM, opening: str) -> None:
         thoughts, _, answer = text.rpartition(".")
         assert answer in ("yes!", "no!"), text
         assert opening or thoughts
-        # Another engine that goes on with it says the same.
+        # Another engine that continues the request gives the same tokens.
         cut = len(ids) // 2
         rest = dataclasses.replace(
             request, request_id=names[1], output_token_ids=tuple(ids[:cut]), num_crashes=1

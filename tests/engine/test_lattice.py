@@ -1,8 +1,8 @@
-"""The equivalence lattice: the same request gives the same tokens, whatever it runs in.
+"""The equivalence lattice: the same request gives the same tokens under all settings.
 
-On the model that ships, in float32: alone or batched, each batching mode, any chunk size, cold or
-warm cache, preempted or not, any page size, dense reference or paged, blocking or asyncio. Each
-variant proves that what it is about (a hit, a preemption, a chunk, a shared batch) did happen.
+On the shipped model, in float32: alone or batched, each batching mode, any chunk size, cold or warm
+cache, preempted or not, any page size, dense reference or paged, blocking or asyncio. Each variant
+proves that its subject (a cache hit, a preemption, a chunk, a shared batch) did occur.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def engine(**settings: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def alone() -> Tokens:
-    """Every request in an engine by itself, without a prefix cache."""
+    """The tokens of every request alone in an engine without a prefix cache."""
     with engine(batching_mode="sequential", enable_prefix_caching=False) as llm:
         result = run(llm)
         assert llm.stats()["num_cached_tokens"] == 0
@@ -118,7 +118,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
         lambda s: s["num_preemptions"] > 0,
     ),
     "a bound on the step": (
-        # Nothing takes less than a millisecond, so prompts ride along in the smallest chunks.
+        # No step takes less than a millisecond, so prompts get the smallest chunks.
         {
             "max_step_ms": 1.0,
             "max_batch_size": 8,
@@ -189,7 +189,7 @@ def test_asyncio(alone: Tokens) -> None:
 
 
 def test_streaming(alone: Tokens) -> None:
-    """Streams that one thread reads in turns, piece by piece."""
+    """One thread reads all streams in turn, piece by piece."""
     with engine() as llm:
         streams = {i: llm.stream(PROMPTS[i], params(i)) for i in range(len(PROMPTS))}
         got: dict[int, tuple[int, ...]] = dict.fromkeys(streams, ())
@@ -204,7 +204,7 @@ def test_streaming(alone: Tokens) -> None:
 
 
 def test_sixty_four_mixed_requests_through_the_three_modes() -> None:
-    """The acceptance table of docs/architecture.md: same tokens, different numbers of steps."""
+    """The modes give the same tokens in different numbers of steps (docs/architecture.md)."""
     prompts = [(OPENING * (1 + i % 5))[: 20 + 17 * (i % 11)] for i in range(64)]
     each = [SamplingParams(temperature=0, max_tokens=4 + (i * 7) % 37) for i in range(64)]
     tokens, steps = {}, {}

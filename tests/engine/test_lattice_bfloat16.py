@@ -1,9 +1,9 @@
-"""The promise on a CPU in bfloat16, int8 and int4: tokens and log-probabilities bitwise equal in
-any company.
+"""Batch invariance on a CPU in bfloat16, int8 and int4: tokens and log-probabilities are bitwise
+equal in any batch.
 
-On the model that ships, with the defaults (its own dtype, the native attention kernel), with int8
-or int4 layers, and with keys and values in int8. Where the kernel was not compiled there is no
-promise, and the start-up says so; then this is skipped.
+On the shipped model, with the defaults (its own dtype, the native attention kernel), with int8 or
+int4 layers, and with keys and values in int8. Without the compiled kernel there is no such
+guarantee, and the start-up warns; these tests are then skipped.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def test_bitwise_as_alone(settings: dict[str, Any], alone: tuple[dict[str, Any],
 
 
 def test_int8_and_int4_are_other_models_than_bfloat16() -> None:
-    """Their layers do compute in int8: the log-probabilities are near, not equal."""
+    """Their log-probabilities are close but not equal, so the layers do compute in int8."""
     results = []
     for dtype in ("auto", "int8", "int4"):
         with LLM(dtype=dtype, max_seq_len=512) as llm:

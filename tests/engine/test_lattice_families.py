@@ -1,7 +1,7 @@
 """The equivalence lattice on every family: small random checkpoints, in float32.
 
-What `test_lattice` does in full on the shipped model is done here in its strongest mixtures for
-the equations that differ: windows, two RoPE tables, head norms, learned positions.
+`test_lattice` has all variants on the shipped model. This file has the strongest combinations of
+them for equations that differ: windows, two RoPE tables, head norms, learned positions.
 """
 
 from __future__ import annotations

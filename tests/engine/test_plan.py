@@ -1,4 +1,4 @@
-"""`infer plan`: exact weights, the issue's budgets, and refusing early with the table."""
+"""`infer plan`: exact sizes of weights, known budgets, and early refusals that show the table."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ GEMMA3_1B = {
     [(LLAMA_3B, 3.5, 3.213e9), (QWEN3_4B, 4.5, 4.022e9), (GEMMA3_1B, 0.8125, 0.9999e9)],
 )
 def test_the_budgets_of_real_models(raw: dict[str, Any], kv_gib: float, parameters: float) -> None:
-    """KV cache of 8 sequences of 4,096 tokens in bf16, and how many parameters there are."""
+    """The KV cache of 8 sequences of 4,096 tokens in bfloat16, and the number of parameters."""
     model = parse_model_config(raw, "test")
     config = EngineConfig(max_seq_len=4096, max_batch_size=8, device="cpu", dtype="bfloat16")
     plan = make_plan(config, model, "test", free=64 * 2**30)
@@ -219,7 +219,7 @@ def test_without_arithmetic_for_bfloat16_the_default_is_float32(
     caplog.clear()
     assert chosen(dtype="float32") == torch.float32
     assert not caplog.records
-    assert chosen(dtype="bfloat16") == torch.bfloat16  # who asks for it gets it, and is told
+    assert chosen(dtype="bfloat16") == torch.bfloat16  # an explicit dtype is used, with a warning
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
 
 

@@ -1,4 +1,4 @@
-"""`EngineProcess`: the same answers as in a thread, and nothing lost when the process dies."""
+"""`EngineProcess`: the same answers as from a thread, refusals, logs, the end of the process."""
 
 from __future__ import annotations
 

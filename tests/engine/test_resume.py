@@ -1,4 +1,5 @@
-"""A dead engine's requests go on in the next one with the same tokens; who kills engines ends."""
+"""The next engine continues a dead one's requests with the same tokens; one that kills engines
+fails."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def rest_of(llm: LLM, request: Request) -> list[StepOutput]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_request_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(dtype: str) -> None:
-    """In a new engine, with every kind of sampling; logprobs and the way it ends included."""
+    """In a new engine, with every kind of sampling; log-probabilities and the end are the same."""
     with LLM(dtype=dtype, max_seq_len=256) as llm:
         for i, sampling in enumerate(SAMPLING):
             request = llm.make_request(PROMPTS[i % len(PROMPTS)], sampling)
@@ -112,13 +113,13 @@ def test_kills_from_outside_must_hit_the_same_request_again_and_again() -> None:
     journal.add(request("a"))
     for _ in range(MAX_FROM_OUTSIDE - 1):
         assert not journal.crashed("a", from_outside=True)
-    journal.record([token("a", 5)])  # it has come further, so it was not to blame
+    journal.record([token("a", 5)])  # it got a token since, so it was not the cause
     for _ in range(MAX_FROM_OUTSIDE - 1):
         assert not journal.crashed("a", from_outside=True)
     assert len(journal.crashed("a", from_outside=True)) == 1
 
 
-# ---- the core: after a crash everybody begins alone
+# ---- the core: after a crash each request begins alone
 
 
 def test_suspects_begin_in_steps_of_their_own_and_then_join() -> None:
@@ -197,7 +198,7 @@ def test_streams_go_on_over_many_deaths_and_newcomers_wait() -> None:
         assert llm.stats()["num_restarts"] == 3
         stats = llm.stats()
         assert (stats["num_open"], stats["num_running"]) == (0, 0)
-        assert stats["num_sampled_tokens"] >= 20 * 200  # also those of the dead
+        assert stats["num_sampled_tokens"] >= 20 * 200  # those of dead engines included
         assert stats["num_requests_admitted"] == stats["num_requests_finished"] == 23
 
     run(body, step_s=0.004)

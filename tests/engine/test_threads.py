@@ -1,4 +1,4 @@
-"""How many threads an engine takes."""
+"""The number of threads that an engine uses."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ def test_a_small_model_leaves_a_core_to_its_server(
 ) -> None:
     cores = hardware.default_threads()
     bfloat16 = {"dtype": "bfloat16"}  # in float32, the default on some CPUs, it is not small
-    assemble.prepare_process(bfloat16)  # the model that ships
-    assemble.prepare(EngineConfig())  # within somebody's process
+    assemble.prepare_process(bfloat16)  # the shipped model
+    assemble.prepare(EngineConfig())  # within the caller's process
     monkeypatch.setattr(assemble, "SMALL_MODEL_BYTES", 1 << 20)
     assemble.prepare_process(bfloat16)
     assert asked == [max(1, cores - 1), cores, cores]

@@ -1,8 +1,8 @@
-"""Runs the reliability scorecard and writes docs/reliability.md: what was done, counted, and found.
+"""Runs the reliability scorecard and writes its counts and verdicts to docs/reliability.md.
 
 `python tests/reliability/scorecard.py [--minutes 60] [--overload-s 120] [--only 9,20]`. A row is
-one or more tests, run by pytest; what they counted comes from their `Findings`. With `--only` the
-other rows of the page stay as they are.
+one or more tests, run by pytest, which write their counts with `Findings`. With `--only` the other
+rows of the page stay unchanged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HERE = "tests/reliability"
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the scorecard; `load` where the tests do not say it themselves."""
+    """A row of the scorecard; `load` describes its load if the tests' findings do not."""
 
     number: str
     name: str
@@ -303,7 +303,7 @@ ROWS = (
 
 
 def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
-    """Run its tests; verdict, time, what they counted, and what failed."""
+    """Run a row's tests; returns verdict, time, counts and failures."""
     with tempfile.TemporaryDirectory() as folder:
         findings = Path(folder) / "findings"
         started_s = time.monotonic()
@@ -320,7 +320,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
         lines = findings.read_text().splitlines() if findings.exists() else []
     failures = re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)
     counted = [json.loads(line) for line in lines]
-    for finding in counted:  # times: no test fails by them, the row does
+    for finding in counted:  # limits of times, which fail the row but no test
         limits = finding["counted"].get("at_most", {}).items()
         failures += [f"{name}: {is_}, over {most}" for name, (is_, most) in limits if is_ > most]
     if done.returncode:
@@ -335,7 +335,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
 
 
 def written(before: str) -> dict[str, tuple[str, str]]:
-    """What a page says already: by a row's number, its line in the table and its section."""
+    """The line in the table and the section of each row of a page, by the row's number."""
     head, *sections = re.split(r"(?m)^(?=## )", before)
     lines = {line.split("|")[1].strip(): line for line in head.splitlines() if line[:2] == "| "}
     found = {section.split()[1]: "\n" + section.rstrip() for section in sections}
@@ -343,7 +343,7 @@ def written(before: str) -> dict[str, tuple[str, str]]:
 
 
 def page(kept: dict[str, Any], before: str = "") -> str:
-    """The whole of docs/reliability.md; `before`: the page as it is, whose rows stay where there
+    """The content of docs/reliability.md; `before` is the old page, whose rows are kept where there
     are no newer ones."""
     older = written(before)
     parts = [

@@ -1,6 +1,7 @@
-"""Scorecard A4, A5, A7: connections without end, bodies that nobody reads, pages of other sites.
+"""Scorecard A4, A5, A7: floods of connections, unread bodies, pages of other sites.
 
-The attackers have no key, or hold what they were given. What counts is what the others notice.
+The attackers have no key, or stay within the limits of theirs. The tests measure the effect on
+other clients.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def test_what_is_accepted_does_not_wait_for_acknowledgements() -> None:
-    """Else the second packet of an answer waits 40 ms for the client's system to confirm the
-    first one."""
+    """Otherwise the second packet of an answer waits 40 ms until the client's system acknowledges
+    the first."""
     with serve.bind(port=0) as sock:
         server = serve.Server(make_hash_llm(), sock, announce=lambda line: listening.set())
         listening = threading.Event()
@@ -104,7 +105,7 @@ def test_what_is_accepted_does_not_wait_for_acknowledgements() -> None:
         finally:
             server.should_exit = True
             thread.join(20)
-    with serve.bind(port=0) as sock:  # also without asyncio's help
+    with serve.bind(port=0) as sock:  # set on the listening socket, not by asyncio
         sock.listen()
         with socket.create_connection(sock.getsockname()), sock.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
@@ -119,7 +120,7 @@ class FakeConnection:
 
 
 def test_who_gives_way() -> None:
-    """The refused, then the idle, then the silent, each time the oldest; nobody who is in use."""
+    """First refused, then idle, then silent connections, the oldest first; never one in use."""
     now_s = 0.0
     places = Connections(ConnectionLimits(places=4, probe_places=2), clock=lambda: now_s)
     names = ("refused", "idle", "silent", "busy")
@@ -139,7 +140,7 @@ def test_who_gives_way() -> None:
         assert [each.is_closed for each in known.values()] == [j <= i for j in range(4)], name
         assert places.num_open == 4
     assert places.num_gave_way == 3
-    # All are in use: two more may say what they want, a third one not, until those are silent.
+    # All are in use: two more may send a request; a third may not until those are silent.
     first, second, third = (FakeConnection() for _ in range(3))
     assert [places.add(each) for each in (first, second, third)] == [True, True, False]
     assert not places.admit(first)
@@ -176,7 +177,7 @@ def cpu_s(pid: int) -> float:
 
 
 def idle_connections(server: Served, count: int, log: Path) -> dict[str, Any]:
-    """Half of them say nothing, half keep the connection after an answer."""
+    """Half of them send nothing, half keep the connection open after an answer."""
     url = f"http://127.0.0.1:{server.port}"
     with contextlib.ExitStack() as stack:
         for i in range(count):
@@ -217,7 +218,7 @@ def test_two_thousand_idle_connections(tmp_path: Path, soft: int, hard: int | No
 
 
 def timed_requests(port: int) -> dict[str, Any]:
-    """Medians on one kept connection [ms], and how many gaps of a stream are no real ones."""
+    """Medians on one kept connection in ms, and how many gaps of a stream are too short."""
     one = json.dumps({"prompt": "Once", "max_tokens": 1}).encode()
     many = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with connect(f"http://127.0.0.1:{port}") as sock:
@@ -255,12 +256,12 @@ def timed_requests(port: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_kept_connection(tmp_path: Path) -> None:
-    """Times are the scorecard's to judge: this machine may be busy."""
+    """The scorecard judges the times, because this machine may be busy."""
     with served(model_server(), tmp_path / "log") as server:
         timed_requests(server.port)
         counted = timed_requests(server.port)
     Findings().note("A5", "a kept connection", "shipped model, one client", **counted)
-    # Without TCP_NODELAY, whatever the machine: 40 ms of waiting for an acknowledgement.
+    # Without TCP_NODELAY any machine waits 40 ms for an acknowledgement.
     assert counted["at_most"]["/health [ms]"][0] < 35
 
 
@@ -268,7 +269,7 @@ def test_a_kept_connection(tmp_path: Path) -> None:
 
 
 def refusals(url: str) -> dict[str, int]:
-    """What /metrics says, by reason."""
+    """The numbers of refusals in /metrics, by reason."""
     with connect(url) as sock:
         sock.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         text = read_all(sock).decode()
@@ -277,7 +278,7 @@ def refusals(url: str) -> dict[str, int]:
 
 
 def test_an_error_before_the_whole_body_ends_the_connection() -> None:
-    """The client sees why, though it goes on sending, and nothing more of it is parsed."""
+    """The client gets the error although it keeps sending; the rest is not parsed."""
     with live(make_hash_llm()) as url, connect(url) as sock:
         wrong = HEAD.replace("application/json", "text/plain")
         sock.sendall(f"{wrong}content-length: 2000000\r\n\r\n".encode())
@@ -287,7 +288,7 @@ def test_an_error_before_the_whole_body_ends_the_connection() -> None:
         assert reply.startswith(b"HTTP/1.1 415 ")
         assert b"connection: close" in reply.lower()
         assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
-        # With its whole body there, another one may follow.
+        # If the whole body was received, the connection stays open for another request.
         with connect(url) as other:
             for _ in range(2):
                 other.sendall(f"{wrong}content-length: 2\r\n\r\n{{}}".encode())
@@ -299,7 +300,7 @@ def test_an_error_before_the_whole_body_ends_the_connection() -> None:
     [(b"1\r\nx\r\n", 400), (b"00000000000001\r\nx\r\n", 400), (b"9\r\n" + b" " * 9 + b"\r\n", 200)],
 )
 def test_framing_longer_than_the_body(chunk: bytes, status: int) -> None:
-    """No chunk may cost more than what it holds; small ones as such are no attack."""
+    """Framing longer than the content is refused; small chunks by themselves are not."""
     body = json.dumps(completion_body()).encode()
     whole = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
     with live(make_hash_llm()) as url, connect(url) as sock:
@@ -315,7 +316,7 @@ def test_framing_longer_than_the_body(chunk: bytes, status: int) -> None:
 
 
 def test_a_turn_has_an_end() -> None:
-    """Whatever has come, so many chunks are parsed in a turn, and the rest in the next ones."""
+    """However much was received, one iteration parses a limited number of chunks."""
     conn = bounded_protocol.BoundedConnection()
     conn.receive_data(b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
     conn.receive_data(b"9\r\n123456789\r\n" * 500 + b"0\r\n\r\n")
@@ -373,7 +374,7 @@ def test_a_websocket_is_refused_without_advice(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_a_client_that_closes_its_side_gets_its_answer(stream: bool, version: str) -> None:
-    """Also one that pipelines; and one that has wholly closed is not mistaken for it."""
+    """Also one that pipelines; a client that has closed the whole connection is recognised."""
     body = json.dumps(completion_body(max_tokens=30, ignore_eos=True, stream=stream)).encode()
     head = HEAD.replace("HTTP/1.1", f"HTTP/{version}")
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
@@ -412,7 +413,7 @@ def test_the_budget_of_bodies() -> None:
 
 
 async def times_of_health(server: Served, seconds: float) -> list[float]:
-    """On one kept connection."""
+    """Times of /health on one kept connection, in seconds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     took, until_s = [], time.monotonic() + seconds
     while time.monotonic() < until_s:
@@ -551,7 +552,7 @@ def sent(headers: dict[str, str], method: str = "GET", **settings: Any) -> Reply
     ],
 )
 def test_origins(origin: str, host: str, status: int) -> None:
-    """A page's origin is this host's own, or one that the operator has named."""
+    """An origin is accepted if it is this host's own or one that the operator has named."""
     headers = {"origin": origin, "host": host}
     allowed = {"cors_origins": "https://app.example,app://desk", "allowed_hosts": "models.example"}
     reply = sent(headers, **allowed)
@@ -584,7 +585,7 @@ def test_hosts_where_there_are_keys_or_others_may_come(tmp_path: Path) -> None:
 
 
 def test_what_pages_may_send_and_see() -> None:
-    """PATCH renames a session; `x-api-key` is a key's other header."""
+    """PATCH renames a session; `x-api-key` is the other header for a key."""
     asked = {"origin": "https://app.example", "host": "localhost"}
     preflight = {
         **asked,

@@ -1,4 +1,4 @@
-"""Row A10 of the scorecard: all checkpoints made to hurt, loaded one after the other."""
+"""Scorecard A10: all hostile checkpoints, loaded one after the other."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Scorecard A3 and A6: nothing on the event loop grows with choices, history or answer; and a key's
-limits cover all that it can spend."""
+"""Scorecard A3 and A6: no work on the event loop grows with choices, history or answers; a key's
+limits cover all work that it can cause."""
 
 from __future__ import annotations
 
@@ -83,15 +83,16 @@ def post(
 
 
 def absence(server: Served) -> tuple[float, float]:
-    """Since the last look: how long the event loop was not there, and how long it computed."""
+    """Since the last call: the longest time the event loop was blocked, and the longest that its
+    thread computed."""
     told = json.loads(server.get("/test/stats")[1])
     return told["lag_s"], told["busy_s"]
 
 
 @pytest.mark.slow
 def test_the_event_loop_is_there(tmp_path: Path) -> None:
-    """The shortest of several tries: what another program does to the machine is in the others. And
-    what the loop's thread computed at a time, which is ours alone, in each try."""
+    """The event loop is not blocked. The shortest of several tries counts, because other programs
+    delay some; the computing time of the loop's thread counts in each try."""
     options = ["--port", "0", "--max-seq-len", "2048", "--sessions", f"sqlite:///{tmp_path}/s.db"]
     found: dict[str, list[float]] = {}
     with served([OBSERVED, *options], tmp_path / "log") as server:
@@ -307,7 +308,7 @@ def test_long_bodies_of_one_key_leave_places_to_others(
 
 
 def test_bodies_that_come_late_do_not_pass_the_queues_limit(tmp_path: Path) -> None:
-    """Nine requests of 32 choices whose bodies come when all have been let in."""
+    """Nine requests of 32 choices whose bodies are sent after all have been authenticated."""
     greedy, other = key(tmp_path / "keys", "a"), key(tmp_path / "keys", "b")
 
     async def main() -> None:
@@ -333,7 +334,7 @@ def test_bodies_that_come_late_do_not_pass_the_queues_limit(tmp_path: Path) -> N
 async def late(
     app: App, body: bytes, headers: dict[str, str], come: asyncio.Event
 ) -> tuple[int, bytes]:
-    """A POST whose last bytes come when they are let."""
+    """A POST whose last bytes are sent when the test says so."""
     left = [body[10:], body[:10]]
     status, written = 0, b""
 
@@ -431,15 +432,15 @@ def test_files_are_their_owners_alone(tmp_path: Path, umask: int) -> None:
 
     with_umask(umask, make)
     assert [file.stat().st_mode & 0o777 for file in (path, keys)] == [0o600, 0o600]
-    path.chmod(0o644)  # as earlier servers made it
+    path.chmod(0o644)  # the mode of files that earlier versions made
     SessionStore(f"sqlite:///{path}").close()
     assert path.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.slow
 def test_a_greedy_key_beside_another(tmp_path: Path) -> None:
-    """66 long bodies at once of a key with two requests a minute, and of one without such a limit:
-    the other key sees no 503, and the grammar it sends takes less than twice its idle time."""
+    """66 long bodies at once, of a key with two requests a minute and of one without a limit: the
+    other key gets no 503, and its grammar takes less than twice its time on an idle server."""
     file = tmp_path / "keys"
     greedy = key(file, "greedy", max_concurrent=2, requests_per_minute=2)
     wild = key(file, "wild", max_concurrent=2)

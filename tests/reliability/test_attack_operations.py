@@ -1,4 +1,4 @@
-"""A9: logs that nobody reads, streams that are closed, loads that hang, databases that refuse."""
+"""Scorecard A9: unread logs, closed standard streams, model loads that hang."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def announced_port(process: subprocess.Popen[str]) -> int:
 
 
 def ask(sock: socket.socket, count: int, pipelined: int = 20) -> int:
-    """`count` times GET /health over one connection; how many were answered with 200."""
+    """GET /health `count` times over one connection; returns the number of answers with 200."""
     answered = 0
     for _ in range(count // pipelined):
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * pipelined)
@@ -124,7 +124,7 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
 def engine_of(pid: int) -> int:
-    """The engine that a server is starting, once there is one."""
+    """Wait for the engine process that a server starts; returns its id."""
     until_s = time.monotonic() + 60
     while not (found := Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
         tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -161,7 +161,7 @@ def test_sigterm_ends_a_load_at_the_start(models: list[str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_sigterm_ends_a_load_that_a_client_waits_for() -> None:
-    """With a typed 503 for the client, and while another one waits behind it."""
+    """The client gets a typed 503, also one that waits behind it."""
     arguments = [*SEVERAL, "--load-on-first-use"]
     with started(arguments, HANGS, **PIPES) as process, ThreadPoolExecutor(2) as clients:
         port = announced_port(process)

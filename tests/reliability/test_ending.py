@@ -1,4 +1,4 @@
-"""Scorecard 8 and 28: ends that a client, a deadline or an operator chooses."""
+"""Scorecard 8 and 28: requests ended by a client, a deadline or an operator."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def reached(engine: AsyncLLM, moment: str, writes: list[bytes]) -> bool:
 
 
 def said(reply: Reply) -> tuple[str, str]:
-    """The text, in however many pieces it came, and how it ended."""
+    """The text, joined from its pieces, and the finish reason."""
     choices = [event["choices"][0] for event in reply.events()]
     return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
 
 
 async def cancel_once(engine: AsyncLLM, app: App, moment: str, way: str, pause_s: float) -> None:
-    """A neighbour runs all the time and must not notice."""
+    """Another request runs all the time and must not be affected."""
     neighbour = completion_body(stream=True, prompt="neighbour", **LONG)
     expected = said(await app.post(COMPLETIONS, neighbour))
     near = asyncio.create_task(app.post(COMPLETIONS, neighbour))
@@ -139,7 +139,7 @@ def cancel_everywhere(repeats: int) -> None:
 
 
 def _by_victim(short: Any, long: Any) -> Any:
-    """The victim's app has the short deadline, the others have none to speak of."""
+    """An app that sends the victim's request to `short`, which has a deadline, others to `long`."""
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
@@ -164,13 +164,13 @@ def test_cancelling_at_every_moment_a_hundred_times() -> None:
     cancel_everywhere(100)
 
 
-# ---- 28: the drain, and one server after the other
+# ---- 28: draining, and rolling restarts
 
 
 async def roll(
     tmp_path: Path, arguments: list[str], rounds: int, wanted: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Two servers, restarted in turn; clients that try one server, then the other, then the first
+    """Restart two servers in turn, while clients try one server, then the other, then the first
     again. Every request must be answered with the right tokens."""
     running: list[tuple[Served, contextlib.ExitStack]] = []
 
@@ -208,7 +208,7 @@ async def roll(
         await asyncio.sleep(0.3)
         old, stack = running[i % 2]
         before = asyncio.get_running_loop().time()
-        # `served` sends SIGTERM, and asserts that the code is 0 and no engine is left.
+        # `served` sends SIGTERM and asserts that the exit code is 0 and no engine is left.
         await asyncio.to_thread(stack.close)
         slowest = max(slowest, asyncio.get_running_loop().time() - before)
         assert old.process.returncode == 0

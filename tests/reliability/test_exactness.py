@@ -1,5 +1,5 @@
-"""Scorecard 2, 3, 4, 6: nothing that happens to others changes a request's tokens. Hash model and
-the model that ships, in this process, without a server."""
+"""Scorecard 2, 3, 4, 6: no event of other requests changes a request's tokens. With the hash model
+and the shipped model, in this process, without a server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokens_of(core: EngineCore, requests: list[Request]) -> dict[str, list[int |
     return found
 
 
-# ---- 2: the same tokens in any company
+# ---- 2: the same tokens in any batch
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_preemption_at_every_third_step_for_longer() -> None:
 
 
 def share(count: int) -> None:
-    """On, off, and with a pool that is too small for the prefixes."""
+    """With the prefix cache on, off, and in a pool that is too small for the prefixes."""
     dice = random.Random(7)
     prefixes = [tuple(dice.choices(range(200), k=40)) for _ in range(50)]
     requests = [
@@ -123,7 +123,7 @@ def share(count: int) -> None:
         assert all(found[each.request_id] == solo(each, VOCAB_SIZE) for each in requests)
         core.scheduler.check()
         counts = core.scheduler.stats
-        # Hits and misses together are the prompts (but for what was computed again).
+        # Hits and misses add up to the prompts, apart from recomputed tokens.
         computed = counts.num_computed_tokens + counts.num_cached_tokens
         num_sampled_again = counts.num_sampled_tokens - count
         if not counts.num_preemptions:
@@ -145,7 +145,7 @@ def test_ten_thousand_shared_prefixes() -> None:
     share(10_000)
 
 
-# ---- 6: every interleaving of a small world
+# ---- 6: every interleaving of a small system
 
 
 REQUESTS = [
@@ -157,8 +157,10 @@ ALONE = {each.request_id: solo(each, VOCAB_SIZE) for each in REQUESTS}
 
 
 def explore(depth: int) -> tuple[int, int]:
-    """Breadth first over: add, abort and preempt each of three requests, or do a step. After each
-    action all invariants are checked, and at each state whether it can be finished from there."""
+    """Breadth-first search over the actions: add, abort or preempt each of three requests, or step.
+
+    All invariants are checked after each action, and from each state all requests must finish.
+    """
     start = make_hash_core(num_pages=7, page_size=2, max_batch_size=2, max_num_batched_tokens=2)
     start.scheduler.clock = _no_time
     queue: deque[tuple[int, EngineCore, dict[str, list[int]]]] = deque([(0, start, {})])
@@ -220,7 +222,7 @@ def _finish(core: EngineCore, told: dict[str, list[int]]) -> None:
 
 
 def _key(core: EngineCore, told: dict[str, list[int]]) -> tuple[Any, ...]:
-    """What the future depends on, with pages under the names of what is in them."""
+    """The part of a state on which its future depends, with pages named by their content."""
     scheduler, allocator = core.scheduler, core.scheduler.allocator
     sequences = tuple(
         (

@@ -1,5 +1,5 @@
-"""Scorecard 16, 18, 32: bodies nobody should send, sizes nobody should send, paths nobody should
-ask for. What comes back is 4xx with OpenAI's error shape, and the server goes on as before."""
+"""Scorecard 16, 18, 32: invalid bodies, huge sizes, unknown paths. The answers are 4xx in OpenAI's
+error format, and the server works as before."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VALUES = st.recursive(
 
 @st.composite
 def mutated(draw: st.DrawFn) -> tuple[str, Any]:
-    """A valid body of a route with one to three fields changed, added or taken away."""
+    """A valid body of a route with one to three fields changed, added or removed."""
     path = draw(st.sampled_from(list(ROUTES)))
     model, valid = ROUTES[path]
     body = dict(valid)
@@ -63,7 +63,7 @@ def mutated(draw: st.DrawFn) -> tuple[str, Any]:
 
 
 def generate(examples: int) -> None:
-    """Each example is several bodies at once, on one server, which must be idle at the end."""
+    """Each example sends several bodies at once to one server, which must be idle at the end."""
     statuses: Counter[str] = Counter()
 
     @settings(
@@ -155,7 +155,7 @@ async def throw(server: Served, parallel: int) -> dict[str, Any]:
         answer = asyncio.ensure_future(reader.readuntil(b"\r\n\r\n"))
         writer.write(head.encode() + data)
         try:
-            while not data and not answer.done():  # a gigabyte, if it were taken
+            while not data and not answer.done():  # up to a gigabyte
                 writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
                 await writer.drain()
         except OSError:
@@ -208,7 +208,7 @@ OPEN = {
     ("POST", "/v1/sessions"),
 }
 NAMES = ("/v1/models/", "/v1/requests/", "/v1/sessions/")
-"""below these anything may be a name"""
+"""paths below which any name is possible"""
 TRICKS = (
     *("{}/", "/{}", "{}%2f", "{}%00", "{}/..", "/x/..{}", "{};x", "{}%20", "/./{}", "{}/%2e%2e"),
     *("{}.json", "{}\\", "http://other{}", "{}@evil"),
@@ -236,7 +236,7 @@ FOREIGN_HOSTS = (
 
 
 def test_every_route_and_no_other() -> None:
-    """Routes answer to their method only, and nothing that looks like one is taken for one."""
+    """Routes answer to their method only, and similar paths are refused."""
     statuses: Counter[int] = Counter()
 
     async def main() -> None:

@@ -1,9 +1,9 @@
-"""Scorecard 15: every row of the list of hostile inputs, each under its name, over a real socket.
+"""Scorecard 15: a list of hostile inputs, each with a name, over a real socket.
 
-A row is refused with 4xx and OpenAI's error body (nothing of the server's inside in it), and the
-engine makes no step for it. What the list has beside them because it is legal (the edge of a range,
-text that only looks like a command) is here with 200. How long each answer takes is noted for
-`scorecard.py`, which judges it; a test does not.
+A row is refused with 4xx and OpenAI's error body (which reveals nothing about the server), and the
+engine computes no step for it. Rows that are legal (the edge of a range, text that only looks like
+a command) have 200. The time of each answer is recorded for `scorecard.py`, which judges it; the
+tests do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.support.server_process import Findings, Served, model_server, served
 from tests.support.serving import CHAT, COMPLETIONS, chat_body, completion_body, live
 
 CONTEXT = 512
-"""tokens that a request may have, on both servers here"""
+"""maximum tokens of a request, on both servers here"""
 FLOATS = [
     name
     for name, field in ChatBody.model_fields.items()
@@ -40,21 +40,21 @@ BIG = 10**6
 
 
 class Raw(str):
-    """JSON as it is, where `json.dumps` would not write it."""
+    """JSON text that is sent unchanged, which `json.dumps` would not write."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """`request`, then `more` again and again until the server answers."""
+    """A hostile input: `request` is sent, then `more` repeatedly until the server answers."""
 
     name: str
     status: int
     request: bytes
     more: bytes = b""
     num_answers: int = 1
-    """the last one has the status, those before it are refusals too"""
+    """number of answers; the last one has the status, those before it are refusals too"""
     waits: bool = False
-    """for what does not come, until a deadline"""
+    """whether the server answers only after a deadline"""
 
 
 def text_of(fields: dict[str, Any]) -> bytes:
@@ -66,7 +66,7 @@ def text_of(fields: dict[str, Any]) -> bytes:
 
 
 def post(path: str, body: bytes, *lines: str, length: object = None, kind: str = "") -> bytes:
-    """A request; `length` other than the body's, "" = without."""
+    """A POST as bytes; `length` replaces that of the body, "" = no Content-Length."""
     length = len(body) if length is None else length
     head = [
         f"POST {path} HTTP/1.1",
@@ -84,7 +84,7 @@ def valid(path: str, **changes: Any) -> bytes:
 
 
 def both(name: str, status: int, chat: int | None = None, **changes: Any) -> Iterator[Row]:
-    """The fields on both endpoints; `chat`: with another answer there."""
+    """Rows with the fields on both endpoints; `chat`: the status on chat, if it differs."""
     for path, expected in ((COMPLETIONS, status), (CHAT, status if chat is None else chat)):
         yield Row(f"{name} in {path[4:]}", expected, post(path, valid(path, **changes)))
 
@@ -103,7 +103,7 @@ def user(content: Any, **fields: Any) -> dict[str, Any]:
 
 
 def nested(depth: int) -> Raw:
-    """A list in a list …, so that the body is `depth` levels deep."""
+    """Lists in lists, so that the body is `depth` levels deep."""
     return Raw("[" * (depth - 1) + "]" * (depth - 1))
 
 
@@ -331,7 +331,7 @@ def _http() -> Iterator[Row]:
 
 
 def _grammars() -> Iterator[Row]:
-    # 200: what is legal costs no more than the states that an answer of 8 tokens walks through.
+    # 200: a legal grammar costs only the states that an answer of 8 tokens reaches.
     for name, regex, status in (
         ("that backtracks elsewhere", "(a+)+$", 200),
         ("unclosed", "(((((", 400),
@@ -376,7 +376,7 @@ LEAK = re.compile(
 
 
 async def ask(port: int, row: Row) -> float:
-    """Send a row and check what comes; returns the seconds from the first byte to the last."""
+    """Send a row and check its answers; returns the seconds from the first byte to the last."""
     began_s = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
 
@@ -400,13 +400,13 @@ async def ask(port: int, row: Row) -> float:
                     writer.write(row.more)
                     await writer.drain()
             except OSError:
-                pass  # it has answered, and closed
+                pass  # the server has answered and closed the connection
             found = await reading
             took_s = time.perf_counter() - began_s
     finally:
         reading.cancel()
         writer.transport.abort()
-        await asyncio.sleep(0)  # or its socket is not closed
+        await asyncio.sleep(0)  # so that the socket is closed
     for status, headers, body in found:
         if status != 200:
             check_error(status, headers, body)
@@ -450,7 +450,7 @@ def test_a_hostile_input(
 
 
 async def time_all(server: Served, vocab: int) -> dict[str, float]:
-    """The longest of three times of each row, in ms."""
+    """The longest of three times of each row, in milliseconds."""
     longest_ms: dict[str, float] = {}
     before = (await server.stats())["num_steps"]
     for row in table(vocab):
@@ -463,7 +463,7 @@ async def time_all(server: Served, vocab: int) -> dict[str, float]:
 
 @pytest.mark.slow
 def test_the_time_of_each_answer(tmp_path: Path) -> None:
-    """On the model that ships; whether they are short enough is for `scorecard.py` to say."""
+    """On the shipped model; `scorecard.py` judges the times."""
     with served(model_server(), tmp_path / "log") as server:
         config = json.loads(
             (Path(body_reader.__file__).parents[2] / "demo_model/config.json").read_text()

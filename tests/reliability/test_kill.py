@@ -1,4 +1,4 @@
-"""Scorecard 24: `kill -9` of the engine at random moments under streams; every stream is exact."""
+"""Scorecard 24: `kill -9` of the engine at random moments; every stream stays exact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL_SERVER = ["-m", "infer.server", "--port", "0", "--max-seq-len", "512"]
 async def kill_under_load(
     server: Served, wanted: list[dict[str, Any]], num_kills: int, pause_s: tuple[float, float]
 ) -> dict[str, Any]:
-    """Every client asks for its own stream over and over until all kills are done."""
+    """Every client repeats its own stream until all kills are done."""
     calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
     assert all(heard.is_done for heard in calm)
     is_over = False

@@ -1,4 +1,4 @@
-"""Scorecard 9, 10, 11, 12: clients that leave, that read slowly, that send slowly; many of them."""
+"""Scorecard 9, 10, 11, 12: many clients that disconnect, read slowly or send slowly."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_plain_requests_that_are_closed(tmp_path: Path) -> None:
 async def read_slowly(
     port: int, body: dict[str, Any], bytes_per_s: int, over: asyncio.Event
 ) -> None:
-    """Takes so many bytes a second. That the server has had enough is seen there, not here: a
-    system that gives a connection up for want of progress does not tell the other side."""
+    """Read a limited number of bytes per second. Whether the server has cut the connection is seen
+    at the server: a system that gives up on a connection does not inform the other side."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.setblocking(False)
@@ -131,7 +131,7 @@ async def slow_readers(server: Served, slow: int, zero: int, normal: int) -> dic
         **{"ignore_eos": True, "temperature": 0},
     }
     light = {**heavy, "logprobs": None}
-    # The same load with clients that read.
+    # The same load with clients that read normally.
     calm = await asyncio.gather(
         *[follow(server.port, light) for _ in range(normal)],
         *[follow(server.port, heavy) for _ in range(slow + zero)],
@@ -184,7 +184,7 @@ def test_slow_readers(tmp_path: Path) -> None:
 
 
 async def drip(port: int, head: bytes, every_s: float) -> float:
-    """One byte at a time, until the server closes; returns after how long."""
+    """Send one byte at a time until the server closes; returns the seconds."""
     started_s = time.monotonic()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     closed = asyncio.ensure_future(reader.read())

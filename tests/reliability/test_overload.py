@@ -1,4 +1,4 @@
-"""Scorecard 1, 20, 21, 23: more work than there is room for; whoever is let in loses nothing."""
+"""Scorecard 1, 20, 21, 23: more work than there is room for; admitted requests lose nothing."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.support.server_process import (
     served,
 )
 
-# ---- 1: the ledger
+# ---- 1: the counters add up
 
 
 async def mixed_load(server: Served, count: int, width: int) -> dict[str, Any]:
-    """Streams and plain answers, one to four choices, some refused, some cut; counted exactly."""
+    """Streams and plain answers, one to four choices, some refused, some left; counted exactly."""
     dice = random.Random(5)
     await server.stats()
     baseline = await server.stats()
@@ -49,7 +49,7 @@ async def mixed_load(server: Served, count: int, width: int) -> dict[str, Any]:
     async def scrape() -> int:
         looks = 0
         while not done:
-            await server.stats()  # asserts that the ledger is exact
+            await server.stats()  # asserts that the counters add up
             looks += 1
             await asyncio.sleep(0.1)
         return looks
@@ -106,7 +106,7 @@ def test_the_ledger_for_longer(tmp_path: Path) -> None:
     run_mixed_load(40_000, tmp_path)
 
 
-# ---- 20: ten times too much
+# ---- 20: ten times the capacity
 
 
 CONTROL = """
@@ -124,7 +124,7 @@ async def main():
 
 asyncio.run(main())
 """
-"""a server that does nothing but refuse: what that takes on this machine under the same load"""
+"""a server that only refuses, to measure the time of that on this machine under the same load"""
 
 
 @contextlib.contextmanager
@@ -142,7 +142,7 @@ async def overload(server: Served, control_port: int, seconds: float) -> dict[st
     for body in wanted:
         body.pop("stop", None)
     calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
-    # What it can do: as many clients as there are seats, each with the next request at once.
+    # Its capacity: as many clients as there are seats, each sending its next request at once.
     finished, until_s = 0, time.monotonic() + 15
 
     async def client(i: int) -> None:
@@ -156,7 +156,7 @@ async def overload(server: Served, control_port: int, seconds: float) -> dict[st
     await asyncio.sleep(1)
     baseline = await server.stats()
     received: list[tuple[int, float, Recorder]] = []
-    """the number of a request, when it ended, what came"""
+    """(number of a request, time of its end, recorder of its answer)"""
     tasks: set[asyncio.Task[None]] = set()
     lag_s, highest, memory = 0.0, 0, []
     inside: list[float] = []
@@ -223,7 +223,7 @@ def _times_ms(times_s: list[float]) -> tuple[float, ...]:
 def test_ten_times_too_much(tmp_path: Path) -> None:
     seconds = float(os.environ.get("INFER_OVERLOAD_S", "120"))
     with served(model_server(), tmp_path / "log") as server, control() as port:
-        gc.disable()  # the client would stand still for 40 ms and more, and find the server slow
+        gc.disable()  # else the client stops for 40 ms or more and measures the server as slow
         try:
             counted = asyncio.run(overload(server, port, seconds))
         finally:
@@ -247,7 +247,7 @@ async def burst(server: Served, count: int, cap: int) -> dict[str, Any]:
     async def watch() -> None:
         nonlocal highest
         while not done:
-            with contextlib.suppress(KeyError, OSError):  # no connection for this either
+            with contextlib.suppress(KeyError, OSError):  # this may get no connection either
                 highest = max(highest, (await server.stats())["num_open"])
             await asyncio.sleep(0.01)
 
@@ -257,7 +257,7 @@ async def burst(server: Served, count: int, cap: int) -> dict[str, Any]:
         try:
             return await follow(server.port, body)
         except (OSError, asyncio.IncompleteReadError):
-            return Heard()  # above twice the connections there may be, nobody is told why
+            return Heard()  # above twice the allowed connections they are closed without an answer
 
     heard = await asyncio.gather(*[ask_once() for _ in range(count)])
     done = True
@@ -326,10 +326,11 @@ async def exhausted(server: Served) -> dict[str, Any]:
 
 
 def test_a_cache_that_is_too_small_for_ever(tmp_path: Path) -> None:
-    """A pool of two of the longest requests, eight seats; one that fits no pool is refused.
+    """A pool for two of the longest requests, and eight seats; a request larger than the pool is
+    refused.
 
-    A step lasts as long on every machine, so those seated meet in the pool however slowly the
-    requests arrive: without that a fast engine was through with one before the next had come.
+    A step has a minimum length, so that running requests overlap on every machine. Without it a
+    fast engine finished each request before the next arrived.
     """
     arguments = hash_server(num_pages=200, max_batch_size=8, max_seq_len=4096, step_s=0.0005)
     with served(arguments, tmp_path / "log") as server:

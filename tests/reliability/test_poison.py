@@ -1,4 +1,4 @@
-"""Scorecard 19 over HTTP: of many requests exactly the poisonous ones fail, each with its error."""
+"""Scorecard 19 over HTTP: of many requests only the poisonous ones fail, each with its error."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.support.server_process import (
 )
 
 EVERY = 100
-"""of so many requests one is poisonous"""
+"""number of requests of which one is poisonous"""
 
 
 async def poison(server: Served, count: int, message: str) -> dict[str, Any]:
-    """Streams and plain answers in turn; greedy, so that the seed says only who is poisonous."""
+    """Streams and plain answers in turn; they are greedy, so the seed only marks the poisonous."""
     wanted = [{**body, "temperature": 0, "ignore_eos": True} for body in bodies(40, 40)]
     for body in wanted:
         body.pop("stop", None)

@@ -1,10 +1,10 @@
-"""Scorecard 30, shortened: mixed load for `INFER_SOAK_MINUTES`, and nothing that grows.
+"""Scorecard 30, shortened: mixed load for `INFER_SOAK_MINUTES`, in which nothing grows.
 
-The first third is warm-up: until then all pages of the cache are touched and in the index, the
-latest stories and waiting times are all there, and the interpreter's free lists (2,000 tuples of
-each length, and the rare lengths fill slowly) are full. From there on memory is a line, and its
-slope is the median of the slopes between any two of its windows (Theil and Sen): a single step
-between two levels is none, growth that goes on is, whatever the noise.
+The first third is warm-up. After it all pages of the cache have been used and indexed, the lists of
+latest traces and waiting times are full, and so are the interpreter's free lists (2,000 tuples of
+each length; the rare lengths fill slowly). From then on the trend of memory is the median of the
+slopes between any two windows (Theil and Sen): a single step between two levels does not change it,
+but continued growth does, whatever the noise.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tests.support.server_process import (
 
 CLIENTS = 24
 WINDOWS = 40
-"""of the time after the warm-up; of each the median counts"""
+"""number of windows in the time after the warm-up; the median of each counts"""
 MEMORY = {"of the server": "memory", "of the engine": "engine_memory"}
 
 
 async def soak(server: Served, minutes: float) -> dict[str, Any]:
-    """20 % of the requests are cut, 5 % are wrong, a third shares a prompt with others."""
+    """20 % of the requests are left early, 5 % are invalid, a third shares a prompt with others."""
     wanted = bodies(60, 80)
     calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
     await server.stats()
@@ -60,7 +60,7 @@ async def soak(server: Served, minutes: float) -> dict[str, Any]:
                 heard = await follow(server.port, {**wanted[i], "top_p": 7})
                 assert heard.status == 422
                 seen["wrong"] += 1
-            elif what < 0.6:  # a prompt that nobody else has
+            elif what < 0.6:  # a prompt of its own
                 await follow(server.port, {**wanted[i], "prompt": f"{dice.random()} One day"})
                 seen["own prompt"] += 1
             else:
@@ -101,7 +101,7 @@ async def soak(server: Served, minutes: float) -> dict[str, Any]:
 
 
 def _levels(looks: list[dict[str, Any]], which: str) -> list[tuple[float, float]]:
-    """Hours and megabytes: the middle of each window."""
+    """(hours, megabytes) at the middle of each window."""
     parts = np.array_split(
         [(look["at_s"] / 3600, look[which] / 1e6) for look in looks], min(WINDOWS, len(looks))
     )
@@ -109,7 +109,7 @@ def _levels(looks: list[dict[str, Any]], which: str) -> list[tuple[float, float]
 
 
 def _slope(levels: list[tuple[float, float]]) -> float:
-    """After Theil and Sen."""
+    """Slope of the Theil–Sen estimator, in megabytes per hour."""
     pairs = combinations(levels, 2)
     return float(np.median([(b - a) / (later - at) for (at, a), (later, b) in pairs]))
 
@@ -122,7 +122,7 @@ def _halves(values: list[Any]) -> tuple[list[Any], list[Any]]:
 @pytest.mark.timeout(0)
 def test_a_soak(tmp_path: Path) -> None:
     minutes = float(os.environ.get("INFER_SOAK_MINUTES", "60"))
-    # A small cache, so that it is full of old pages before the measuring begins.
+    # A small cache, so that it is full of old pages when measuring begins.
     arguments = model_server("--kv-cache-memory-bytes", str(16 << 20))
     with served(arguments, tmp_path / "log") as server:
         counted = asyncio.run(soak(server, minutes))
@@ -136,11 +136,11 @@ def test_a_soak(tmp_path: Path) -> None:
         start, end = counted[f"memory {name}, MB, after a third and at the end"]
         if minutes >= 30:
             assert counted[f"slope {name} [MB/h]"] <= 1.0, name
-        assert end - start <= 2.0, name  # in a few minutes a slope is mostly noise
+        assert end - start <= 2.0, name  # over a few minutes a slope is mostly noise
 
 
 def test_a_slope_is_that_of_what_goes_on() -> None:
-    """Of 480 looks in 40 minutes: a step is none, nor is a peak; a leak is, under noise."""
+    """With 480 samples in 40 minutes a step or a peak has no slope; a leak has, under noise too."""
     dice = np.random.default_rng(0)
     hours = np.arange(480) / 720
 

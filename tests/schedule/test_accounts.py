@@ -1,4 +1,4 @@
-"""Tenants share the engine by tokens; nobody starves, and one's flood is not another's wait."""
+"""`FairShare`: tenants get equal numbers of tokens, none starves, and a flood delays no other."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def steps_to_first_token(core: EngineCore, wanted: Request) -> int:
 
 @pytest.mark.parametrize("num_pages", [400, 60])
 def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
-    """However many seats and tokens the flood holds; where pages are short, a few more."""
+    """One step, however many seats and tokens the flood has; a few more if pages are short."""
     core = make_hash_core(max_batch_size=4, max_num_batched_tokens=32, num_pages=num_pages)
     for _ in range(40):
         core.add(request("flood", 100, 30))
@@ -47,7 +47,7 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
     for _ in range(5):
         small = request("small", 10, 5)
         num_steps = steps_to_first_token(core, small)
-        if num_pages == 60:  # too few for two of the flood: who has had more waits for a seat
+        if num_pages == 60:  # too few for two of the flood, so the tenant ahead waits for pages
             assert num_steps < 40
             continue
         assert num_steps == 1
@@ -55,7 +55,7 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
         chunks = [event for event in core.step_events.events if isinstance(event, ComputedChunk)]
         others = [event.num_tokens for event in chunks if event.request_id != small.request_id]
         assert len(others) < len(chunks)
-        assert sum(others) <= 4  # what is owed to those who sat idle
+        assert sum(others) <= 4  # tokens owed to sequences that were passed over
         for _ in range(5):
             core.step()
     core.outputs_until_complete()
@@ -93,7 +93,7 @@ def test_tokens_are_shared_evenly_while_both_want_them(sizes: tuple[int, int]) -
 
 
 def test_a_greedy_tenant_does_not_starve_and_is_not_starved() -> None:
-    """Whoever is in debt, and whatever priority the others claim, is served in the end."""
+    """A tenant with a large counter is served eventually, whatever priority others claim."""
     core = make_hash_core(max_batch_size=2, max_num_batched_tokens=16)
     for _ in range(10):
         core.add(request("debtor", 60, 3))

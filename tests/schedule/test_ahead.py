@@ -1,7 +1,7 @@
-"""Random workloads whose runner is launched one step ahead, and a fault for each rule of it.
+"""Random workloads with a runner that works one step ahead, and a fault for each of its rules.
 
-A fault is a line of the scheduler that is written otherwise: its source is compiled again with
-that line changed, and the same workloads must notice.
+A fault is a changed line of the scheduler: its source is compiled again with that line replaced,
+and the same workloads must fail.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def test_many_more_workloads() -> None:
 
 
 def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """A function with a piece of its source replaced."""
+    """The function, compiled again with a part of its source replaced."""
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(old) == 1, f"{old!r} is not there once"
     code = compile("from __future__ import annotations\n" + source.replace(old, new), "f", "exec")
@@ -111,7 +111,7 @@ def test_the_workloads_notice_a_rule_that_is_broken(
 
 
 class WrongRow(AheadHashRunner):
-    """Reads the pending token of its neighbour."""
+    """A runner that reads the pending token of another sequence."""
 
     def _resolve(self, sequence: Any, position: int) -> int:
         return super()._resolve(sequence, position) + 1
@@ -167,7 +167,7 @@ def test_a_prefix_that_flies_is_not_computed_twice() -> None:
 
 
 class Fragile(AheadHashRunner):
-    """Cannot launch a step with a request that has 13 in its prompt and three tokens."""
+    """A runner that fails to launch a request with 13 in its prompt once it has three tokens."""
 
     def launch(self, plan: Any) -> Any:
         self._look(plan)
@@ -199,7 +199,7 @@ def test_a_launch_that_fails_is_halved_after_what_flies_is_committed() -> None:
 
 
 class Watched(AheadHashRunner):
-    """Notes what is launched and executed, and fails as a test wants."""
+    """A runner that records what is launched and executed, and fails where a test says."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -207,7 +207,7 @@ class Watched(AheadHashRunner):
         self.executed: list[tuple[str, ...]] = []
         self.fault: Exception | None = None
         self.fault_at = ""
-        """launch, results or execute"""
+        """method that fails: launch, results or execute"""
         self.room = 1 << 30
 
     def _names(self, plan: Any) -> tuple[str, ...]:
@@ -256,7 +256,7 @@ def test_a_lost_device_is_nobodys_failure(where: str) -> None:
     core, runner = watched()
     core.add(request("a", 1, 2, 3))
     core.step()
-    if where == "execute":  # which follows a launch that has failed
+    if where == "execute":  # it is called only after a launch that failed
         runner.room = 0
     runner.fault, runner.fault_at = DeviceLostError("gone"), where
     with pytest.raises(DeviceLostError):
@@ -305,7 +305,7 @@ def test_who_is_suspected_flies_alone() -> None:
     core.add(replace(request("bad", 4, 5), num_crashes=1))
     core.add(request("other", 6, 7))
     outputs = core.step()
-    # By itself and waited for; then the rest of that step, with nothing in flight either.
+    # The suspect alone, then the rest of that step; both with nothing in flight.
     assert runner.executed[0] == ("bad",)
     assert not any("bad" in names for names in runner.launched)
     assert told[0] == "bad"
@@ -429,7 +429,7 @@ def test_a_rule_of_the_core_that_is_broken_is_noticed(
     owner = Scheduler if hasattr(Scheduler, function.__name__) else EngineCore
     test()
     monkeypatch.setattr(owner, function.__name__, rewritten(function, old, new))
-    # pytest's own failures (DID NOT RAISE) are no Exceptions.
+    # pytest's own failures (DID NOT RAISE) do not derive from Exception.
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         test()
     assert not isinstance(caught.value, (KeyboardInterrupt, NameError, SyntaxError))

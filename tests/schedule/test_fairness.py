@@ -1,6 +1,6 @@
-"""Nobody starves: not at the door, whatever the priorities, and not in a seat, whatever the policy.
+"""No request starves in the queue, whatever the priorities, nor in the batch, whatever the policy.
 
-All tests let newcomers arrive for ever, so that a bound is what ends them.
+In all tests new requests never stop arriving, so only a bound lets the old ones end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def request(num_prompt: int, max_tokens: int, priority: int = 0) -> Request:
 
 
 def overtakings(core: EngineCore, levels: int, max_steps: int) -> int:
-    """How many newcomers are admitted before a request that is `levels` less urgent than they."""
+    """Number of newcomers admitted before a request whose priority is `levels` lower."""
     core.add(request(3, 1))
     low = request(3, 1, priority=levels)
     core.add(low)
@@ -69,7 +69,7 @@ def test_without_ageing_they_would_starve(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def longest_pause(policy: str, budget: int, num_seats: int, **settings: Any) -> int:
-    """Steps in which a seated sequence does not move, while long prompts arrive for ever."""
+    """Longest run of steps without a token for a running sequence, while prompts keep arriving."""
     core = make_hash_core(
         max_batch_size=num_seats,
         max_num_batched_tokens=budget,
@@ -103,7 +103,7 @@ BUDGETS = [(1, 2), (1, 5), (2, 6), (4, 4), (8, 8), (64, 8)]
 @pytest.mark.parametrize(("budget", "num_seats"), BUDGETS)
 def test_every_seated_sequence_moves_again_soon(policy: str, budget: int, num_seats: int) -> None:
     assert longest_pause(policy, budget, num_seats) <= MAX_IDLE_STEPS + num_seats
-    if budget >= num_seats:  # all that is owed can be paid at once
+    if budget >= num_seats:  # all owed tokens fit into one step
         assert longest_pause(policy, budget, num_seats) <= MAX_IDLE_STEPS
 
 

@@ -1,6 +1,6 @@
-"""`max_step_ms`: the step time that a long prompt may cause, over runners whose law is known.
+"""`max_step_ms`: the bound on step times, with runners whose step time is a known function.
 
-A fake clock is moved by the runner alone, so every figure here is exact and the same everywhere.
+Only the runner moves the fake clock, so every figure is exact and the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BOUND_MS = 40.0
 BUDGET = 512
 
 Law = Callable[[int, int, int], float]
-"""(streams, prompt tokens, context of the prompt) → milliseconds"""
+"""(number of streams, prompt tokens, context of the prompt in tokens) → milliseconds"""
 
 
 def linear(num_streams: int, num_prompt: int, context: int) -> float:
@@ -30,12 +30,12 @@ def linear(num_streams: int, num_prompt: int, context: int) -> float:
 
 
 def knee(num_streams: int, num_prompt: int, context: int) -> float:
-    """Reading the weights hides the work of a few tokens."""
+    """A step of few tokens takes as long as reading the weights."""
     return max(25, 0.3 * (num_streams + num_prompt))
 
 
 def attention(num_streams: int, num_prompt: int, context: int) -> float:
-    """Every token attends to all before it: 250 tokens fit at the beginning, 40 in the end."""
+    """Every token attends to all before it: 250 tokens fit at the start of a prompt, 40 later."""
     return 15 + 0.1 * num_prompt * (1 + (context + num_prompt / 2) / 2000)
 
 
@@ -44,14 +44,14 @@ def slow(num_streams: int, num_prompt: int, context: int) -> float:
 
 
 class LawfulRunner:
-    """Moves the clock as the law says, and notes every step."""
+    """A runner that moves the clock by the law's time and records every step."""
 
     def __init__(self, core: EngineCore, law: Law) -> None:
         self.core, self.law = core, law
         self.inner = core.runner
         self.now_s = 0.0
         self.steps: list[tuple[int, int, int, float]] = []
-        """streams, prompt tokens, context, milliseconds"""
+        """(streams, prompt tokens, context, milliseconds) of each step"""
 
     def execute(self, plan: Plan) -> list[Sampled]:
         prompts = [c for c in plan if c.sequence.num_remaining > 1]
@@ -66,7 +66,7 @@ class LawfulRunner:
         return list(self.inner.execute(plan))
 
     def mixed(self) -> list[tuple[int, int, int, float]]:
-        """Steps in which prompts rode along with streams."""
+        """The steps with both prompts and streams."""
         return [step for step in self.steps if step[0] and step[1]]
 
 
@@ -93,14 +93,14 @@ def add(core: EngineCore, name: str, num_prompt: int, max_tokens: int = 1) -> No
 
 
 def stream(core: EngineCore, count: int) -> None:
-    """Streams that run until the end of the test."""
+    """Add streams that run until the end of the test."""
     for i in range(count):
         add(core, f"stream {i}", 5, 20_000)
     core.step()
 
 
 def run_prompt(core: EngineCore, name: str, num_prompt: int) -> int:
-    """Let a prompt in and step until it has its token; the steps it took."""
+    """Add a prompt and step until it has its first token; returns the number of steps."""
     add(core, name, num_prompt)
     steps = 1
     while name not in {output.request_id for output in core.step()}:
@@ -109,7 +109,7 @@ def run_prompt(core: EngineCore, name: str, num_prompt: int) -> int:
 
 
 def most(law: Law, num_streams: int, context: int) -> int:
-    """The prompt tokens that just fit."""
+    """The largest number of prompt tokens that fit within the bound."""
     return max(n for n in range(BUDGET) if law(num_streams, n, context) <= BOUND_MS)
 
 
@@ -122,7 +122,7 @@ def test_steps_keep_to_the_bound_and_prompts_do_not_starve(law: Law, policy: str
     runner.steps.clear()
     for i, num_prompt in enumerate([1500, 20, 300, 4000, 700]):
         run_prompt(core, f"prompt {i}", num_prompt)
-    # The last chunk of a prompt is what is left of it.
+    # The last chunk of a prompt may be smaller than the limit.
     mixed = [step for step in runner.mixed() if step[1] >= MIN_CHUNK]
     assert max(step_ms for _, _, _, step_ms in mixed) <= 1.1 * BOUND_MS
     assert min(num_streams for num_streams, _, _, _ in runner.steps) == 4
@@ -205,7 +205,7 @@ def test_short_prompts_say_nothing_against_long_ones() -> None:
 def test_a_context_that_was_never_met_is_met_with_care() -> None:
     core, runner = lawful_core(attention)
     add(core, "document", 30_000)
-    core.outputs_until_complete()  # alone, so nothing is learned; it stays in the prefix cache
+    core.outputs_until_complete()  # no streams, so nothing is learned; the pages stay cached
     stream(core, 4)
     run_prompt(core, "warm up", 1000)
     runner.steps.clear()
@@ -247,5 +247,5 @@ def test_steps_that_streams_wait_for_are_smaller() -> None:
         core.step()
     assert [prompt for _, prompt, _, _ in runner.steps] == [64, 36, 0]
     run_prompt(core, "beside it", 60)
-    # One of the 24 is the stream's own.
+    # One of the 24 tokens is the stream's.
     assert [prompt for _, prompt, _, _ in runner.steps[3:]] == [23, 23, 14]

@@ -1,4 +1,4 @@
-"""What each mode, policy and limit of the scheduler does, step by step."""
+"""`Scheduler`: each mode, policy and limit, step by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clock:
 
 
 def widths(core: EngineCore) -> list[int]:
-    """Tokens sampled in each step until everything has ended."""
+    """Number of tokens sampled in each step, until all requests have ended."""
     counts = []
     while core.has_work:
         counts.append(len(core.step(flush=True)))
@@ -37,7 +37,7 @@ def widths(core: EngineCore) -> list[int]:
 
 
 def chunks(core: EngineCore) -> list[tuple[str, int]]:
-    """The next step's plan as (request id, tokens), executed."""
+    """Execute the next step; returns its plan as (request id, number of tokens)."""
     plan = core.scheduler.schedule()
     shape = [(c.sequence.request_id, c.num_tokens) for c in plan]
     sampled = core.runner.execute(plan)
@@ -59,7 +59,7 @@ def test_static_runs_a_batch_until_its_last_member_is_done() -> None:
     core = make_hash_core(batching_mode="static", max_batch_size=2)
     for max_tokens in (2, 5, 3, 3):
         core.add(request(max_tokens=max_tokens))
-    # 2 and 5 together: the freed seat stays empty; then 3 and 3.
+    # The requests of 2 and 5 tokens together, in which the freed seat stays empty; then 3 and 3.
     assert widths(core) == [2, 2, 1, 1, 1, 2, 2, 2]
 
 
@@ -93,7 +93,7 @@ def test_static_waits_for_company_but_not_longer_than_the_timeout() -> None:
     assert core.step() == []
     assert core.wait_s() == pytest.approx(0.01)
     core.add(request())
-    assert core.step() == []  # still one seat empty
+    assert core.step() == []  # one seat is still empty
     clock.now_s = 0.051
     assert len(core.step()) == 2
 
@@ -115,7 +115,7 @@ def test_static_starts_its_timer_afresh_between_batches() -> None:
     for _ in range(2):
         core.add(request(max_tokens=2))
     assert len(core.step()) == 2
-    core.add(request())  # comes while the batch runs, and so could have waited long by its end
+    core.add(request())  # arrives while the batch runs; that wait does not count
     clock.now_s = 10.0
     assert len(core.step()) == 2  # the batch ends
     assert core.step() == []
@@ -137,7 +137,7 @@ def test_static_forgets_who_waited_and_left() -> None:
     core.step()
     clock.now_s = 1.0
     core.add(request())
-    assert core.step() == []  # its own wait begins now
+    assert core.step() == []  # the wait of this request begins now
     clock.now_s = 1.06
     assert len(core.step()) == 1
 
@@ -307,7 +307,7 @@ def test_an_id_in_use_is_refused() -> None:
 
 
 def states(core: EngineCore) -> dict[str, Request]:
-    """A core with a request in every state there is."""
+    """Bring a core into a state with a request of each status; returns them by status."""
     by_state = {name: request(20, max_tokens=20) for name in ("decode", "prefill", "wait")}
     core.add(by_state["decode"])
     while core.scheduler.running == [] or core.scheduler.running[0].num_output == 0:

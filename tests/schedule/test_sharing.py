@@ -1,4 +1,4 @@
-"""Prompts with the same beginning, computed once even while they are being computed."""
+"""Common prefixes of prompts that run at the same time are computed once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def core_for(num_seats: int = 16, **settings: object) -> EngineCore:
 
 
 def finish(core: EngineCore, requests: list[Request]) -> int:
-    """Run to the end, compare every output with that of a solo run; the steps it took."""
+    """Run to the end and compare every output with a solo run; returns the number of steps."""
     tokens: dict[str, list[int | None]] = {r.request_id: [] for r in requests}
     steps = 0
     while core.has_work:
@@ -52,7 +52,7 @@ MODES = [
     {"batching_mode": "static"},
     {"batching_mode": "sequential"},
     {"num_seats": 5},
-    {"num_pages": 200},  # room for two that share nothing
+    {"num_pages": 200},  # enough for two prompts without sharing
     {"max_num_batched_tokens": 50},
     {"max_num_batched_tokens": 5000},
 ]
@@ -92,9 +92,9 @@ def test_when_the_one_who_computes_leaves_another_goes_on_where_it_was(
     else:
         core.scheduler.preempt(first)
     finish(core, requests)
-    lost = budget % 16  # of the page that was not full
+    lost = budget % 16  # tokens of the page that was not full
     assert core.stats().counters.num_computed_tokens == 1024 + lost + len(requests) * (40 + 3)
-    if leave == "preempt":  # what it finds again it computed itself
+    if leave == "preempt":  # what it finds again was its own, so it does not count as cached
         assert core.stats().counters.num_cached_tokens == 5 * 1024
 
 
@@ -128,7 +128,7 @@ def test_without_the_cache_everybody_computes_everything() -> None:
 
 
 def branching(r: random.Random, name: str, scope: str) -> Request:
-    """A prompt from a small tree of prompts, so that any two part somewhere."""
+    """A prompt from a small tree of prompts, so that any two share a prefix of some length."""
     prompt = [token for _ in range(r.randrange(1, 7)) for token in [r.randrange(2)] * 5]
     prompt = prompt[: r.randrange(1, len(prompt) + 1)]
     return Request(name, tuple(prompt), GREEDY, 0, r.randrange(1, 4), cache_scope=scope)

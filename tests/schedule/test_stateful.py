@@ -1,6 +1,6 @@
-"""Hypothesis drives the allocator and the scheduler by rules, in whatever order breaks them.
+"""Stateful tests of allocator and scheduler by Hypothesis, which calls them in any order.
 
-Unlike the random workloads, a failure here is shrunk to the shortest sequence of calls.
+Unlike a failure of a random workload, one found here is shrunk to the shortest sequence of calls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Tables are matched, grown, committed and released; what they hold must be theirs."""
+    """Matches, grows, commits and releases tables; their pages must hold their own tokens."""
 
     tables = Bundle("tables")
 
@@ -39,7 +39,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def start(self, num_pages: int, page_size: int) -> None:
         self.allocator = PageAllocator(num_pages, page_size)
         self.open: list[PageTable] = []
-        # What a page would hold: the tokens up to its end. Written on commit, judged on match.
+        # Content of each page (scope, tokens up to its end): set by commit, compared by match.
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     @rule(target=tables, tokens=few_tokens, scope=st.sampled_from(["", "a"]))
@@ -77,7 +77,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, steps pass, some are aborted or preempted; tokens must be those of a solo."""
+    """Adds, steps, aborts and preempts; every request's tokens must be those of a solo run."""
 
     @initialize(
         mode=st.sampled_from(BATCHING_MODES),

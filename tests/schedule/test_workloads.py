@@ -1,7 +1,7 @@
-"""Thousands of random workloads, exact to the token, and proof that they bite.
+"""Thousands of random workloads, compared token by token, and proof that they find faults.
 
-The second half breaks the allocator and the scheduler on purpose, one way at a time, and asserts
-that the same workloads notice.
+The second half breaks the allocator and the scheduler on purpose, in one way at a time, and asserts
+that the same workloads fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def test_every_request_has_the_tokens_that_it_has_alone() -> None:
             seen.add(Workload(seed).run())
         except AssertionError as error:
             raise AssertionError(f"workload {seed}: {error}") from error
-    # The workloads are worth something only if these happened, and often.
+    # The workloads prove something only if all of this happened often.
     assert seen.modes == set(BATCHING_MODES)
     assert seen.reasons == set(FinishReason) - {FinishReason.ERROR, FinishReason.COMPLETE}
     assert seen.num_preemptions > 10_000
@@ -85,7 +85,7 @@ def grow_takes_page_in_use(self: PageAllocator, table: PageTable, num_tokens: in
 
 
 def forget_keeps_index(self: PageAllocator, page: int) -> None:
-    """A page that is taken again can still be found."""
+    """A page that is handed out again stays in the index."""
 
 
 def preempt_keeps_progress(self: Scheduler, sequence: Sequence) -> None:
@@ -105,7 +105,7 @@ def finish_keeps_pages(self: Scheduler, sequence: Sequence, reason: FinishReason
 
 
 def enter_keeps_own_page(self: PageAllocator, table: PageTable, page: int) -> None:
-    """A page that is replaced by an equal one is lost."""
+    """A page that is replaced by an equal one is never given back."""
     own = table.pages[table.num_indexed :]
     self._refs[own[0] if own else 0] += 1
     original_set_indexed_page(self, table, page)
@@ -117,7 +117,7 @@ def skip_one_page_more(self: Scheduler, sequence: Sequence) -> None:
 
 
 def compute_again_what_was_adopted(self: Scheduler, sequence: Sequence) -> None:
-    """The index knows more than the sequence does."""
+    """The sequence does not skip the pages that it has adopted."""
 
 
 original_match = PageAllocator.match

@@ -1,4 +1,4 @@
-"""A place is taken before the tokens are made; an answer has a deadline; the ledger is exact."""
+"""A place is taken before tokenising; an answer has a deadline; the counters add up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.serving import (
 )
 
 
-def journal(engine: AsyncLLM) -> dict[str, int | float]:
+def counts_of(engine: AsyncLLM) -> dict[str, int | float]:
     stats = engine.stats()
     names = ("admitted", "refused", "finished", "cancelled", "failed")
     counts = {name: stats[f"num_requests_{name}"] for name in names}
@@ -55,13 +55,13 @@ def test_a_refused_request_costs_no_tokenising(
         assert sorted(reply.status for reply in replies) == [200] * 8 + [503] * 42
         assert len(made) == 8
         counts = dict(zip(("admitted", "refused", "finished"), (8, 42, 8), strict=True))
-        assert journal(engine) == {**counts, "cancelled": 0, "failed": 0}
+        assert counts_of(engine) == {**counts, "cancelled": 0, "failed": 0}
 
     with_app(engine, use)
 
 
 def test_a_place_is_held_while_the_tokens_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long body is tokenised in a thread; meanwhile its place is nobody else's."""
+    """While a long body is tokenised in a thread, no other request can take its place."""
     monkeypatch.setattr(body_reader, "LONG_BODY_BYTES", 200)
     engine = make_hash_llm(max_batch_size=1, max_waiting_requests=0)
     started, real = threading.Event(), InputProcessor.tokenize
@@ -101,7 +101,7 @@ def test_an_answer_that_takes_too_long(path: str, stream: bool) -> None:
             assert b"[DONE]" not in reply.body
             await app.idle()
             counts = {"admitted": 1, "refused": 0, "finished": 0, "cancelled": 1, "failed": 0}
-            assert journal(engine) == counts
+            assert counts_of(engine) == counts
 
     asyncio.run(main())
 

@@ -1,4 +1,4 @@
-"""Answers in one piece: their exact shape, choices, seeds, usage, finish reasons, ids, routes."""
+"""Plain answers: their exact shapes, choices, seeds, usage, finish reasons, ids, routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.serving import (
 )
 
 USAGE_OF_8 = {
-    "prompt_tokens": 6,  # one is the beginning of the text
+    "prompt_tokens": 6,  # one is the begin-of-sequence token
     "completion_tokens": 8,
     "total_tokens": 14,
     "prompt_tokens_details": {"cached_tokens": 0},
@@ -153,7 +153,7 @@ def test_all_spellings_of_a_prompt() -> None:
         both = await texts_of(["one", "two"], n=3)
         assert both[:3] == [one, one_2, one_3]
         assert both[3:] == await texts_of("two", n=3)
-        # the last seed there is has a successor
+        # the largest seed has a successor too
         assert len(await texts_of("one", n=2, seed=2**63 - 1)) == 2
         assert (await texts_of("one", n=2, seed=2**63 - 1))[1] == (
             await texts_of("one", seed=-(2**63))
@@ -185,7 +185,7 @@ def test_usage_of_several_choices() -> None:
 
 
 def test_messages_become_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts are joined, a developer is a system; roles and names reach the template."""
+    """Parts are joined, "developer" becomes "system", roles and names reach the template."""
     engine = make_hash_llm()
     seen: list[Any] = []
     real = engine.render_chat
@@ -221,7 +221,7 @@ def test_messages_become_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_template_that_refuses_is_the_callers_fault() -> None:
-    messages = [{"role": "tool", "content": "x"}]  # the template knows no tools
+    messages = [{"role": "tool", "content": "x"}]  # the template has no role of tools
     reply = ask(make_hash_llm(), CHAT, chat_body(messages=messages))
     assert reply.status == 400
     assert reply.error()["param"] == "messages"

@@ -1,7 +1,7 @@
-"""Whoever is cancelled, leaves or runs out of time gives its pages back within one step.
+"""A request that is cancelled, left or timed out gives its pages back within one step.
 
-The engine's steps are gated: while one is being computed the request is ended, the test waits for
-the engine to have been told, and lets that one step finish. In the next one it must be gone.
+The test controls the engine's steps. It ends the request while a step is computed, waits until the
+engine has got the abort, and lets that step finish. In the next step the request must be gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WORDS = "once upon a time there was a fox"
 
 
 class StepGate:
-    """Lets a step begin."""
+    """Holds the steps of a runner until the test lets one begin."""
 
     def __init__(self) -> None:
         self.steps: list[list[str]] = []
@@ -43,7 +43,7 @@ class StepGate:
         return Gated
 
     async def step(self) -> None:
-        """Finish the step that waits, and see the next one begin."""
+        """Finish the waiting step, and wait until the next one begins."""
         self.open.release()
         assert await asyncio.to_thread(self.arrived.acquire, timeout=10)
 
@@ -126,7 +126,7 @@ def check_end(reply: Reply, status: int, code: str) -> None:
     if not code:
         assert b"[DONE]" not in reply.body
         return
-    if reply.status == 200:  # a stream that had begun
+    if reply.status == 200:  # the stream had begun
         assert b"[DONE]" not in reply.body
         error = json.loads(reply.writes[-1].decode().removeprefix("data: "))["error"]
     else:

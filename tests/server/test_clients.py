@@ -1,4 +1,4 @@
-"""OpenAI's own client against a real socket, sync and async: what it sees is what was said."""
+"""OpenAI's own client against a real socket, sync and async."""
 
 # The client's typed dicts are not what these tests are about.
 # mypy: disable-error-code="arg-type, call-overload, union-attr, list-item"
@@ -144,7 +144,7 @@ def test_an_error_in_a_stream() -> None:
 
 
 def test_a_full_server_is_tried_again() -> None:
-    """The client obeys Retry-After; the second attempt finds the seat free."""
+    """The client obeys Retry-After, and its second attempt succeeds."""
     engine = make_hash_llm(max_batch_size=1, max_waiting_requests=0, step_s=0.005)
     with live(engine) as url:
 
@@ -202,6 +202,6 @@ def test_leaving_a_stream(url: str) -> None:
             )
             next(iter(stream))
             stream.close()
-            # The connection is kept for the next request only if the answer was read to its end.
+            # The client reuses the connection only if the answer was read to its end.
             assert client.completions.create(model="hash-model", prompt="x").choices[0].text
         assert engine.stats()["num_steps"] < 300

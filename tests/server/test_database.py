@@ -1,4 +1,4 @@
-"""A database of sessions that is locked, read-only or gone: 503, and nobody else waits."""
+"""A database of sessions that is locked, read-only or gone: a 503, and no other request waits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_locked_database_is_a_503_and_delays_nobody(
                 check(await each)
             check(await app.post(CHAT, chat_body(session_id=session)))
             other.execute("rollback")
-        # Locked while the answer is being made: what was asked and answered cannot be kept.
+        # Locked while the answer is generated, so the turn cannot be written.
         chat = app.post(CHAT, chat_body(session_id=session, stream=True, max_tokens=40))
         asking = asyncio.ensure_future(chat)
         await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What an end is called and where it is counted: one table, and names that cannot go astray."""
+"""The table of ends: names of each finish reason in answers and metrics, and their counters."""
 
 from __future__ import annotations
 

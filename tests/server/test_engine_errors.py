@@ -1,4 +1,4 @@
-"""A full queue, an engine that fails or is closed, and what an unexpected exception may tell."""
+"""A full queue, an engine that fails or is closed, and what an unexpected exception may reveal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.serving import (
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue(path: str, stream: bool) -> None:
-    """One seat, one place to wait: the third is told when to come again, and nothing is lost."""
+    """One seat and one waiting place: the third request gets Retry-After, the others finish."""
 
     async def use(app: App) -> None:
         body = BODIES[path](max_tokens=40, stream=stream, ignore_eos=True)
@@ -62,7 +62,7 @@ def test_choices_that_do_not_all_fit_leave_nothing(path: str, stream: bool) -> N
 
 
 class Broken:
-    """A runner that works for a while."""
+    """A runner that raises after `good_steps` steps."""
 
     def __init__(self, good_steps: int) -> None:
         self.left = good_steps
@@ -129,7 +129,7 @@ def test_what_an_exception_tells(
     code: str,
     told: bool,
 ) -> None:
-    """Our own words are passed on; those of any other exception never are."""
+    """Messages of our own exceptions are passed on; those of any other exception never are."""
     engine = make_hash_llm()
 
     def fail(*_: Any, **__: Any) -> None:
@@ -205,7 +205,7 @@ def test_a_refusal_of_the_engines_thread(
     param: str | None,
     code: str | None,
 ) -> None:
-    """The scheduler's second line of defence speaks to the client like the first one."""
+    """A refusal by the scheduler looks to the client like one by the input processor."""
     engine = make_hash_llm()
 
     def refuse(request: Any) -> None:
@@ -213,7 +213,7 @@ def test_a_refusal_of_the_engines_thread(
 
     monkeypatch.setattr(core_of(engine), "add", refuse)
     reply = ask(engine, path, BODIES[path](stream=stream))
-    if stream:  # its status line had gone out when the engine said so
+    if stream:  # the status line was sent before the engine refused
         assert reply.status == 200
         error = json.loads(reply.writes[-1].decode().removeprefix("data: "))["error"]
         assert b"[DONE]" not in reply.body
@@ -226,7 +226,7 @@ def test_a_refusal_of_the_engines_thread(
 
 def test_errors_that_cross_a_boundary_are_plain_data() -> None:
     class Narrower(UnprocessableError):
-        """A class that the other side does not know."""
+        """A class that the other process does not have."""
 
     for error in (
         RequestError("a", param="p", code="c"),
@@ -267,7 +267,7 @@ def test_health_follows_the_engine() -> None:
 
 
 def test_an_engine_that_is_being_closed_takes_nothing() -> None:
-    """Its last step may take long; whoever came in now would never be answered."""
+    """Its last step may take long, and a request accepted now would never be answered."""
 
     async def main() -> None:
         async with serving(make_hash_llm(step_s=0.3)) as app:
@@ -297,7 +297,7 @@ async def check_dead(app: App) -> None:
 def test_no_caller_waits_for_an_engine_that_has_died(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    """Outside of a step there is nothing to fall back to: the thread ends, and says so."""
+    """An exception outside of a step ends the thread, and all requests get an error."""
 
     async def main() -> Reply:
         async with serving(make_hash_llm(step_s=0.01)) as app:

@@ -1,4 +1,4 @@
-"""The file of keys: nothing is lost where several write it, and what is wrong with it is said."""
+"""The file of keys: no change is lost if several processes write, and its errors are reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def header(token: str) -> dict[str, str]:
 
 
 def at_once(*calls: Callable[[], object]) -> None:
-    """Each in a thread; a lock of a file is of an open file, so they are as processes are."""
+    """Run each call in a thread. A lock belongs to an open file, so threads exclude each other as
+    processes do."""
     start = threading.Barrier(len(calls))
 
     def run(call: Callable[[], object]) -> None:

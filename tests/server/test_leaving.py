@@ -1,4 +1,4 @@
-"""A client that leaves frees its seat and pages at once: streaming or not, running or queued."""
+"""A client that disconnects frees seat and pages at once: streaming or not, running or queued."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def post(sock: socket.socket, path: str, body: Any) -> None:
 
 
 def settled(engine: AsyncLLM) -> None:
-    """Everything is free within a second, and no step is made any more."""
+    """Assert that everything is free within a second and no further step is computed."""
     until(lambda: is_idle(engine), timeout_s=1.0)
     steps = engine.stats()["num_steps"]
     time.sleep(0.05)
@@ -168,7 +168,7 @@ def test_a_reader_that_takes_nothing_counts_as_gone() -> None:
         scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers}
         impatient = create_app(engine, ServerSettings(write_stall_s=0.05))
         await asyncio.wait_for(impatient(scope, receive, send), 2)
-        assert len(writes) == 1  # nor is an error written to somebody who does not read
+        assert len(writes) == 1  # no error is written to a client that does not read
 
     with_app(engine, use)
 
@@ -223,7 +223,7 @@ def test_all_of() -> None:
 
 
 def test_what_a_client_has_left_is_gone_without_the_garbage_collector() -> None:
-    """Which comes rarely under load."""
+    """Under load the garbage collector runs rarely."""
 
     class Held:
         pass

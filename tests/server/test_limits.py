@@ -1,4 +1,4 @@
-"""Connections that are too many or too slow, and the end of a server under load."""
+"""Too many or too slow connections, and a server that ends under load."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check(reply: bytes, status: int, code: str) -> None:
 
 
 def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections that are in use stay; what comes gets 503, but a probe its answer."""
+    """Connections that are in use stay; new ones get 503, except health probes."""
     limits = connections.ConnectionLimits(places=3, probe_places=2)
     monkeypatch.setattr(serve, "connection_limits", lambda: limits)
     with live(make_hash_llm()) as url, contextlib.ExitStack() as stack:
@@ -69,7 +69,7 @@ def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
             check(read_all(fourth), 503, "overloaded")
         assert urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
         with connect(url) as first, connect(url) as second, connect(url) as third:
-            # Nothing has come from two that may stay, so a third one may not.
+            # Two connections that have sent nothing may stay, so a third one may not.
             check(read_all(third), 503, "overloaded")
             for probe in (first, second):
                 probe.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -104,7 +104,7 @@ def drip(sock: socket.socket, data: bytes) -> None:
 def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_protocol, "HEADER_TIMEOUT_S", 0.3)
     with live(make_hash_llm(step_s=0.05)) as url, connect(url) as sock:
-        for _ in range(2):  # neither a long answer nor a pause between requests is slow headers
+        for _ in range(2):  # neither a long answer nor a pause between requests counts as slow
             post(sock, completion_body(max_tokens=10))
             received = b""
             while not received.endswith(b"}}"):
@@ -133,7 +133,7 @@ def test_a_body_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, answ
 
 
 def test_a_reader_of_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its connection, too: what it has not read would keep it open for as long as it likes."""
+    """Its connection is closed too, which unread data would otherwise keep open."""
     monkeypatch.setattr(serve, "SEND_BUFFER_BYTES", 4096)
     engine = make_hash_llm(num_pages=4000)
     with live(engine, write_stall_s=0.3) as url, socket.socket() as sock:
@@ -146,12 +146,12 @@ def test_a_reader_of_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_closed(sock: socket.socket) -> bool:
-    """What came before the end is still unread, so that reading would not tell."""
+    """Whether the connection was closed. Data before the end is unread, so reading cannot tell."""
     return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != 1  # ESTABLISHED
 
 
 def test_readers_of_nothing_do_not_hold_up_the_others() -> None:
-    """Their sockets are full; their requests run to the end, and then nothing is left of them."""
+    """Their sockets are full; their requests run to the end, and then hold nothing."""
     engine = make_hash_llm(max_batch_size=16, num_pages=4000)
     with live(engine) as url, contextlib.ExitStack() as stack:
         for _ in range(8):
@@ -187,7 +187,8 @@ SCRIPT = (
 def test_the_end_with_an_engine_process(
     drain_s: str, num_signals: int, num_tokens: int, last: bytes, at_most_s: float
 ) -> None:
-    """What runs finishes or is told; what comes is told; the engine is gone and the code is 0."""
+    """Running requests finish or get an error, new ones get an error, the engine ends, and the exit
+    code is 0."""
     arguments = [sys.executable, "-c", SCRIPT, drain_s]
     with subprocess.Popen(arguments, env=ENV, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -224,7 +225,7 @@ def test_the_end_with_an_engine_process(
 
 
 def is_of(folder: Path, parent: int) -> bool:
-    """Whether a process was started by `parent`, which the engine was told at its start."""
+    """Whether `parent` started a process; an engine has the parent's id in its command line."""
     return (folder / "cmdline").read_text().rstrip("\0").endswith(f"\0{parent}")
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities: OpenAI's two objects to the letter, streamed = plain, odd tokens, floors."""
+"""Log-probabilities: OpenAI's two formats, streamed = plain, incomplete characters, floors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def joined(path: str, reply: Reply) -> Any:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("step_s", [0.0, 0.003])
 def test_streamed_ones_put_together_are_the_plain_ones(path: str, step_s: float) -> None:
-    """Also where the text stays behind: for a stop string and for a character of four tokens."""
+    """Also while text is held back, for a stop string or for a character of four tokens."""
     script = spelled("a😀 st!")
     wanted = {"logprobs": 3} if path == COMPLETIONS else {"logprobs": True, "top_logprobs": 3}
     body = BODIES[path](max_tokens=len(script), stop="stop", **wanted)

@@ -1,4 +1,4 @@
-"""A log that nobody reads stops nothing, and its lines are what was promised."""
+"""Logs: a pipe that nobody reads blocks nothing, and every line has the documented form."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_end_does_not_wait_for_readers(
 
 
 def test_every_line_is_json(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also what uvicorn, asyncio and warnings say, and stacks."""
+    """Also lines of uvicorn, asyncio and warnings, and stack traces."""
     with serve._log_on_stderr("json"):
         for name in ("infer.engine", "uvicorn.error", "asyncio", "py.warnings"):
             logging.getLogger(name).warning("of %s\nin two lines", name)

@@ -1,4 +1,4 @@
-"""Several models behind one address: who answers, when they come and go, and who breaks whom."""
+"""Several models behind one address: routing, loading, unloading, and failures of one of them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def used(
     keys: str | None = None,
     **how: Any,
 ) -> None:
-    """`body` with an app over these models; at the end every engine must have ended."""
+    """Run `body` with an app over these models; at the end every engine must have ended."""
 
     async def main() -> None:
         settings = ServerSettings(api_keys=keys)
@@ -73,7 +73,7 @@ async def statuses(app: App) -> dict[str, str]:
 
 
 def test_the_name_says_who_answers() -> None:
-    """The engines differ in how many tokens they serve."""
+    """The engines are told apart by the number of tokens that they serve."""
 
     async def body(app: App, _: ModelRouter) -> None:
         for name, size in (("small", 64), ("big", 128), (None, 64)):
@@ -116,7 +116,7 @@ def test_requests_and_numbers_are_those_of_all() -> None:
         for name in ids:
             assert (await app.get(f"/v1/requests/{name}")).json()["id"] == name
         assert (await app.get("/v1/requests/cmpl-x")).error()["code"] == "request_not_found"
-        # Without a body, with and without a media type for it.
+        # A request without a body, with and without a media type.
         running = asyncio.ensure_future(app.post(COMPLETIONS, completion_body(model="b", **LONG)))
         await asyncio.to_thread(until, lambda: models.num_open == 1)
         name = (await app.get("/v1/requests")).json()["data"][0]["id"]
@@ -237,7 +237,7 @@ def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
             lines = reply.body.decode().splitlines()
             shown.append([line for line in lines if line.startswith("infer:admission_rejections")])
         (refused, too_many), of_b = map(sorted, shown)
-        assert 'reason="401"' in refused  # before the body is read nobody knows for whom it is
+        assert 'reason="401"' in refused  # without a model's name: the body was not read
         assert 'reason="429"' in too_many
         assert all(line.endswith(" 1.0") for line in (refused, too_many))
         assert of_b == []
@@ -245,7 +245,7 @@ def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
     used(body, {"a": make_hash_llm, "b": make_hash_llm}, keys=str(file))
 
     async def later(app: App, _: ModelRouter) -> None:
-        """What a key has used outlives the server."""
+        """The tokens that a key has used are still counted after a restart of the server."""
         for name, expected in (("a", {}), ("b", 2)):
             path = f"/stats?model={name}"
             reply = await app.send("GET", path, headers={"authorization": f"Bearer {admin}"})
@@ -258,7 +258,7 @@ def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
 def test_what_nobody_expected_reaches_the_edge(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not a last resort on the way there: a leaver is no error, and an error is told as ours."""
+    """No handler before it answers: a disconnect is no error, and errors have our format."""
 
     async def body(app: App, models: ModelRouter) -> None:
         leave = asyncio.Event()
@@ -314,7 +314,7 @@ def test_what_model_options_mean() -> None:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    """Two names for the model that ships, one of which does not exist at the start."""
+    """Two names for the shipped model, one of whose paths does not exist at the start."""
     import infer
 
     demo = Path(infer.__file__).parent / "demo_model"

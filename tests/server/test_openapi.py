@@ -1,6 +1,6 @@
-"""The OpenAPI document and what answers, against each other: fields, routes, methods, and (marked)
-schemathesis against a server with the model that ships. That every status and media type that any
-other test here sees is in the document is checked by `serving.App` itself."""
+"""The OpenAPI document agrees with the server: fields, routes, methods, and (marked) schemathesis
+against a server with the shipped model. `serving.App` checks that every status and media type which
+any other test here gets is in the document."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def wire_models(root: type[Wire] = Wire) -> Iterator[type[Wire]]:
 
 
 def bodies(document: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Method, path and schema of each body that is read."""
+    """Method, path and schema of each request body in the document."""
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             for content in operation.get("requestBody", {}).get("content", {}).values():
@@ -59,7 +59,7 @@ def test_every_field_that_is_read_is_in_the_document_and_no_other(tmp_path: Path
     async def is_read(app: App, method: str, path: str, start: Any, name: str) -> bool:
         body = {**start, name: {"no field": ["has this"]}}
         if path == "/tokenize" and (name in ("messages", "prompt")) and name not in start:
-            return False  # it says which of two bodies this is
+            return False  # the field decides which of two bodies this is
         reply = await app.post(path.replace("{id}", "x"), body, method=method)
         assert reply.status != 500
         error = reply.error() if reply.status != 200 else {}
@@ -87,7 +87,7 @@ def test_every_schema_says_something_about_each_field() -> None:
 
 
 def test_every_route_and_method() -> None:
-    """Other methods are refused, with an Allow header that names the ones that are documented."""
+    """Other methods are refused with an Allow header that has exactly the documented ones."""
     document = the_document()
 
     async def use(app: App) -> None:
@@ -119,18 +119,19 @@ def test_an_answer_that_is_not_documented_is_noticed() -> None:
     with_app(make_hash_llm(), use)
 
 
-# ---- another program's opinion
+# ---- schemathesis
 
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     *("response_schema_conformance", "response_headers_conformance", "negative_data_rejection"),
     *("unsupported_method", "allow_header_conformance", "ignored_auth"),
 )
-"""all but those that want every body that fits the schema to be accepted: ranges are the model's"""
+"""all checks except those that demand that every body of the schema is accepted: some ranges depend
+on the model and are not in the document"""
 
 
 def schemathesis() -> Path:
-    """The program, in an environment of its own that is kept."""
+    """The program, in an environment of its own that is kept between runs."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "infer-tests" / "schemathesis"
     if not (folder / "bin" / "st").exists():
@@ -142,7 +143,7 @@ def schemathesis() -> Path:
 @pytest.mark.peer
 @pytest.mark.timeout(900)
 def test_schemathesis(tmp_path: Path) -> None:
-    """Positive, negative, NUL bytes, all phases; a key, and none."""
+    """Valid and invalid bodies, NUL bytes, all phases; with and without a key."""
     from tests.support.server_process import served
 
     program, keys = schemathesis(), tmp_path / "keys.json"

@@ -34,7 +34,7 @@ async def some_requests(app: App) -> None:
 
 
 async def samples(app: App) -> dict[tuple[str, str], float]:
-    """By name and the last label that is not the model's name."""
+    """The metrics' values by name and the last label that is not the model's name."""
     reply = await app.get("/metrics")
     assert reply.headers["content-type"].startswith("text/plain")
     assert SECRET.encode() not in reply.body
@@ -42,7 +42,7 @@ async def samples(app: App) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(reply.body.decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
-            # What belongs to the connections has no model.
+            # Metrics of connections have no model.
             assert labels.pop("model_name", "hash-model") == "hash-model"
             found[sample.name, next(iter(labels.values()), "")] = sample.value
     return found
@@ -128,7 +128,7 @@ def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture
 def test_an_engine_that_makes_no_progress_is_not_live(
     slow_ms: int, num_tokens: int, is_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As soon as the soft limit has passed; slow steps that go on, and no work, are neither."""
+    """As soon as the soft limit has passed. An engine with slow steps or without work is live."""
     monkeypatch.setattr(async_llm, "SOFT_LIMIT_S", 1.5)
     monkeypatch.setenv("INFER_WRAP_CORE", "tests.support.faults:wrapped")
     monkeypatch.setenv("INFER_FAULT_SLOW_STEP_MS", str(slow_ms))

@@ -1,5 +1,5 @@
-"""Public prefixes: whole pages of the operator's own texts are shared, by the keys made for it, and
-not a token more crosses from one key to another."""
+"""Public prefixes: keys with that right share whole pages of the operator's own texts, and no other
+token is shared between keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.server.test_tenants import cached, make
 from tests.support.doubles import make_hash_llm, small_tokenizer, solo
 from tests.support.serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
 
-PAGE = 4  # of the hash model
+PAGE = 4  # tokens per page of the hash model
 TEXT = "You are the keeper of the north library."
 BEGIN = small_tokenizer().encode(TEXT)
 OWNERS = {"a": True, "b": True, "c": False, "d": False}
-"""which of the keys share"""
+"""key → whether it shares public prefixes"""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def setup(tmp_path: Path) -> dict[str, Any]:
 
 
 def pages_of(*sequences: list[int]) -> int:
-    """Tokens in the whole pages that sequences begin with, all of them."""
+    """Number of tokens in the whole pages that are common to the beginnings of all sequences."""
     places = zip(*sequences, strict=False)
     return len([*takewhile(lambda tokens: len({*tokens}) == 1, places)]) // PAGE * PAGE
 
@@ -80,7 +80,7 @@ def test_exactly_whole_pages_of_the_public_prefix_cross(
 
 
 def test_a_system_message(setup: dict[str, Any]) -> None:
-    """The text as the chat's template writes it, whoever asks what behind it."""
+    """A public system message, as the chat template writes it, before any question."""
 
     async def use(app: App) -> None:
         async def ask(name: str, words: str, **changes: Any) -> int:
@@ -92,9 +92,9 @@ def test_a_system_message(setup: dict[str, Any]) -> None:
         assert await ask("a", "Where are the maps?") == 0
         shared = await ask("b", "Is anybody here?")
         assert len(BEGIN) // PAGE * PAGE <= shared < len(BEGIN) + 20
-        assert await ask("b", "Where are the maps?") == shared  # of what a said behind it: nothing
+        assert await ask("b", "Where are the maps?") == shared  # nothing of a's own question
         assert await ask("c", "Where are the maps?") == 0
-        assert await ask("a", "?", prompt_logprobs=0) == 0  # which cached pages could not tell
+        assert await ask("a", "?", prompt_logprobs=0) == 0  # cached pages have no scores
 
     with_app(make_hash_llm(), use, **setup["how"])
 

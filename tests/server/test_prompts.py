@@ -1,5 +1,5 @@
-"""Looking at prompts (echo, log-probabilities, token ids) as evaluation harnesses do, on the
-shipped model; deadlines; and what is not there."""
+"""Scores of prompts (echo, log-probabilities, token ids) as evaluation harnesses request them, on
+the shipped model; deadlines; and routes that do not exist."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_scores_of_a_prompt_are_those_of_its_generation(llm: LLM) -> None:
 
 
 def test_a_prompt_does_not_keep_its_scores_to_itself(llm: LLM) -> None:
-    """Others' prefixes are still found; and nothing is found of a prompt that was scored."""
+    """Its pages are not found by later requests, but those of other requests are."""
     llm.generate(TEXT * 2, SamplingParams(max_tokens=1, prompt_logprobs=0))
     [cold] = llm.generate(TEXT * 2, SamplingParams(max_tokens=1))
     [warm] = llm.generate(TEXT * 2, SamplingParams(max_tokens=1))
@@ -135,7 +135,7 @@ def test_prompt_logprobs_and_token_ids(llm: LLM) -> None:
     [choice] = chat["choices"]
     told = [event["choices"][0] for event in events]
     assert [i for part in told for i in part.get("token_ids", ())] == choice["token_ids"]
-    # Of the prompt, which all choices share, the response and the first chunk tell.
+    # The prompt is common to all choices, so it is in the response and in the first chunk.
     assert events[0]["prompt_token_ids"] == chat["prompt_token_ids"]
     assert not any("prompt_token_ids" in event for event in (*events[1:], *told, choice))
     assert looked["prompt_token_ids"] == chat["prompt_token_ids"]

@@ -1,4 +1,4 @@
-"""Running: one line when it listens, a port in use, options from the config, a clean end."""
+"""Running a server: the line when it listens, a port in use, options from settings, a clean end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_port_in_use() -> None:
 
 
 def test_a_port_that_somebody_else_takes_while_the_model_loads() -> None:
-    """Until the server is there a client is refused; then one of the two is told."""
+    """Clients are refused until the server listens; the second server on a port gets an error."""
     with serve.bind(port=0) as held:
         port = held.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
@@ -90,7 +90,7 @@ def test_the_url_of_a_socket() -> None:
 
 
 def parsed(*arguments: str) -> EngineConfig:
-    """The settings that a command line stands for."""
+    """The settings of a command line."""
     seen: list[EngineConfig] = []
     app = typer.Typer()
 
@@ -134,7 +134,7 @@ def test_every_setting_is_an_option() -> None:
 
 
 def test_options_of_a_typer_command() -> None:
-    """Its own parameters stay, the settings given arrive, and those left out are not there."""
+    """A command keeps its own parameters, gets the settings that were given, and no others."""
     seen: list[Any] = []
     app = typer.Typer()
 
@@ -165,7 +165,7 @@ def test_options_of_a_typer_command() -> None:
 
 
 def code_of(*arguments: str) -> int | str | None:
-    """The exit code of `infer serve`, and so of `python -m infer.server`."""
+    """The exit code of `infer serve`, which is also that of `python -m infer.server`."""
     with pytest.raises(SystemExit) as end:
         main(["serve", *arguments])
     return end.value.code
@@ -187,7 +187,7 @@ def test_options_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
 def test_main_serves_what_is_assembled(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With engines of tests in the place of those that need torch."""
+    """With engines of the tests instead of those that need torch."""
     configs: list[tuple[str, EngineConfig]] = []
 
     def maker(where: str) -> Any:
@@ -243,7 +243,7 @@ SCRIPT = textwrap.dedent(
     ],
 )
 def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes) -> None:
-    """What runs may finish, or is told why not; the exit code is 0."""
+    """Running requests may finish or get an error; the exit code is 0."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, drain_s],
         env=ENV,

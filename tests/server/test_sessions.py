@@ -1,4 +1,4 @@
-"""Sessions: a client sends only what is new and gets what it would have got with the whole."""
+"""Sessions: a client sends only new messages and gets the answer to the whole conversation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ ASKED = ["Tell me of the fox and the river", "And then?", "Why?"]
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    """A PostgreSQL of our own, on a socket in a folder: the URL of a database, without its name."""
+    """Run PostgreSQL on a socket in a folder; yields the URL of a database, without its name."""
     pytest.importorskip("psycopg", reason="needs the extra: pip install 'infer[postgres]'")
     found = [shutil.which(name, path=PATH) for name in ("initdb", "postgres")]
     if None in found:
         pytest.skip("PostgreSQL is not here: no initdb and postgres in PATH or where Debian has it")
     initdb, server = map(str, found)
-    # It refuses to be root.
+    # It refuses to run as root.
     how: Any = {"user": "nobody"} if os.geteuid() == 0 else {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if how:
@@ -60,7 +60,7 @@ def postgres() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.peer)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty database."""
+    """URL of an empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'sessions.db'}"
     urls: str = request.getfixturevalue("postgres")
@@ -89,7 +89,7 @@ def question(text: str, **changes: Any) -> dict[str, Any]:
 
 
 def answer_of(reply: Reply, form: str) -> tuple[str, int]:
-    """Text and cached tokens."""
+    """Text and number of cached tokens."""
     if form == "whole":
         body = reply.json()
         text = body["choices"][0]["message"]["content"]
@@ -112,7 +112,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def test_a_call_that_was_cut_does_not_spoil_the_session(url: str) -> None:
-    """Its arguments are no JSON, which no later request could have in its history."""
+    """Its arguments are not JSON, so no later request could have it in its history."""
     head, arguments = '<tool_call>\n{"name": "f", "arguments": ', '{"a": "b'
     function = {"name": "f", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": function}]
@@ -275,7 +275,7 @@ def test_characters_that_databases_dislike(url: str) -> None:
 
 
 def test_two_servers_write_a_turn_at_the_same_time(url: str) -> None:
-    """One of them does; the other one is told, as it would be by its own server."""
+    """One of them succeeds; the other gets the same error as with a single server."""
     servers = [SessionStore(url) for _ in range(2)]
     name = servers[0].create("me")["id"]
     turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
@@ -314,7 +314,7 @@ def test_databases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
     async def use(app: App) -> None:
-        assert not (tmp_path / "infer").exists()  # nothing is made before it is wanted
+        assert not (tmp_path / "infer").exists()  # not made before the first use
         await call(app, "POST", "")
 
     with_app(make_hash_llm(), use)

@@ -1,4 +1,4 @@
-"""The story of a request: its events in order, what slow gaps were due to, all of it bounded."""
+"""The trace of a request: its events in order, the causes of slow gaps, and bounds on its size."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_after_the_other() -> None:
         )
         assert events[2]["of_tokens"] == trace["prompt_tokens"]
         assert hit + sum(chunk["tokens"] for chunk in chunks) == trace["prompt_tokens"]
-        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no hit
+        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no cache hit
         assert trace["completion_tokens"] == replies[2]["usage"]["completion_tokens"]
         assert trace["state"] == "finished"
         listed = (await app.get("/v1/requests")).json()["data"]
@@ -156,7 +156,7 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_tells_the_same() -> None:
-    """The facts cross the boundary, and times of both sides are on one clock."""
+    """Events cross the process boundary, and times of both sides are on one clock."""
 
     async def use() -> None:
         async with serving(launch_hash_llm()) as app:

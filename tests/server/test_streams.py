@@ -1,4 +1,5 @@
-"""Streams: exact events, equal to the plain answer at every split, as load generators read them."""
+"""Streams: exact events, equality with the plain answer at every split, and how load generators
+read them."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def content(path: str, choice: dict[str, Any]) -> str:
 
 
 def read(path: str, reply: Reply) -> tuple[dict[int, str], dict[int, str]]:
-    """Text and finish reason by choice; each choice ends exactly once, and nothing follows."""
+    """Text and finish reason by choice; checks that each choice ends once and nothing follows."""
     assert reply.status == 200, reply.body
     texts: dict[int, str] = {}
     reasons: dict[int, str] = {}
@@ -102,7 +103,7 @@ def test_no_usage_unless_asked(path: str) -> None:
 def test_usage_in_every_chunk(path: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     reply = ask(
-        scripted(spelled("Hi you"), step_s=0.05),  # what is late goes out with what follows it
+        scripted(spelled("Hi you"), step_s=0.05),  # late pieces are merged with those after them
         path,
         BODIES[path](stream=True, stream_options=options, max_tokens=6),
     )
@@ -113,7 +114,7 @@ def test_usage_in_every_chunk(path: str) -> None:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_the_bytes(path: str) -> None:
-    """One event per write, exactly `data: `, one line of ASCII, an empty line."""
+    """One event per write: exactly `data: `, one line of ASCII, an empty line."""
     text = 'a\u2028\u0085\x1c\n\r\\"é😀\x00'
     engine = scripted(spelled(text), step_s=0.002)
     num = len(spelled(text))
@@ -132,7 +133,8 @@ SAMPLE = "naïve 😀👩‍👧 日本 ab aab."
 
 @pytest.mark.parametrize("path", BODIES)
 def test_stop_strings_at_every_split(path: str) -> None:
-    """Every piece of a text with characters of 1 to 4 tokens as its stop string, both ways."""
+    """Every part of a text with characters of 1 to 4 tokens is used as stop string, streamed and
+    plain."""
     script = spelled(SAMPLE)
 
     async def use(app: App) -> None:
@@ -170,7 +172,7 @@ def test_stop_strings_at_every_split(path: str) -> None:
 def test_a_stream_equals_the_plain_answer(
     script: list[int], stop: list[str], num: int, special: bool, choices: int
 ) -> None:
-    """For any bytes a model may say, broken characters and special tokens too."""
+    """For any bytes that a model may generate, with incomplete characters and special tokens."""
     changes = {"stop": stop, "max_tokens": num, "skip_special_tokens": special, "n": choices}
 
     async def use(app: App) -> None:
@@ -320,7 +322,7 @@ def test_the_default_format_has_a_name() -> None:
 
 
 def vllm_bench(raw: list[bytes]) -> tuple[str, int, int]:
-    """As `vllm bench serve` does: blank lines separate, the prefix is cut off by its length."""
+    """Read as `vllm bench serve` does: blank lines separate events, the prefix is cut by length."""
     text, usage, num_first = "", 0, 0
     buffer = ""
     for data in raw:
@@ -347,7 +349,7 @@ def vllm_bench(raw: list[bytes]) -> tuple[str, int, int]:
 
 
 def sglang_bench(raw: list[bytes]) -> tuple[str, int]:
-    """As `sglang.bench_serving` does: line by line, every line that is not empty is an event."""
+    """Read as `sglang.bench_serving` does: every line that is not empty is an event."""
     text, usage = "", 0
     for line in b"".join(raw).split(b"\n"):
         line = line.strip()
@@ -385,8 +387,8 @@ def test_load_generators_understand_it(path: str) -> None:
 
 
 def vllm_first_tokens(raw: list[bytes]) -> list[int]:
-    """In which chunks its clock of the first and of further tokens ticks: with completions every
-    chunk that has choices; with chats one with text, or empty text and no role beside it."""
+    """Indices of the chunks that `vllm bench serve` counts as tokens: of completions every chunk
+    with choices; of chats those with text, or with empty text and no role."""
     ticks = []
     for number, data in enumerate(raw):
         value = json.loads(data[6:]) if b"[DONE]" not in data else {}
@@ -411,7 +413,7 @@ def test_a_load_generators_clock_ticks_once_a_token(path: str) -> None:
 
 
 def test_a_stream_that_breaks_has_no_text_that_load_generators_count() -> None:
-    """A stream that breaks after some tokens has nothing that they take for text."""
+    """The error of a stream that fails after some tokens is not counted as text."""
     body = completion_body(stream=True, max_tokens=400, ignore_eos=True, timeout=0.05)
     writes = ask(make_hash_llm(step_s=0.005), COMPLETIONS, body).writes
     assert "error" in json.loads(writes[-1].removeprefix(b"data: "))

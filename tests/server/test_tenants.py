@@ -1,4 +1,4 @@
-"""Keys: who is let in, what a key may use, and that nothing of one is another's to see."""
+"""Keys: authentication, limits of a key, and isolation between keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def make(file: Path, name: str, **limits: Any) -> dict[str, str]:
-    """A key, as the headers that show it."""
+    """Make a key; returns the headers to send it."""
     return {
         "authorization": f"Bearer {Keys(file, must_exist=False).create(name, KeyLimits(**limits))}"
     }
@@ -58,7 +58,7 @@ def test_every_route_needs_a_key(file: Path) -> None:
                     if reply.status == 401 and method != "HEAD":
                         error, sent = reply.error(), "host" not in headers and bool(headers)
                         assert error["code"] == "invalid_api_key"
-                        # LiteLLM knows these words, and takes all others for a bad request.
+                        # LiteLLM recognises this text and takes any other for a bad request.
                         known = "Incorrect API key provided"
                         assert error["message"].startswith(known) is sent
         for path in ("//health/live", "/health/live/../../v1/models", "/v1/models?/health"):
@@ -140,7 +140,7 @@ def test_what_a_key_has_used_outlives_the_server(
     for name, counts in second.items():
         assert counts["requests"] == 2 * first[name]["requests"]
         assert counts["generation_tokens"] == 2 * first[name]["generation_tokens"]
-    # One that dies loses what is not yet written; one that cannot write says so and goes on.
+    # A server that is killed loses what was not written; one that cannot write logs it and works.
     monkeypatch.setattr(metrics, "SAVE_S", 0)
     before = usage.read_text()
 
@@ -195,7 +195,7 @@ def test_stories_of_one_key_do_not_push_out_those_of_another(
         own = [await post("b") for _ in range(8)]
         assert await ids("a") == [first]
         assert await ids("b") == own[:2:-1]
-        others = [await post("c") for _ in range(5)]  # then there would be eleven
+        others = [await post("c") for _ in range(5)]  # these would be eleven together
         assert await ids("a") == [first]
         assert len(await ids("b")) + len(await ids("c")) == 8
         assert others[-1] in await ids("c")
@@ -233,7 +233,7 @@ def test_limits(file: Path) -> None:
         waiting = [asyncio.ensure_future(post(alone)) for _ in range(3)]
         assert [(await each).status for each in waiting] == [429] * 3
         await asyncio.gather(*busy)
-        assert (await post(alone, n=2)).status == 200  # nobody has to wait
+        assert (await post(alone, n=2)).status == 200  # no request has to wait
         refused = await post(alone, n=3)
         assert (refused.status, refused.error()["code"]) == (400, "too_many_choices")
 
@@ -247,7 +247,7 @@ def test_a_bucket() -> None:
     assert bucket.wait_s(1) == 1.0
     now[0] = 2.0
     assert bucket.wait_s(1) == 0.0
-    bucket.take(10)  # more than was there
+    bucket.take(10)  # more than the bucket has
     assert bucket.level() == -8.0
     bucket.take(-1000)
     assert bucket.level() == 60.0
@@ -268,7 +268,7 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
     huge = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=10**6)
     with pytest.raises(RequestError, match="tokens a minute"):
         tenant.reserve([huge], context)
-    Tenant(key).reserve([huge], context)  # takes all there is, rather than never being served
+    Tenant(key).reserve([huge], context)  # takes a full bucket, else it could never be served
 
 
 def test_a_refused_request_leaves_nothing() -> None:
@@ -320,7 +320,7 @@ def test_without_keys_only_this_machine(
 
 
 def test_a_server_draws_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers without a seed are not the same after each start, unless that is asked for."""
+    """Answers without a seed differ after each start, unless the server has a seed."""
     seeds: list[int | None] = []
 
     def launch(config: EngineConfig, **_: Any) -> Any:

@@ -39,7 +39,7 @@ TOKENIZE, DETOKENIZE, INFO = "/tokenize", "/detokenize", "/tokenizer_info"
 RENDER = "/v1/chat/completions/render"
 HELLO = [{"role": "user", "content": "Hello"}]
 PREFILL = [*HELLO, {"role": "assistant", "content": "Sure, "}]
-# Shows everything it is given.
+# A template that writes all of its variables.
 TOOL_TEMPLATE = (
     "{{ bos_token }}{{ tools | tojson if tools else 'no tools' }}{{ mood }}"
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ m.reasoning_content }}"
@@ -97,7 +97,7 @@ def test_a_text_in_vllms_format() -> None:
         ({"add_special_tokens": None, "model": None}, [BOS_ID, *spelled("ab")]),
         ({"prompt": "", "add_special_tokens": False}, []),
         ({"prompt": ""}, [BOS_ID]),
-        # what an evaluation harness asks to learn the ids of the named tokens
+        # the request of an evaluation harness for the ids of special tokens
         ({"prompt": EOS, "add_special_tokens": False}, [EOS_ID]),
         ({"prompt": f"a{EOS}"}, [BOS_ID, *spelled("a"), EOS_ID]),
         (
@@ -145,7 +145,7 @@ def test_messages_become_the_ids_of_a_chat() -> None:
     assert rendered == {"prompt": text, "token_ids": ids, "count": len(ids), "max_model_len": 512}
     usage = ask(make_hash_llm(), CHAT, chat_body()).json()["usage"]
     assert usage["prompt_tokens"] == len(ids)
-    assert ids.count(BOS_ID) == 1  # the template writes one, the post-processor would another
+    assert ids.count(BOS_ID) == 1  # the template adds one; the post-processor would add another
     assert tokens_of({"messages": HELLO, "return_token_strs": True})["token_strs"][0] == BOS
 
 
@@ -161,7 +161,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("arguments", "end"), ARGUMENTS)
 def test_where_a_prompt_ends(arguments: dict[str, Any], end: str) -> None:
-    """The three ways to it agree, and chat runs on the ids that render shows."""
+    """All three endpoints give the same ids, and chat runs on those that render returns."""
     reply = ask(make_hash_llm(), RENDER, render_body(messages=PREFILL, **arguments)).json()
     assert reply["prompt"].endswith(end)
     assert tokens_of({"messages": PREFILL, **arguments})["tokens"] == reply["token_ids"]
@@ -216,7 +216,7 @@ def test_tools_reach_the_template(tool_tokenizer: Tokenizer, path: str) -> None:
 
 
 def test_variables_of_the_template_in_a_chat(tool_tokenizer: Tokenizer) -> None:
-    """Chat takes what render takes."""
+    """Chat accepts the same variables as render."""
     engine = make_hash_llm(tokenizer=tool_tokenizer)
     plain = ask(engine, CHAT, chat_body()).json()["usage"]["prompt_tokens"]
     engine = make_hash_llm(tokenizer=tool_tokenizer)
@@ -260,7 +260,7 @@ def test_tokenizer_info_of_another_checkpoint(tmp_path: Path) -> None:
 
 
 def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
-    """All ways into a chat say what to do instead; texts work."""
+    """All chat endpoints refuse with advice; texts work."""
     tokenizer = Tokenizer.from_folder(write_tokenizer(tmp_path, chat=False))
     for path, body in (
         (CHAT, chat_body()),
@@ -348,7 +348,7 @@ ROWS: list[Row] = [
         for path in (TOKENIZE, RENDER, CHAT)
         for row in TEMPLATE_ROWS
     ),
-    # a chat stays a chat: what it refuses, its prompt is not shown for
+    # render refuses what a chat refuses
     (RENDER, chat_body(temperature=3), 422, "temperature", None, "between"),
     (RENDER, chat_body(top_logprobs=2), 400, "top_logprobs", None, "logprobs: true"),
     (RENDER, chat_body(max_completion_tokens=9), 400, "max_tokens", None, "differ"),
@@ -446,7 +446,7 @@ def test_more_long_bodies_than_the_pool_takes(monkeypatch: pytest.MonkeyPatch) -
         body = {"prompt": "x" * 400_000}
         replies = await asyncio.gather(*[app.post(TOKENIZE, body) for _ in range(8)])
         assert sorted(reply.status for reply in replies) == [200] * 3 + [503] * 5
-        assert (await app.post(TOKENIZE, body)).status == 200  # nothing is held for ever
+        assert (await app.post(TOKENIZE, body)).status == 200  # the places were released
 
     with_app(make_hash_llm(), use)
 

@@ -1,4 +1,4 @@
-"""Tool loops over HTTP with models whose templates and formats differ; and what goes with them."""
+"""Tool loops over HTTP with models of different templates and formats, and reasoning."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SPECIAL = ("[TOOL_CALLS]", "[THINK]", "[/THINK]")
 
 
 def tokenizer_of(folder: Path, template: str, special: tuple[str, ...] = ()) -> Tokenizer:
-    """The byte tokenizer of these tests with a template, and further special tokens."""
+    """The tests' byte tokenizer, with a template and further special tokens."""
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(template)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -63,12 +63,12 @@ def tokenizer_of(folder: Path, template: str, special: tuple[str, ...] = ()) -> 
 
 
 def saying(ids: list[int], tokenizer: Tokenizer) -> AsyncLLM:
-    """An engine that says this, with room for long prompts."""
+    """An engine that generates `ids`, with room for long prompts."""
     return scripted(ids, tokenizer=tokenizer, max_seq_len=4096, num_pages=4096)
 
 
 def script_of(tokenizer: Tokenizer, *pieces: str) -> list[int]:
-    """The ids of an answer; a piece that is a special token is one."""
+    """The ids of an answer; a piece that is a special token becomes one id."""
     ids = []
     for piece in pieces:
         special = tokenizer.special_ids_of([piece])
@@ -77,7 +77,7 @@ def script_of(tokenizer: Tokenizer, *pieces: str) -> list[int]:
 
 
 def answered(tokenizer: Tokenizer, *pieces: str, **fields: Any) -> tuple[dict[str, Any], Any]:
-    """(the choice, the reply's body or headers beside it)"""
+    """The choice, and the reply's body or headers."""
     body = chat_body(**{"max_tokens": 300, "tools": [WEATHER], **fields})
     reply = ask(saying(script_of(tokenizer, *pieces), tokenizer), CHAT, body)
     assert reply.status == 200, reply.body
@@ -96,7 +96,7 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) ->
     assert made["function"] == {"name": "weather", "arguments": '{"city": "Ulm"}'}
     assert choice["finish_reason"] == "tool_calls"
     assert "x-warning" not in reply.headers
-    # Without tools nobody reads the mark, so it is not shown either; thoughts always are read.
+    # Without tools the mark is not parsed, and as a special token not shown; thoughts always are.
     choice, _ = answered(tokenizer, *pieces, tools=None)
     assert choice["message"]["content"] == "I see." + call
     assert choice["message"]["reasoning_content"] == "Hm"
@@ -105,7 +105,7 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) ->
 @pytest.mark.parametrize("content", [None, "", "I shall look."])
 @pytest.mark.parametrize("template", [MISTRAL, BARE_LIST, NO_TOOLS, UNKNOWN, THINKS])
 def test_what_we_answer_we_take_back(tmp_path: Path, template: str, content: str | None) -> None:
-    """Three turns, in which a client sends our answers back as they were."""
+    """Three turns, in which a client sends our answers back unchanged."""
     tokenizer = tokenizer_of(tmp_path, template)
     assert tokenizer.tool_use is not None
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
@@ -125,7 +125,7 @@ def test_what_we_answer_we_take_back(tmp_path: Path, template: str, content: str
     body = chat_body(messages=messages, tools=[WEATHER])
     prompt = ask(saying([], tokenizer), f"{CHAT}/render", body).json()["prompt"]
     assert prompt.count("is sunny") == 3
-    if template != UNKNOWN:  # which leaves arguments out
+    if template != UNKNOWN:  # that template leaves arguments out
         assert all(prompt.index(city) < prompt.index(f"{city} is") for city in ("Ulm", "Jena"))
 
 
@@ -166,7 +166,7 @@ def test_the_start_says_which_format_was_found(
 
 
 def test_any_variable_of_a_template_can_be_set() -> None:
-    """A name that a function of ours has too is a variable like others."""
+    """Also one with the name of a parameter of our own functions."""
     for name in ("tool_format", "way", "extra", "messages_"):
         body = chat_body(chat_template_kwargs={name: "x"})
         assert ask(scripted(spelled("Hi")), CHAT, body).status == 200
@@ -189,7 +189,7 @@ def test_json_that_is_no_call_stays_content(tmp_path: Path) -> None:
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
 @pytest.mark.parametrize("template", [MISTRAL, NO_TOOLS, BARE_LIST])
 def test_a_forced_call_that_is_cut_is_a_call(tmp_path: Path, template: str, choice: Any) -> None:
-    """`scripted` obeys no grammar; the text is as one makes it, and ends at any place."""
+    """`scripted` obeys no grammar, so the text is what a grammar gives, cut at any place."""
     tokenizer = tokenizer_of(tmp_path, template)
     assert tokenizer.tool_use is not None
     is_tagged = tokenizer.tool_use.format.name == "hermes"

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning over HTTP; and a stream equal to the plain answer in all it says."""
+"""Tool calls and reasoning over HTTP; a stream equals the plain answer in all fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def streamed(events: list[Any]) -> tuple[dict[str, Any], str]:
-    """The message that the pieces of one choice make, and the finish reason."""
+    """The message that the pieces of one choice add up to, and its finish reason."""
     message: dict[str, Any] = {"content": None}
     calls: dict[int, dict[str, Any]] = {}
     reason = None
@@ -90,7 +90,7 @@ def test_calls_and_reasoning(
     stream = ask(scripted(script, tokenizer=tokenizer), CHAT, {**body, "stream": True})
     told, ended = streamed(stream.events())
     for one in (*told.get("tool_calls", ()), *calls):
-        del one["id"]  # of another answer
+        del one["id"]  # differs between answers
     assert (told, ended) == (
         {k: v for k, v in message.items() if k not in ("role", "refusal")},
         reason,
@@ -141,9 +141,9 @@ ATOMS = ["<think>", "</think>\n", CALL, "<tool_call>", "Hi", " ", "\n", "é😀"
 
 
 def outputs(draw: random.Random, request: Any, tokenizer: Tokenizer) -> list[TextDelta]:
-    """What an engine that says something at random delivers, token by token."""
+    """The deltas of an engine that generates random text, token by token."""
     ids = spelled("".join(draw.choices(ATOMS, k=draw.randint(0, 5))))
-    ids += draw.choices(range(262), k=draw.randint(0, 2))  # halves of characters, special tokens
+    ids += draw.choices(range(262), k=draw.randint(0, 2))  # parts of characters, special tokens
     ids = ids or [65]
     processor, deltas = OutputProcessor(request, tokenizer), []
     end = draw.choice([FinishReason.LENGTH, FinishReason.EOS, FinishReason.COMPLETE])

@@ -1,4 +1,4 @@
-"""TLS and Unix sockets: who can listen, how, and what is said where it cannot be."""
+"""TLS and Unix sockets, and the errors if they cannot be used."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def running(sock: socket.socket, settings: ServerSettings) -> Iterator[list[str]
 
 
 def ask(connection: http.client.HTTPConnection) -> None:
-    """A whole answer, a stream, and a refusal after which the connection is closed."""
+    """Ask for a plain answer, a stream, and a refusal after which the connection is closed."""
     connection.request("POST", "/v1/completions", BODY, JSON)
     assert connection.getresponse().read().startswith(b"{")
     streamed = BODY.replace("{", '{"stream": true, ', 1)

@@ -1,4 +1,4 @@
-"""Refusals at the heads of requests, while the engine has no room for more."""
+"""`TurnAway`: requests that are refused by their headers while the engine has no room."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_the_refusal_of_a_head_is_that_of_the_app(
     with full_server(ServerSettings(cors_origins="http://page.example")) as (engine, port):
         with busy(engine, port):
             early, said = post(port, path, BODIES[path], **{"x-request-id": "mine-1"})
-            # A page of another origin gets the layers' headers: this one goes through the app.
+            # The app answers requests of other origins, because its layers add headers for them.
             late, meant = post(port, path, BODIES[path], origin="http://page.example")
         counted = engine.stats()["num_requests_refused"]
     assert early.status == late.status == 503

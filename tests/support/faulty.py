@@ -1,4 +1,4 @@
-"""Factories of blueprints of engines that fail: `launch_hash_llm("tests.support.faulty:…")`."""
+"""Factories of engines that fail in different ways: `launch_hash_llm("tests.support.faulty:…")`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def speechless(settings: dict[str, Any]) -> Blueprint:
 
 
 class Pill(HashRunner):
-    """Ends the process in the way `token` says, when a request that has it in its prompt has five
-    tokens: 13 = a segmentation fault, 14 = it never comes back, 15 = killed from outside."""
+    """A runner that ends its process when a request with `token` in its prompt has five tokens.
+
+    13 = by a segmentation fault, 14 = by hanging, 15 = by a kill from outside.
+    """
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
         for chunk in plan:
@@ -66,7 +68,7 @@ def pill(settings: dict[str, Any]) -> Blueprint:
 
 
 def starts(settings: dict[str, Any]) -> Blueprint:
-    """Starts as long as there is the file `while_there`; each start adds a line to it."""
+    """An engine that starts while the file `while_there` exists; each start adds a line to it."""
     path = Path(settings.pop("while_there"))
     if not path.exists():
         raise LoadError("the checkpoint has gone")
@@ -76,6 +78,6 @@ def starts(settings: dict[str, Any]) -> Blueprint:
 
 
 def never(core: object) -> object:
-    """As `INFER_WRAP_CORE`: an engine that is being loaded for ever."""
+    """For `INFER_WRAP_CORE`: an engine that never finishes loading."""
     time.sleep(3600)
     return core

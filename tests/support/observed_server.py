@@ -1,10 +1,11 @@
-"""A server that can be looked into: `infer serve` with one more route, for the tests here only.
+"""A server with a route for its internal state: `infer serve` as the tests here use it.
 
-`python observed_server.py OPTIONS` is `python -m infer.server OPTIONS` on the model that ships;
+`python observed_server.py OPTIONS` is `python -m infer.server OPTIONS` on the shipped model;
 `python observed_server.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
-answers in microseconds). `GET /test/stats` tells counts, memory, files, threads, tasks, and since
-the last look the longest time that the event loop was not there (and how long its thread computed
-between two turns, which the machine's load does not change), and how long each 503 took.
+answers in microseconds). `GET /test/stats` returns counts, memory, files, threads and tasks, and
+since the last call: the longest time for which the event loop was blocked, how long its thread
+computed between two iterations (which the machine's load does not change), and the time of each
+503.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ make_app = app.create_app
 
 
 class Observer:
-    """What the route shows."""
+    """Measures the values of the route."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self._engine = engine
@@ -71,7 +72,7 @@ class Observer:
 
 
 def memory(pid: object) -> int:
-    """Bytes that no file backs, swapped ones included."""
+    """Bytes of a process that no file backs, swapped ones included."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -81,7 +82,7 @@ def memory(pid: object) -> int:
 
 
 class Timed:
-    """Around the app: how long each 503 takes, from where the request's headers are read."""
+    """A layer around the app that measures each 503, from the time the headers were read."""
 
     def __init__(self, app: ASGIApp, observer: Observer) -> None:
         self._app = app
@@ -99,7 +100,7 @@ class Timed:
 
 
 class TimedTurnAway(TurnAway):
-    """How long each refusal at the head of a request takes."""
+    """`TurnAway` that measures each refusal."""
 
     observers: ClassVar[list[Observer]] = []
 

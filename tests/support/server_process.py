@@ -1,8 +1,8 @@
-"""A server in a process of its own, and streams that measure: what the tests here share.
+"""A server in a process of its own, and clients that measure, for the tests of reliability.
 
-`Served` starts a command that prints the server's line, finds the engine's process below it, and
-ends both. `follow` reads one streamed completion off a socket and notes every token, the longest
-silence, and how it ended. `Findings` gathers what each test saw, for `scorecard.py`.
+`served` runs a server and ends it; `Served` finds the engine's process below it. `follow` reads one
+streamed completion from a socket and records every token, the longest pause, and the end.
+`Findings` collects what each test has counted, for `scorecard.py`.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ OBSERVED = str(Path(__file__).with_name("observed_server.py"))
 
 
 def hash_server(**settings: Any) -> list[str]:
-    """Arguments of an observed server with a hash model."""
+    """Arguments that start an observed server with a hash model."""
     return [OBSERVED, "hash", json.dumps({"max_seq_len": 1024, "num_pages": 4000, **settings})]
 
 
 def model_server(*options: str) -> list[str]:
-    """Arguments of an observed server with the model that ships."""
+    """Arguments that start an observed server with the shipped model."""
     return [OBSERVED, "--port", "0", "--max-seq-len", "512", *options]
 
 
 def bodies(count: int, longest: int) -> list[dict[str, Any]]:
-    """Greedy and drawn, with penalties, biases, stops, minimum lengths and log-probabilities."""
+    """Bodies of completions: greedy and sampled, with penalties, biases, stop strings, minimum
+    lengths and log-probabilities."""
     dice = random.Random(1)
     result = []
     for i in range(count):
@@ -71,31 +72,31 @@ def bodies(count: int, longest: int) -> list[dict[str, Any]]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent do not exceed."""
+    """The smallest value that `percent` percent of the values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
 class Served:
-    """A running server: its URL's port, its process, and the engine's process below it."""
+    """A running server: its port, its process, and the engine's process below it."""
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self.process = process
         self.port = port
 
     def engine_pid(self) -> int | None:
-        """The engine process that is there now."""
+        """Id of the current engine process; None if there is none."""
         return next(iter(self.engine_pids()), None)
 
     def engine_pids(self) -> list[int]:
-        """The engine processes that are there now, one for each loaded model."""
+        """Ids of the current engine processes, one for each loaded model."""
         tasks = Path(f"/proc/{self.process.pid}/task")
         children = [pid for path in tasks.glob("*/children") for pid in _text(path).split()]
         commands = {int(pid): _text(Path(f"/proc/{pid}/cmdline")) for pid in children}
         return sorted(pid for pid, it in commands.items() if "infer.engine.process.child" in it)
 
     def is_ready(self) -> bool:
-        """What /health/ready says."""
+        """Whether /health/ready answers 200."""
         return self.get("/health/ready")[0] == 200
 
     def get(self, path: str) -> tuple[int, bytes]:
@@ -111,7 +112,7 @@ class Served:
             connection.close()
 
     async def stats(self) -> dict[str, Any]:
-        """What `observed_server.py` shows."""
+        """The internal state that `observed_server.py` returns."""
         result: dict[str, Any] = json.loads((await asyncio.to_thread(self.get, "/test/stats"))[1])
         names = ("num_open", "num_requests_finished", "num_requests_cancelled")
         ended = sum(result[name] for name in (*names, "num_requests_failed"))
@@ -119,7 +120,7 @@ class Served:
         return result
 
     async def is_back(self, baseline: Mapping[str, Any], within_s: float) -> float:
-        """How long it takes until nothing is left of what was asked since `baseline`."""
+        """Wait until the server's state is that of `baseline` again; returns the seconds."""
         started_s = time.monotonic()
         while True:
             now = await self.stats()
@@ -146,7 +147,8 @@ def _text(path: Path) -> str:
 def served(
     arguments: list[str], log: Path, descriptors: tuple[int, int] | None = None
 ) -> Iterator[Served]:
-    """Run `python ARGUMENTS`; afterwards the server has ended with 0 and left no engine behind.
+    """Run `python ARGUMENTS`; afterwards check that the server ended with 0 and left no engine.
+
     `descriptors`: its soft and hard limit of open files."""
 
     def limit_files() -> None:
@@ -180,7 +182,7 @@ def served(
 
 @dataclass
 class Heard:
-    """One stream as its client saw it."""
+    """One stream as its client received it."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -189,18 +191,18 @@ class Heard:
     error: dict[str, Any] | None = None
     status: int = 0
     status_s: float = 0.0
-    """from the connection to the status line"""
+    """seconds from the connection to the status line"""
     is_done: bool = False
     first_s: float = 0.0
-    """from the status line to the first event: the queue, and the prompt"""
+    """seconds from the status line to the first event: waiting in the queue and prefill"""
     silence_s: float = 0.0
-    """the longest time between two events"""
+    """longest time between two events, in seconds"""
     gaps_s: list[float] = field(default_factory=list)
     headers: str = ""
 
     @property
     def answer(self) -> tuple[Any, ...]:
-        """What must not depend on anything that happened."""
+        """The parts that must not depend on other requests or crashes of the engine."""
         return (self.text, self.tokens, self.logprobs, self.finish_reason, self.is_done)
 
 
@@ -233,8 +235,8 @@ async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None)
 
 
 class Recorder(asyncio.Protocol):
-    """What a client receives and when, read later: a client that parses while it listens takes the
-    time of the server beside it, and finds that server slow."""
+    """Records what a client receives and when, to be parsed later. A client that parses at once
+    takes CPU time from the server beside it and measures that server as slow."""
 
     def __init__(self, request: bytes) -> None:
         self._request = request
@@ -254,7 +256,7 @@ class Recorder(asyncio.Protocol):
             self.ended.set_result(None)
 
     def heard(self) -> Heard:
-        """What it was; the times between events are not looked at."""
+        """The stream as `follow` returns it, without times between events."""
         heard = Heard()
         whole = b"".join(data for _, data in self.pieces)
         head, _, answer = whole.partition(b"\r\n\r\n")
@@ -305,7 +307,7 @@ def _note(heard: Heard, data: bytes) -> None:
 
 
 async def send(port: int, body: Mapping[str, Any], **how: Any) -> tuple[Any, asyncio.StreamWriter]:
-    """POST a completion, on a socket that is connected if it is given; the rest is the caller's."""
+    """POST a completion, on `sock` if it is given; the caller reads the answer."""
     address: dict[str, Any] = {} if how else {"host": "127.0.0.1", "port": port}
     reader, writer = await asyncio.open_connection(**address, **how)
     writer.write(_request(body))
@@ -320,24 +322,24 @@ def _request(body: Mapping[str, Any]) -> bytes:
 
 
 def reset(writer: asyncio.StreamWriter) -> None:
-    """Leave at once, with RST."""
+    """Close the connection at once, with RST."""
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
 
 
 async def cut(port: int, body: Mapping[str, Any], after_s: float) -> None:
-    """Ask, and leave."""
+    """POST a completion and close the connection after `after_s` seconds."""
     _, writer = await send(port, body)
     await asyncio.sleep(after_s)
     reset(writer)
 
 
 class Findings:
-    """What the tests counted, for `scorecard.py`: a line of JSON each, if a file is asked for."""
+    """Writes what tests have counted, for `scorecard.py`: a line of JSON each, if a file is set."""
 
     def note(self, number: int | str, name: str, load: str, **counted: Any) -> None:
-        """One test has seen this (and passed, if nothing follows)."""
+        """Write the counts of one test of a scorecard's row."""
         path = os.environ.get("INFER_RELIABILITY_FINDINGS")
         if path:
             row = {"number": number, "name": name, "load": load, "counted": counted}

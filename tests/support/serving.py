@@ -1,9 +1,9 @@
-"""What the server's tests share: an app driven in process, a server on a real socket, scripts.
+"""Support of the server's tests: an app called in process, a server on a real socket, scripts.
 
-`App` is the smallest ASGI client: it records every message, so that tests can see what was written
-at once, and it can leave at any moment. `live` is the real thing: uvicorn in a thread on a free
-port, ended cleanly. `scripted` is an engine whose model "samples" given tokens, for tests that must
-know the text; everything but the runner is real.
+`App` is a small ASGI client. It records every message, so that tests see what was written at once,
+and it can disconnect at any moment. `live` is uvicorn in a thread on a free port. `scripted` is an
+engine whose model "samples" given tokens, for tests that must know the text; all parts but the
+runner are real.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BODIES = {COMPLETIONS: completion_body, CHAT: chat_body}
 
 @dataclass
 class Reply:
-    """A response as it was written."""
+    """A response as the sequence of messages in which it was written."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Reply:
         return dict(error)
 
     def events(self) -> list[Any]:
-        """The chunks of a stream that ended well, checked for form."""
+        """The chunks of a stream that ended without an error; their form is checked."""
         *events, done = self.body.decode("ascii").split("\n\n")[:-1]
         assert done == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events]
@@ -87,16 +87,16 @@ class Reply:
 
 @cache
 def documented() -> dict[str, Any]:
-    """The OpenAPI document of an app with keys, which has all statuses."""
+    """The OpenAPI document of an app with keys, which includes all statuses."""
     app = create_app(make_hash_llm(), ServerSettings(sessions="sqlite://"))
     return document(app.routes, has_keys=True)
 
 
 def check_documented(routes: Sequence[BaseRoute], scope: dict[str, Any], reply: Reply) -> None:
-    """Nothing is answered in these tests that `/openapi.json` does not say."""
+    """Assert that `/openapi.json` has the status and the media type of a reply."""
     found = [route for route in routes if route.matches(scope)[0] is Match.FULL]
     if not found or not reply.status or not isinstance(found[0], Route):
-        return  # of a mounted app
+        return  # a route of a mounted app
     method = scope["method"].lower().replace("head", "get")
     operation = documented()["paths"][found[0].path_format][method]
     answer = operation["responses"].get(str(reply.status))
@@ -105,7 +105,7 @@ def check_documented(routes: Sequence[BaseRoute], scope: dict[str, Any], reply: 
 
 
 class App:
-    """An app whose lifespan runs, called without a socket."""
+    """An app that has been started, and is called without a socket."""
 
     def __init__(self, engine: AsyncLLM, **settings: Any) -> None:
         self.engine = engine
@@ -122,7 +122,7 @@ class App:
         on_write: Callable[[bytes], None] = lambda data: None,
         pieces: int = 1,
     ) -> Reply:
-        """One request; with `leave` the client disconnects when the event is set."""
+        """Send one request; the client disconnects when the event `leave` is set."""
         path, _, query = path.partition("?")
         reply = Reply()
         size = -(-len(body) // pieces) or 1
@@ -172,7 +172,7 @@ class App:
         return await self.send("GET", path, headers=headers)
 
     async def idle(self) -> None:
-        """Returns when every seat and page is free and no step is made any more; else fails."""
+        """Wait until every seat and page is free and no step is computed; fails after a while."""
         async with asyncio.timeout(5):
             while not is_idle(self.engine):
                 await asyncio.sleep(0.002)
@@ -195,7 +195,7 @@ async def serving(engine: AsyncLLM, **settings: Any) -> AsyncIterator[App]:
 
 
 def with_app(engine: AsyncLLM, use: Callable[[App], Coroutine[Any, Any, T]], **settings: Any) -> T:
-    """`asyncio.run` of `use(app)`; afterwards nothing may be left in the engine."""
+    """Run `use(app)` in an event loop; afterwards the engine must hold nothing."""
 
     async def main() -> T:
         async with serving(engine, **settings) as app:
@@ -207,12 +207,12 @@ def with_app(engine: AsyncLLM, use: Callable[[App], Coroutine[Any, Any, T]], **s
 
 
 def ask(engine: AsyncLLM, path: str, body: Any, **how: Any) -> Reply:
-    """One POST to an app of its own."""
+    """One POST to a new app."""
     return with_app(engine, lambda app: app.post(path, body, **how))
 
 
 class ScriptRunner:
-    """Samples the given tokens, the same for every request."""
+    """A runner that samples the given tokens, the same for every request."""
 
     def __init__(self, script: Sequence[int], step_s: float = 0.0) -> None:
         self.script = script
@@ -241,7 +241,7 @@ def scripted(
     runner: Any = None,
     **settings: Any,
 ) -> AsyncLLM:
-    """An engine that says `script`; the settings are those of `make_hash_llm`."""
+    """An engine that generates `script`; the settings are those of `make_hash_llm`."""
     core = make_hash_core(**settings)
     core.runner = runner or ScriptRunner(script, step_s)
     limits = EngineLimits(
@@ -255,14 +255,14 @@ def scripted(
 
 
 def spelled(text: str) -> list[int]:
-    """The tokens of a text, without a begin-of-sequence token."""
+    """The token ids of a text, without a begin-of-sequence token."""
     ids = small_tokenizer().encode(text)
     return [token for token in ids if token < 256]
 
 
 @contextmanager
 def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
-    """A server on a free port; yields its URL and ends it."""
+    """Run a server on a free port; yields its URL."""
     with bind(port=0) as sock:
         listening = threading.Event()
         settings = ServerSettings(**how)
@@ -279,7 +279,7 @@ def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Waits for a condition; fails if it does not come."""
+    """Wait until a condition is true; fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -296,7 +296,7 @@ async def all_open(app: App, number: int) -> None:
 def check_refused(
     reply: Reply, status: int, param: str | None, code: str | None, word: str
 ) -> None:
-    """The whole of a refusal that is the caller's fault; nothing of the server's inside in it."""
+    """Check all of a refusal that is the caller's fault; it reveals nothing about the server."""
     error = reply.error()
     assert (reply.status, error["type"]) == (status, "invalid_request_error"), error
     assert (error["param"], error["code"]) == (param, code), error

@@ -1,9 +1,9 @@
-"""Random workloads over `HashRunner`: what a seed stands for, and running it.
+"""Random workloads over `HashRunner`, each made from a seed.
 
-A workload draws a mode, a policy, a page size, a pool, a budget and requests with shared
-beginnings from its seed; while it runs, requests arrive at random steps, some are aborted, some
-running sequences are preempted by force. After every step all invariants are checked; at the end
-every request must have exactly the tokens that it has alone.
+A workload draws a mode, a policy, a page size, a pool, a budget and requests with common prefixes
+from its seed. While it runs, requests arrive at random steps, some are aborted, and some running
+sequences are preempted. All invariants are checked after every step. At the end every request must
+have exactly the tokens of a solo run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_STEPS = 20_000
 
 @dataclass
 class Seen:
-    """What happened in a workload, to prove that the interesting things did."""
+    """Counts of what happened in workloads, to prove that the interesting cases did."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -48,10 +48,10 @@ class Seen:
 
 
 class Workload:
-    """One seed's engine and requests."""
+    """The engine and the requests of one seed."""
 
     def __init__(self, seed: int, *, ahead: bool = False) -> None:
-        """`ahead`: the runner is launched one step ahead."""
+        """`ahead`: the runner works one step ahead."""
         self.random = r = random.Random(seed)
         self.ahead = ahead
         mode = r.choice(BATCHING_MODES)
@@ -105,7 +105,7 @@ class Workload:
                 temperature=r.choice([0, 1]),
                 min_tokens=r.choice([0, 0, 2]),
                 stop_token_ids=r.sample(range(VOCAB_SIZE), 2),
-                # `HashRunner` has no penalties; it is enough that such a request reads its output.
+                # `HashRunner` has no penalties; only `Sequence.reads_output` follows from it.
                 repetition_penalty=r.choice([1.0, 1.0, 1.0, 1.5]) if self.ahead else 1.0,
             ),
             seed=r.randrange(5),

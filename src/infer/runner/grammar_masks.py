@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -39,7 +39,10 @@ MASKS_S = 0.05
 SLOW_S = 0.01
 """CPU time of a mask, in seconds, above which its sequence counts as slow."""
 OTHERS_S = 0.003
-"""Maximum time that a step waits for the masks of slow or new sequences, in seconds."""
+"""Maximum time that a step waits for the masks of slow or new sequences, in seconds.
+
+A step waits once for a mask; the steps that begin while it is still being made do not wait.
+"""
 _NICE = 5
 _Mask = Tensor | None
 
@@ -71,15 +74,22 @@ class Masks:
     """
 
     def __init__(
-        self, masks: Mapping[str, tuple[_GrammarState, Future[_Mask]]], alone: bool
+        self,
+        masks: Mapping[str, tuple[_GrammarState, Future[_Mask]]],
+        waited_for: Set[str],
+        alone: bool,
     ) -> None:
-        """`masks` by request id. `alone`: no sequence of the step could go on without waiting."""
+        """`masks` by request id. `waited_for`: the requests for whose mask an earlier step has
+        waited. `alone`: no sequence of the step could go on without waiting."""
         self._masks = masks
         now_s = time.monotonic()
-        self._until_s = {
-            name: now_s + (MASKS_S if alone or state.is_quick else OTHERS_S)
-            for name, (state, _) in masks.items()
-        }
+        self._until_s: dict[str, float] = {}
+        for name, (state, _) in masks.items():
+            if alone or state.is_quick:
+                patience_s = MASKS_S
+            else:
+                patience_s = 0.0 if name in waited_for else OTHERS_S
+            self._until_s[name] = now_s + patience_s
 
     def result(self) -> dict[str, _Mask]:
         """All masks by request id; waits as long as it takes."""
@@ -123,16 +133,19 @@ class Restrictions:
         if not chunks:
             return None
         masks: dict[str, tuple[_GrammarState, Future[_Mask]]] = {}
+        waited_for: set[str] = set()
         for chunk in chunks:
             sequence = chunk.sequence
             # Compiling starts now, even if the sequence does not sample yet.
             state = self._state_of(sequence)
             if chunk.samples:
+                if state.begun is not None:
+                    waited_for.add(sequence.request_id)
                 mask = state.begun or self._begin_mask(sequence, state)
                 state.begun = mask
                 masks[sequence.request_id] = (state, mask)
         alone = len(chunks) == len(plan) and not any(each.is_quick for each, _ in masks.values())
-        return Masks(masks, alone)
+        return Masks(masks, waited_for, alone)
 
     def _state_of(self, sequence: Sequence) -> _GrammarState:
         state = sequence.constraint

@@ -2,7 +2,7 @@
 
 The assumption about the machine: with the same streams, the time(n) of a step with n prompt tokens
 never decreases with n, and time(n) / n never increases (a step reads the weights and decodes the
-streams anyway). So if n tokens took t, n · T / t tokens take at most T. A limit that is scaled by
+streams anyway). So if n tokens took t, n · T / t tokens take at most the bound T. A limit scaled by
 T / t after each step therefore rises to the right value without exceeding it, and falls at once
 when a step took too long. The cost of a token grows with the context it attends to, at most in
 proportion. There is one limit for each power of two of context; the first guess for a new one is

@@ -1,8 +1,8 @@
-"""`TurnAway`: refuses generating requests at their heads while the engine has no room for more.
+"""`TurnAway`: refuses generating requests by their headers while the engine has no room for more
 
-Under overload nearly all requests end with 503. One that is refused here costs neither a task, nor
-its body, nor a pass through the app's layers; the answer, the log and the counters are the same.
-Only for servers without keys: with keys, whose request it is decides first what the answer is.
+Under overload nearly all requests end with 503. A request that is refused here costs no task, no
+reading of its body and no pass through the app's layers; the answer, the log and the counters are
+the same. It is used by servers without keys only: with keys, a request must be authenticated first.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class TurnAway:
         self._on_end = on_end
 
     def __call__(self, scope: Scope) -> Response | None:
-        """The refusal of a request, of which only the head has come; None: the app answers it.
+        """The refusal of a request by its headers; None if the app is to answer it.
 
-        The app also answers browsers, whose requests have an Origin: its layers for hosts and for
-        other origins come before everything else.
+        The app answers all requests with an Origin, which browsers send, because its layers for
+        hosts and origins come first.
         """
         if scope["method"] != "POST" or scope["path"] not in GENERATING_PATHS:
             return None

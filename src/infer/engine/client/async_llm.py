@@ -48,8 +48,11 @@ _CHECK_INTERVAL_S = 0.1
 
 
 class RequestStream:
-    """A request that runs, as its caller holds it. Iterating gives its pieces, the last one with a
-    finish reason, to one reader at a time. Whoever has entered it closes it."""
+    """A running request, held by its caller, who must `close` it.
+
+    Iterating yields its pieces, the last of which has a finish reason. There may be one reader at a
+    time.
+    """
 
     def __init__(self, request: Request, mailbox: Mailbox, leave: Callable[[], None]) -> None:
         """`leave` is called once, by the first `close`."""
@@ -61,8 +64,9 @@ class RequestStream:
         return self._mailbox.pieces()
 
     async def output(self) -> RequestOutput:
-        """The whole output, once the request has ended; closes the stream. Raises `EngineError`,
-        or the `RequestError` the engine refused with."""
+        """Wait for the request's end, close the stream and return the whole output. Raises
+        `EngineError` if the request fails, and the `RequestError` with which the engine refuses
+        it."""
         with closing(self):
             return collected(self._request, [piece async for piece in self])
 
@@ -74,16 +78,16 @@ class RequestStream:
 
 
 class Reservation:
-    """Places that are held for requests which are being made."""
+    """Places in the queue that are held for requests which are being made."""
 
     def __init__(self, count: int, enter: Callable[[Request, bool], RequestStream]) -> None:
-        """`enter` runs a request in a place that is held."""
+        """`enter` runs a request in one of the held places."""
         self._num_left = count
         self._enter = enter
 
     def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
-        """Run a request, which takes over one of the places; see `AsyncLLM.enter`. Nobody else can
-        get the place in between. Raises `EngineDeadError` if there is no engine any more."""
+        """Run a request in one of the held places, which no other request can take in between; see
+        `AsyncLLM.enter`. Raises `EngineDeadError` if the engine has ended."""
         if not self._num_left:
             raise ValueError("no place of this reservation is left")
         stream = self._enter(request, merge)
@@ -91,7 +95,7 @@ class Reservation:
         return stream
 
     def release(self) -> int:
-        """Give up the places that no request has taken over; returns how many they were."""
+        """Give up the places that no request has taken; returns their number."""
         count, self._num_left = self._num_left, 0
         return count
 
@@ -209,14 +213,14 @@ class AsyncLLM:
         return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
 
     def refusal(self) -> OverloadedError | None:
-        """Why one more request would be refused for want of room, counted as refused; None where
-        there is room, or where something else would be wrong with it."""
+        """The error for one more request if the queue is full, which is then counted as refused;
+        None if there is room, or if the engine is not running."""
         try:
             self._check_capacity(1)
         except OverloadedError as error:
             return error
         except EngineDeadError:
-            self._counts.num_requests_refused -= 1  # whoever raises it will count it
+            self._counts.num_requests_refused -= 1  # counted when the request gets this error
         return None
 
     @contextmanager
@@ -244,10 +248,10 @@ class AsyncLLM:
             raise
 
     def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
-        """Run a request; the caller closes the stream. `stream` does both.
+        """Run a request; returns its stream, which the caller must close (`stream` does both).
 
-        With `merge=False` there is one piece per token, however late it is taken.
-        Raises `OverloadedError` if there is no room, `EngineDeadError` if there is no engine.
+        `merge=False` keeps one piece per token for a slow reader too. Raises `OverloadedError` if
+        the queue is full, `EngineDeadError` if the engine is not running or the server shuts down.
         """
         self._check_capacity(1)
         if request.request_id in self._mailboxes:
@@ -271,7 +275,8 @@ class AsyncLLM:
     async def stream(
         self, request: Request, *, merge: bool = True
     ) -> AsyncIterator[AsyncIterator[TextDelta]]:
-        """Run a request; yields its pieces. Leaving aborts. See `enter`."""
+        """Run a request; yields an iterator over its pieces. Leaving the block aborts an unfinished
+        request. Raises the errors of `enter`."""
         with closing(self.enter(request, merge=merge)) as running:
             yield aiter(running)
 

@@ -9,7 +9,7 @@ is read for `LINGER_S` and discarded unparsed, because closing a socket with unr
 connection, and the client might not see the answer.
 
 One iteration of the event loop parses at most `EVENTS_A_TURN` pieces of a connection. Bodies have a
-deadline in `json_body`'s caller, answers one in `RequestBoundary`. A connection whose client reads
+deadline in `Offload`, answers one in `RequestBoundary`. A connection whose client reads
 nothing for longer than that is reset here, because a close would wait until the rest is read. A
 client that closes its sending side after a whole request gets its answer.
 

@@ -19,7 +19,8 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-KEY = "infer.visit"
+KEY = "infer.request_context"
+"""key of the context in an ASGI scope"""
 HARMLESS = re.compile(r"[A-Za-z0-9._-]{1,128}")
 """text of a client that may be repeated in a header of the answer"""
 
@@ -57,7 +58,7 @@ class RequestContext:
     status: int = 0
     """HTTP status of the answer; 0 before there is one"""
     trace_summary: dict[str, Any] = field(default_factory=dict)
-    """summary of the request's trace once that has ended, for the log"""
+    """summary of the request's trace for the log; empty before the trace has ended"""
     on_revoked: Callable[[], object] | None = None
     """ends the running work of the request; called when its key has been revoked"""
     cleanup: ExitStack = field(default_factory=ExitStack)

@@ -104,7 +104,7 @@ def describe(error: BaseException) -> Response:
             param, code = error.param, error.code
         else:
             code = "engine_unavailable" if status == 503 else "engine_error"
-        if status == 408:  # a next request could not be told from the rest of this one
+        if status == 408:  # the rest of this request could be mistaken for the next one
             headers = {"connection": "close"}
         retry_after_s = getattr(error, "retry_after_s", None)
         if retry_after_s is not None or status == 503:

@@ -3,7 +3,8 @@
 It is generated from the code that answers, so it cannot differ from it. Paths and methods are those
 of the routes, fields those of the models with which an endpoint is marked (`takes`), and summaries
 the first lines of the endpoints' docstrings. Statuses are those of the layers that a request passes
-and the endpoint's own. Ranges that depend on the model are not included; errors name them.
+and the endpoint's own. Ranges that depend on the model are not included; errors name them. The page
+at `/` lists the same routes and summaries.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
         checked = engine.check_sampling(sampling)
         ids = engine.render_chat(messages, **wire.template_arguments)
         shown = _read_tokens(engine, wire)
-        thoughts = None if sampling.grammar is None else _thoughts_before(engine, ids)
+        thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
         return list(_choices(engine, wire, [tuple(ids)], checked, answer_id, shown, thoughts))
 
 
@@ -88,18 +88,6 @@ def _read_tokens(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
     thoughts = thoughts_in(template.source) if template else None
     marks = (*(thoughts or ()), *(way.all_marks if way else ()))
     return engine.tokenizer.special_ids_of(marks) if wire.skip_special_tokens else ()
-
-
-def _thoughts_before(engine: AsyncLLM, prompt: Sequence[int]) -> tuple[str, str] | None:
-    """The thoughts that may stand before a grammar's text; see `Request.thoughts`."""
-    template = engine.tokenizer.tool_template
-    marks = thoughts_in(template.source) if template else None
-    if marks is None:
-        return None
-    end = prompt_end(engine, prompt).rstrip()
-    if end.endswith(marks.closing):  # the template has closed them: there are to be none
-        return None
-    return ("" if end.endswith(marks.opening) else marks.opening, marks.closing)
 
 
 def prompt_end(engine: AsyncLLM, prompt: Sequence[int]) -> str:
