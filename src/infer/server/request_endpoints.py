@@ -1,4 +1,4 @@
-"""What is answered about requests: a list, the story of one, its end; of one engine or several."""
+"""Endpoints about requests: a list, the trace of one, and cancelling; for one engine or several."""
 
 from __future__ import annotations
 
