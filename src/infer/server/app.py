@@ -97,7 +97,7 @@ class Endpoints:
         return listed([self.traces], http)
 
     async def request(self, http: HttpRequest) -> Response:
-        """The story of one: what it waited for, and why."""
+        """The trace of one: what it waited for, and why."""
         return shown([self.traces], http)
 
     async def cancel(self, http: HttpRequest) -> Response:

@@ -28,7 +28,7 @@ def _newest_first(trace: RequestTrace) -> tuple[bool, float]:
 
 
 def shown(all_stories: Sequence[RequestTraces], http: HttpRequest) -> Response:
-    """The story of the one that the path names."""
+    """The trace of the request that the path names."""
     return JSONResponse(view(_found(all_stories, http)[1]))
 
 
