@@ -67,7 +67,10 @@ LEVELS = (
         "the core in a thread; what has arrived for a request; what fits into memory",
     ),
     Level("engine.client.async_llm engine.process.messages", "the asyncio façade; frames"),
-    Level("engine.build.assemble engine.process.child", "the composition root; engine process"),
+    Level(
+        "engine.build.assemble engine.process.child engine.process.engine_run",
+        "the composition root; the engine process, from inside and from outside",
+    ),
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),

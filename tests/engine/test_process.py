@@ -112,7 +112,7 @@ def test_a_request_crosses_whole() -> None:
 
 
 def crossed(message: Inward | Outward) -> Any:
-    """What the other process makes of a message."""
+    """A message as the other process decodes it."""
     frame = msgspec.msgpack.encode(message)
     is_inward = isinstance(message, get_args(Inward))
     return decode_inward(frame) if is_inward else decode_outward(frame)

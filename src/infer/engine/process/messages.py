@@ -1,15 +1,15 @@
-"""What crosses between an API process and its engine process, and how it is written.
+"""The messages between an API process and its engine process, and how they are written
 
-A frame is four bytes of length and msgpack; no pickle, so a frame can only ever become one of the
-records below. Inward goes `Begin`, once, and then `Commands`: everything that was asked since the
-last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one `Report`
-a step, and `Log` lines at any time. Used by `engine.process.supervisor` and
-`engine.process.child`.
+A frame is four bytes of length (little-endian) and msgpack. There is no pickle: a frame can only
+become one of the records below. Inward goes one `Begin` and then `Commands`, each with all commands
+since the last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one
+`Report` a step, and `Log` lines at any time.
 """
 
 from __future__ import annotations
 
 import select
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -25,63 +25,66 @@ from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
+DUMP_SIGNAL = signal.SIGUSR1
+"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck"""
 _PIECE = 1 << 18
+"""bytes that are read from a socket at once"""
 
 
 class Begin(msgspec.Struct, array_like=True, tag="begin"):
-    """How the engine process makes its engine."""
+    """The engine process is to build its engine."""
 
     factory: str
     """`module:function`; the function gets `settings` and returns a `Blueprint`"""
     settings: dict[str, Any]
     log_level: int
-    """the least level of the lines that are sent back; see `logging`"""
+    """lowest level of log lines that are sent back; see `logging`"""
 
 
 class Commands(msgspec.Struct, array_like=True, tag="commands"):
-    """What was asked since the last frame, in that order."""
+    """The commands since the last frame, in order."""
 
     commands: Sequence[Command]
 
 
 class Text(msgspec.Struct, array_like=True, tag="text"):
-    """What the API side needs to turn text into tokens; sent before the weights are loaded."""
+    """The text side of the checkpoint; sent before the weights are loaded."""
 
     model_name: str
     files: TextFiles
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine takes commands from now on."""
+    """The engine takes commands."""
 
     limits: EngineLimits
     stats: EngineStats
     settings: dict[str, Any] = {}
-    """what another engine must be given to take over from this one, beside its own settings"""
+    """settings that the next engine needs to take over, beside those of `Begin`"""
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """The engine cannot be made."""
+    """The engine cannot be built."""
 
     error: ErrorRecord
-    """to be raised where the server was started"""
+    """error that is raised where the server was started"""
 
 
 class Report(msgspec.Struct, array_like=True, tag="report"):
-    """A step is done, or there is nothing to do: the engine lives."""
+    """A step has ended, or an idle engine says that it is alive."""
 
     outputs: list[StepOutput]
     stats: EngineStats
     step_events: StepEvents | None = None
     more: bool = False
-    """the rest of the step follows"""
+    """whether another report of the same step follows"""
 
 
 def reports(
     outputs: list[StepOutput], stats: EngineStats, step_events: StepEvents | None
 ) -> Iterator[Report]:
-    """A step's outputs. The log-probabilities of a prompt go in a frame of their own: reading
-    those of eight long prompts at once would keep the interpreter for 50 ms."""
+    """The reports of a step. An output with log-probabilities of a prompt gets a frame of its own:
+    decoding those of eight long prompts at once would hold the interpreter's lock for 50 ms."""
     large = [output for output in outputs if output.prompt_logprobs]
     for output in large:
         yield Report([output], stats, more=True)
@@ -91,14 +94,14 @@ def reports(
 
 
 class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
-    """The request that the engine computes by itself next, because an engine has died with it."""
+    """The engine computes a request alone next, because an engine has died with it."""
 
     request_id: str | None
-    """None = those that are computed next are several"""
+    """None: it computes several requests next"""
 
 
 class Log(msgspec.Struct, array_like=True, tag="log"):
-    """A line for the log."""
+    """A line of the engine process's log."""
 
     logger: str
     level: int
@@ -107,7 +110,7 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
 
 Inward = Begin | Commands
 Event = Text | Ready | Refused | Report | ComputingAlone
-"""what happens to an engine"""
+"""messages about the engine, from its start to its end"""
 Outward = Event | Log
 
 decode_outward = msgspec.msgpack.Decoder[Outward](Outward).decode
@@ -116,8 +119,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def decode_inward(frame: bytes) -> Inward:
-    """The record of a frame. The choices of one request share a sampling, which may hold thousands
-    of token ids; requests that follow one another with equal samplings share one here, too."""
+    """The message in a frame. The choices of one request share a sampling, which may hold thousands
+    of token ids. So requests in a row that have equal samplings are made to share one here."""
     message = _decode_inward(frame)
     match message:
         case Begin():
@@ -141,25 +144,26 @@ def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
 
 
 class Channel:
-    """Frames over a socket. Any thread may send; one receives."""
+    """Frames over a socket. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
-        # Once: a new piece for each frame, cut to what came, leaves the allocator ever more holes.
+        # One buffer for all frames: one for each would fragment the heap more and more.
         self._piece = memoryview(bytearray(_PIECE))
         self._sending = threading.Lock()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
     def send(self, message: Inward | Outward) -> None:
-        """Write a frame; `OSError` if nobody is at the other end."""
+        """Write a frame; raises `OSError` if the other end is closed."""
         body = _encode(message)
         with self._sending:
             self._sock.sendall(len(body).to_bytes(4, "little") + body)
 
     def frames(self, patience_s: float | None = None) -> Iterator[bytes | None]:
-        """What arrives, until the other end is closed; None whenever nothing came for so long."""
+        """The frames that arrive, until the other end is closed. Yields None whenever nothing has
+        come for `patience_s` seconds."""
         patience_ms = None if patience_s is None else patience_s * 1000
         while True:
             while (end := self._end_of_frame()) is not None:

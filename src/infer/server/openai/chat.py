@@ -113,7 +113,7 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
         # First, since rendering takes longer than it takes to refuse a grammar.
         checked = engine.check_sampling(sampling)
         ids = engine.render_chat(messages, **wire.template_arguments)
-        thoughts = None if sampling.grammar is None else _thoughts_before(engine, ids)
+        thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
         requests = requests_of(
             engine,
             [tuple(ids)],
@@ -162,18 +162,6 @@ def _parsed_token_ids(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
     thoughts = thoughts_in(template.source) if template else None
     marks = (*(thoughts or ()), *(way.all_marks if way else ()))
     return engine.tokenizer.special_ids_of(marks) if wire.skip_special_tokens else ()
-
-
-def _thoughts_before(engine: AsyncLLM, prompt: Sequence[int]) -> tuple[str, str] | None:
-    """The thoughts that may stand before a grammar's text; see `Request.thoughts`."""
-    template = engine.tokenizer.tool_template
-    marks = thoughts_in(template.source) if template else None
-    if marks is None:
-        return None
-    end = _prompt_end(engine, prompt).rstrip()
-    if end.endswith(marks.closing):  # the template has closed them: there are to be none
-        return None
-    return ("" if end.endswith(marks.opening) else marks.opening, marks.closing)
 
 
 def _prompt_end(engine: AsyncLLM, prompt: Sequence[int]) -> str:
