@@ -25,6 +25,10 @@ from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
 from infer.types import Request, SamplingParams
 from tests.support.doubles import held_runner, make_hash_llm
 from tests.support.serving import COMPLETIONS, App, Reply, all_open, completion_body, with_app
+from tests.support.tenants import (
+    cached,
+    make,
+)
 
 LONG = "a long long way to go " * 6
 
@@ -32,13 +36,6 @@ LONG = "a long long way to go " * 6
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
-
-
-def make(file: Path, name: str, **limits: Any) -> dict[str, str]:
-    """Make a key; returns the headers to send it."""
-    return {
-        "authorization": f"Bearer {Keys(file, must_exist=False).create(name, KeyLimits(**limits))}"
-    }
 
 
 def test_every_route_needs_a_key(file: Path) -> None:
@@ -78,10 +75,6 @@ def test_every_route_needs_a_key(file: Path) -> None:
 
     admin = make(file, "root", admin=True)
     with_app(make_hash_llm(), use, api_keys=str(file))
-
-
-def cached(reply: Reply) -> int:
-    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_nothing_crosses_from_one_key_to_another(file: Path) -> None:
