@@ -221,10 +221,10 @@ class EngineConfig:
     batch_wait_timeout_s: Annotated[float, at_least(0.0)] = option(
         0.05, "Static mode: seconds that a batch which is not full waits for more requests."
     )
-    kv_cache_backend: Literal["paged", "slotted", "contiguous"] = option(
+    kv_cache_backend: Literal["paged", "slotted", "contiguous", "none"] = option(
         "paged",
         "paged; slotted = a slot of max_seq_len for each seat; contiguous = slots that are freed"
-        " batch by batch.",
+        " batch by batch; none = every step computes whole sequences again (slow, for comparison).",
     )
     kv_cache_dtype: Literal["auto", "model", "int8"] = option(
         "auto",
@@ -297,12 +297,29 @@ class EngineConfig:
                 "'contiguous' frees its memory batch by batch and so needs batching_mode='static'"
                 " (or 'sequential'); for 'continuous' use 'paged' or 'slotted'",
             )
+        if self.kv_cache_backend == "none":
+            self._check_without_cache()
         if self.scheduler_policy != "fcfs" and self.batching_mode != "continuous":
             raise ConfigError(
                 "scheduler_policy",
                 f"{self.scheduler_policy!r} is an order for a continuous batch; with"
                 f" batching_mode={self.batching_mode!r} only 'fcfs' is possible",
             )
+
+    def _check_without_cache(self) -> None:
+        """Refuse the settings that divide sequences between steps."""
+        if self.max_step_ms is not None:
+            raise ConfigError(
+                "max_step_ms",
+                "cuts prompts, but kv_cache_backend='none' computes whole sequences; leave it out",
+            )
+        if self.scheduler_policy != "fcfs":
+            raise ConfigError(
+                "scheduler_policy",
+                f"{self.scheduler_policy!r} divides a step's tokens, but kv_cache_backend='none'"
+                " computes whole sequences in turn; only 'fcfs' is possible",
+            )
+        # `engine.build.memory_plan` checks max_num_batched_tokens; it knows the model's limit.
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineConfig:
@@ -344,3 +361,7 @@ class SchedulerConfig:
     max_step_ms: float | None = None
     hold_pages_until_batch_ends: bool = False
     """Whether a finished sequence keeps its pages until its whole batch has finished."""
+    keep_computed: bool = True
+    """Whether keys and values are kept after a token has been sampled. If not, every token is
+    sampled from a chunk of the whole sequence, so `max_num_batched_tokens` must be at least
+    `max_seq_len`."""

@@ -1,8 +1,9 @@
 """The equivalence lattice: the same request gives the same tokens under all settings.
 
 On the shipped model, in float32: alone or batched, each batching mode, any chunk size, cold or warm
-cache, preempted or not, any page size, dense reference or paged, blocking or asyncio. Each variant
-proves that its subject (a cache hit, a preemption, a chunk, a shared batch) did occur.
+cache, preempted or not, any page size, dense reference or paged, blocking or asyncio. The oracle is
+`kv_cache_backend="none"`, which computes every token from the whole sequence. Each variant proves
+that its subject (a cache hit, a preemption, a chunk, a shared batch) did occur.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 
 from infer import LLM, EngineConfig, SamplingParams
 from infer.engine.build.assemble import build_async_llm
+from infer.errors import EngineError
 from infer.kernels.rotary import QKRotation
 from infer.models.hub import SHIPPED_FOLDER
 from infer.models.model import build_model
@@ -45,11 +47,38 @@ def engine(**settings: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def alone() -> Tokens:
-    """The tokens of every request alone in an engine without a prefix cache."""
-    with engine(batching_mode="sequential", enable_prefix_caching=False) as llm:
+    """The tokens of every request alone in an engine that keeps no keys and values."""
+    with engine(batching_mode="sequential", kv_cache_backend="none") as llm:
+        forget_between_steps(llm)
         result = run(llm)
-        assert llm.stats()["num_cached_tokens"] == 0
+        # A request computes n, n + 1, … tokens, so far more than its n + `max_tokens`.
+        assert llm.stats()["num_computed_tokens"] > 10 * sum(len(tokens) for tokens in result)
     return result
+
+
+def forget_between_steps(llm: LLM) -> None:
+    """Overwrite all keys and values with NaN before each step. Page 0 is never read as data."""
+    step, runner = llm.core.step, llm.core.runner
+
+    def stepping(*, flush: bool = False) -> Any:
+        for cache in runner.caches:  # type: ignore[attr-defined]
+            cache[1:].fill_(torch.nan)
+        return step(flush=flush)
+
+    llm.core.step = stepping  # type: ignore[method-assign]
+
+
+def test_without_a_cache_no_key_or_value_is_kept_between_steps(alone: Tokens) -> None:
+    some = (0, 3, 6, 7)
+    prompts, each = [PROMPTS[i] for i in some], [params(i) for i in some]
+    with engine(kv_cache_backend="none", max_num_batched_tokens=512) as llm:
+        forget_between_steps(llm)
+        outputs = llm.generate(prompts, each, use_tqdm=False)
+        assert [output.token_ids for output in outputs] == [alone[i] for i in some]
+    with engine() as llm:
+        forget_between_steps(llm)
+        with pytest.raises(EngineError, match="no finite numbers"):
+            llm.generate(prompts, each, use_tqdm=False)
 
 
 def test_dense_reference_without_any_cache(alone: Tokens) -> None:
@@ -83,6 +112,10 @@ def test_dense_reference_without_any_cache(alone: Tokens) -> None:
 
 
 VARIANTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
+    "sequential": (
+        {"batching_mode": "sequential", "enable_prefix_caching": False},
+        lambda s: s["num_cached_tokens"] == 0,
+    ),
     "continuous": ({}, lambda s: s["num_cached_tokens"] > 0),
     "static": ({"batching_mode": "static"}, lambda s: s["num_batches"] == 2),
     "one batch": ({"max_batch_size": 8}, lambda s: s["num_steps"] < 1.5 * NUM_TOKENS),

@@ -51,7 +51,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
         pytest.skip(reason)
     settings: dict[str, Any] = {
         "batching_mode": "sequential",
-        "enable_prefix_caching": False,
+        "kv_cache_backend": "none",
         "max_seq_len": 512,
     }
     with LLM(**kind, **settings) as llm:
@@ -66,6 +66,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
 @pytest.mark.parametrize(
     "settings",
     [
+        {"batching_mode": "sequential", "kv_cache_backend": "slotted"},
         {"max_batch_size": 8},
         {"batching_mode": "static", "max_batch_size": 3},
         {"max_num_batched_tokens": 7},

@@ -54,8 +54,10 @@ def test_same_tokens_in_any_company(family: str, tmp_path: Path) -> None:
     def engine(**settings: Any) -> LLM:
         return LLM(str(tmp_path), **{"dtype": "float32", "max_seq_len": 256, **settings})
 
-    with engine(batching_mode="sequential", enable_prefix_caching=False) as llm:
+    with engine(batching_mode="sequential", kv_cache_backend="none") as llm:
         alone = run(llm)
+    with engine(batching_mode="sequential", enable_prefix_caching=False) as llm:
+        assert run(llm) == alone
     with engine(max_batch_size=4) as llm:
         assert run(llm) == alone
         assert run(llm) == alone  # warm

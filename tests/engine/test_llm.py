@@ -298,6 +298,10 @@ def test_a_failing_step_fails_loudly_and_frees_everything(
         ({"kv_cache_backend": "slotted", "page_size": 4}, "page_size: kv_cache_backend='slotted'"),
         ({"kv_cache_backend": "slotted", "enable_prefix_caching": True}, "cannot share pages"),
         ({"kv_cache_backend": "contiguous"}, "needs batching_mode='static'"),
+        ({"kv_cache_backend": "none", "enable_prefix_caching": True}, "cannot share pages"),
+        ({"kv_cache_backend": "none", "page_size": 4}, "page_size: kv_cache_backend='none'"),
+        ({"kv_cache_backend": "none", "max_step_ms": 5.0}, "max_step_ms: cuts prompts"),
+        ({"kv_cache_backend": "none", "scheduler_policy": "prefill_first"}, "only 'fcfs'"),
         ({"scheduler_policy": "prefill_first", "batching_mode": "static"}, "only 'fcfs'"),
     ],
 )
@@ -315,6 +319,7 @@ def test_a_wrong_setting_is_named_with_what_would_be_right(
         ({"max_seq_len": 257}, "exceeds the model's own limit 256"),
         ({"kv_cache_memory_bytes": 1000}, "kv_cache_memory_bytes: "),
         ({"kv_cache_backend": "slotted", "kv_cache_memory_bytes": 100_000}, "lower max_batch_size"),
+        ({"kv_cache_backend": "none", "max_num_batched_tokens": 255}, "255 is less than"),
         ({"device": "cuda"}, "finds no CUDA device"),
     ],
 )

@@ -169,6 +169,37 @@ def test_contiguous_gives_pages_back_batch_by_batch() -> None:
     assert core.stats().gauges.num_free_pages == 2
 
 
+def test_without_a_cache_every_token_comes_from_a_chunk_of_the_whole_sequence() -> None:
+    core = make_hash_core(
+        max_batch_size=3,
+        max_num_batched_tokens=64,
+        max_seq_len=64,
+        enable_prefix_caching=False,
+        keep_computed=False,
+    )
+    runner: Any = core.runner
+    each = [request(30, max_tokens=6), request(30, max_tokens=6), request(20, max_tokens=6)]
+    for one in each:
+        core.add(one)
+    turns: dict[str, list[int]] = {one.request_id: [] for one in each}
+    tokens: dict[str, list[int | None]] = {one.request_id: [] for one in each}
+    while core.has_work:
+        plan = core.scheduler.schedule()
+        assert sum(chunk.num_tokens for chunk in plan) <= 64
+        assert all(chunk.start == 0 and chunk.samples for chunk in plan)
+        for chunk in plan:
+            turns[chunk.sequence.request_id].append(chunk.num_tokens)
+        sampled = runner.execute(plan)
+        for output in core.scheduler.commit(core.scheduler.advance(plan), sampled):
+            tokens[output.request_id].append(output.token_id)
+        runner.poison(list(range(len(runner.cells))))
+        core.scheduler.check()
+    # The third one has its first turn as soon as the first two have had one.
+    assert turns[each[0].request_id][:2] == [30, 31]
+    assert turns[each[2].request_id] == [20, 21, 22, 23, 24, 25]
+    assert tokens == {one.request_id: solo(one, runner.vocab_size) for one in each}
+
+
 # Tokens: chunks and budgets.
 
 

@@ -58,6 +58,8 @@ class Workload:
         backend = r.choice(["paged", "paged", "paged", "slotted", "contiguous"])
         if mode == "continuous" and backend == "contiguous":
             backend = "slotted"
+        if without_cache := seed % 8 == 5:
+            backend = "none"
         seats = r.choice([1, 2, 5, 8])
         max_seq_len = 64
         if backend == "paged":
@@ -68,13 +70,16 @@ class Workload:
         self.now_s = 0.0
         config = SchedulerConfig(
             max_batch_size=seats,
-            max_num_batched_tokens=r.choice([1, 3, 8, 64]),
+            max_num_batched_tokens=r.choice([64, 100] if without_cache else [1, 3, 8, 64]),
             max_seq_len=max_seq_len,
             max_waiting_requests=r.choice([2, 100]),
             batching_mode=mode,
-            scheduler_policy=r.choice(SCHEDULER_POLICIES) if mode == "continuous" else "fcfs",
+            scheduler_policy=r.choice(SCHEDULER_POLICIES)
+            if mode == "continuous" and not without_cache
+            else "fcfs",
             hold_pages_until_batch_ends=backend == "contiguous",
-            max_step_ms=r.choice([None, None, 1.0]),
+            max_step_ms=None if without_cache else r.choice([None, None, 1.0]),
+            keep_computed=not without_cache,
         )
         caching = backend == "paged" and r.random() < 0.8
         self.allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=caching)

@@ -75,6 +75,7 @@ class Scheduler:
         self._fair_share = FairShare()
         self._admission = make_admission(config)
         self._policy = find_policy(config.scheduler_policy)
+        self._recomputes = not config.keep_computed
         self.clock = clock
         self.by_id: dict[str, Sequence] = {}
         """the unfinished requests by id; not to be changed from outside"""
@@ -301,11 +302,13 @@ class Scheduler:
         for sequence in self.running:
             tokens = sequence.tokens
             if tokens[-1] == PENDING and (
-                len(tokens) >= sequence.max_length or sequence.reads_output
+                len(tokens) >= sequence.max_length or sequence.reads_output or self._recomputes
             ):
                 sequence.last_turn = turn  # it is being computed
             else:
                 running.append(sequence)
+        if self._recomputes:
+            return self._hand_out_wholes(running)
         if self._all_may_decode(running):
             for sequence in running:
                 sequence.last_turn = turn
@@ -322,9 +325,8 @@ class Scheduler:
         prompt_limit, num_prompt = budget, 0
         computing = self._keys_being_computed()
         chunks = []
-        offered, several = self._policy(running), self._fair_share.several
-        if several:
-            offered = self._fair_share.ordered(offered)
+        several, ordered = self._fair_share.several, self._fair_share.ordered
+        offered = ordered(self._policy(running)) if several else self._policy(running)
         first: TenantShare | None = None
         for sequence in offered:
             own = 1 if owed and sequence in owed else 0
@@ -352,6 +354,18 @@ class Scheduler:
             budget -= num_tokens - own
             sequence.last_turn = turn
             chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
+        return tuple(chunks)
+
+    def _hand_out_wholes(self, running: Seq[Sequence]) -> Plan:
+        """Chunks of all remaining tokens, for the sequences whose last turn is longest ago; as many
+        as the budget has room for. It always has room for one."""
+        budget, chunks = self.config.max_num_batched_tokens, []
+        for sequence in sorted(running, key=_last_turn):
+            budget -= sequence.num_remaining
+            if budget < 0:
+                break  # nobody goes before it, so it has its turn soon
+            sequence.last_turn = self._num_turns
+            chunks.append(Chunk(sequence, sequence.num_computed, sequence.num_remaining))
         return tuple(chunks)
 
     def _all_may_decode(self, running: Seq[Sequence]) -> bool:
@@ -384,12 +398,14 @@ class Scheduler:
             length = len(tokens)
             samples = start + num_tokens == length
             step.append(Advanced(chunk, samples, start + 1 < length, sequence.num_preemptions))
+            # Without a cache every output token would be such an event.
+            is_news = not self._recomputes or length == sequence.num_prompt
             if samples:
                 tokens.append(PENDING)
-            sequence.num_computed += num_tokens
+            sequence.num_computed = 0 if samples and self._recomputes else start + num_tokens
             sequence.tenant_share.num_tokens += num_tokens
             total += num_tokens
-            if start < sequence.num_prompt or num_tokens > 1:
+            if is_news and (start < sequence.num_prompt or num_tokens > 1):
                 self.pending_events.append(ComputedChunk(sequence.request_id, start, num_tokens))
         self.stats.num_computed_tokens += total
         self._launched = tuple(step)

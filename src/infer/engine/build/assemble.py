@@ -214,10 +214,12 @@ def _scheduler_config(
 ) -> SchedulerConfig:
     """The scheduler's settings, with defaults that depend on model and machine resolved."""
     beside = CUDA_TOKENS_BESIDE_STREAMS if device.type == "cuda" else CPU_TOKENS_BESIDE_STREAMS
+    keep_computed = config.kv_cache_backend != "none"
+    divides = keep_computed and config.max_num_batched_tokens is None
     return SchedulerConfig(
         max_batch_size=config.max_batch_size or machine.default_seats(device),
         max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_tokens_beside_streams=None if config.max_num_batched_tokens else beside,
+        max_tokens_beside_streams=beside if divides else None,
         max_seq_len=plan.max_seq_len,
         max_waiting_requests=config.max_waiting_requests,
         batching_mode=config.batching_mode,
@@ -225,6 +227,7 @@ def _scheduler_config(
         batch_wait_timeout_s=config.batch_wait_timeout_s,
         max_step_ms=config.max_step_ms,
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
+        keep_computed=keep_computed,
     )
 
 

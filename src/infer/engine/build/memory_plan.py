@@ -126,7 +126,7 @@ def make_plan(
             "max_seq_len", f"{config.max_seq_len} exceeds the model's own limit {model.max_seq_len}"
         )
     free = free_bytes(device) if free is None else free
-    batched = config.max_num_batched_tokens or default_batched_tokens(device, dtype)
+    batched = step_tokens(config, model, device, dtype)
     seats = config.max_batch_size or default_seats(device)
     seats = 1 if config.batching_mode == "sequential" else seats
     parameters, weights = count_weights(model, dtype, device, config.weight_format)
@@ -174,6 +174,26 @@ def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
     if config.kv_cache_backend == "paged":
         return config.page_size or DEFAULT_PAGE_SIZE
     return -(-(config.max_seq_len or model.max_seq_len) // STRIP) * STRIP
+
+
+def step_tokens(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """The limit of tokens in a step. Without a cache a step has room for a longest sequence.
+
+    Raises `ConfigError` if the given limit is too small for that.
+    """
+    given = config.max_num_batched_tokens
+    if config.kv_cache_backend != "none":
+        return given or default_batched_tokens(device, dtype)
+    longest = config.max_seq_len or model.max_seq_len
+    if given is not None and given < longest:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            f"{given} is less than max_seq_len={longest}, but kv_cache_backend='none' computes a"
+            " whole sequence in one step; raise it or lower max_seq_len",
+        )
+    return given or max(longest, default_batched_tokens(device, dtype))
 
 
 def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
