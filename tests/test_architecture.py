@@ -10,6 +10,7 @@ purpose, to show that each of them can fail.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -68,7 +69,10 @@ LEVELS = (
         " into memory",
     ),
     Level("engine.client.async_llm engine.process.messages", "the asyncio façade; frames"),
-    Level("engine.build.assemble engine.process.child", "the composition root; engine process"),
+    Level(
+        "engine.build.assemble engine.process.child engine.process.engine_run",
+        "the composition root; the engine process, from inside and from outside",
+    ),
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
@@ -127,7 +131,13 @@ def module_name(path: Path, root: Path) -> str:
 def modules(root: Path) -> Iterator[tuple[str, Path, ast.Module]]:
     """Every module of a tree."""
     for path in sorted(root.rglob("*.py")):
-        yield module_name(path, root), path, ast.parse(path.read_text())
+        yield module_name(path, root), path, parsed(path.read_text())
+
+
+@functools.cache
+def parsed(source: str) -> ast.Module:
+    """The tree of a source, which every check reads and none changes."""
+    return ast.parse(source)
 
 
 def imports(tree: ast.Module, where: str) -> Iterator[str]:
@@ -171,7 +181,7 @@ def layer_problems(root: Path) -> list[str]:
             inner = target.removeprefix("infer").lstrip(".")
             if not (target + ".").startswith("infer.") or inner not in known:
                 continue
-            if is_docstring_only(ast.parse(_source_of(inner, root))):
+            if is_docstring_only(parsed(_source_of(inner, root))):
                 continue
             target_key, target_row = lookup(inner)
             if target_key != key and target_row >= row:

@@ -1,4 +1,4 @@
-"""Settings: what a user may choose, checked once, and what the scheduler is told.
+"""Settings: `EngineConfig`, what a user may choose, and `SchedulerConfig`, what the scheduler gets.
 
 `EngineConfig` is the one place where a setting is named, typed, given a default and described. The
 command line and `LLM(**kwargs)` are made from it. The limits of a value are part of its type, and

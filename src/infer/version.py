@@ -1,3 +1,3 @@
-"""The version, where the build and the program both find it."""
+"""The version of the package, read by the build and by the program."""
 
 VERSION = "0.1.0"

@@ -10,7 +10,7 @@ from torch import Tensor
 from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import BatchLayout
 from infer.kernels import loader
-from tests.attention.test_native import (
+from tests.support.attention_worlds import (
     BF16,
     Shape,
     World,

@@ -15,7 +15,7 @@ from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
 from infer.kernels.linear import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
-from tests.attention.test_native import in_order
+from tests.support.attention_worlds import in_order
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 NUM_TOKENS, PAGE = 300, 16

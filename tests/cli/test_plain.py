@@ -21,7 +21,7 @@ from infer.cli.plain import note, visible
 from infer.cli.terminal import write_stream
 from infer.errors import InferError
 from infer.types import TextDelta
-from tests.cli.test_explain import STORY
+from tests.support.request_stories import STORY
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"
 HOSTILE = {

@@ -122,7 +122,7 @@ def test_a_reserved_place_is_handed_over_and_never_free_in_between() -> None:
         assert [list(each.token_ids) for each in outputs] == [
             solo(request, VOCAB_SIZE) for request in requests[:2]
         ]
-        one.close()  # a second time: `output` has done it
+        one.close()  # has no effect, because `output` has closed it
         with llm.reserved(2) as places:
             places.enter(requests[2]).close()
         assert (llm.num_open, llm.num_reserved) == (0, 0), "what was not handed over is given back"

@@ -1,4 +1,4 @@
-"""Who is a suspect after a crash, and who is to blame: each case of the one file that decides."""
+"""Suspects after a crash, and the request that caused it: each case of `engine.process.blame`."""
 
 from __future__ import annotations
 

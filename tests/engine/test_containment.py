@@ -251,38 +251,13 @@ def test_poison_on_the_real_model(backend: str, dtype: str) -> None:
 # ---- scorecard 19: poison requests among many, through a process
 
 
-class Sometimes(HashRunner):
-    """A runner on which a request with 13 in its prompt fails after some tokens, by raising or by
-    an error in its row."""
-
-    def execute(self, plan: Plan) -> Seq[Sampled]:
-        for chunk in plan:
-            if _is_poisonous(chunk.sequence.request, 13) and chunk.sequence.num_output == 2:
-                raise ValueError("broken on purpose")
-        results = iter(super().execute(plan))
-        return [
-            Sampled(0, error=NOT_FINITE) if _is_poisonous(c.sequence.request, 14) else r
-            for c, r in zip([c for c in plan if c.samples], results, strict=True)
-        ]
-
-
-def _is_poisonous(request: Request, token: int) -> bool:
-    return request.prompt_token_ids[0] == token
-
-
-def sometimes(settings: dict[str, Any]) -> Any:
-    from tests.support.doubles import hash_blueprint
-
-    return hash_blueprint({**settings, "runner": Sometimes})
-
-
 @pytest.mark.parametrize("count", [1000, pytest.param(5000, marks=pytest.mark.slow)])
 def test_of_thousands_exactly_the_poisonous_ones_fail(count: int) -> None:
     dice, width = random.Random(0), 100
     poisonous = {i: dice.choice([13, 14]) for i in dice.sample(range(count), count // 100)}
 
     async def main() -> None:
-        llm = launch_hash_llm("test_containment:sometimes", max_batch_size=32, num_pages=2000)
+        llm = launch_hash_llm("tests.support.faulty:sometimes", max_batch_size=32, num_pages=2000)
         async with llm:
             pid = pid_of(llm)
             free = asyncio.Semaphore(width)

@@ -1,4 +1,4 @@
-"""`EngineStats`: counters add up over engines, field by field, and gauges never do."""
+"""`EngineStats`: counters are summed over engines, field by field; gauges are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GAUGES = tuple(field.name for field in msgspec.structs.fields(EngineGauges))
 
 
 def counters(factor: int) -> EngineCounters:
-    """A different number in each field."""
+    """Counters with a different number in each field."""
     numbers = {name: factor * (i + 1) for i, name in enumerate(COUNTERS)}
     ends = {reason: factor * (100 + i) for i, reason in enumerate(FinishReason)}
     return EngineCounters(**{**numbers, "num_finished": ends})  # type: ignore[arg-type]

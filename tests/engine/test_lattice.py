@@ -26,28 +26,12 @@ from infer.models.registry import read_model_config
 from infer.models.weights import open_checkpoint
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Sequence
-
-OPENING = "Once upon a time there was a small fox who lived near the river. "
-PROMPTS = [
-    OPENING + "The fox had a red ball and a best friend.",
-    OPENING + "One day the fox found a key under a stone, and did not know what it was for.",
-    "Once upon a time",
-    "One day, a little bird",
-    OPENING * 4,
-    OPENING * 4 + "But that was long ago.",
-    "{",
-    "7 + 5 =",
-]
-NUM_TOKENS = 40
-
-
-def params(i: int) -> SamplingParams:
-    if i % 2:
-        return SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return SamplingParams(
-        temperature=0.9, top_p=0.9, seed=i, max_tokens=NUM_TOKENS - i, ignore_eos=True
-    )
-
+from tests.support.lattice import (
+    NUM_TOKENS,
+    OPENING,
+    PROMPTS,
+    params,
+)
 
 Tokens = list[tuple[int, ...]]
 
@@ -236,10 +220,11 @@ def test_streaming(alone: Tokens) -> None:
         assert [got[i] for i in range(len(PROMPTS))] == alone
 
 
-def test_sixty_four_mixed_requests_through_the_three_modes() -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(64, marks=pytest.mark.slow)])
+def test_mixed_requests_through_the_three_modes(count: int) -> None:
     """The modes give the same tokens in different numbers of steps (docs/architecture.md)."""
-    prompts = [(OPENING * (1 + i % 5))[: 20 + 17 * (i % 11)] for i in range(64)]
-    each = [SamplingParams(temperature=0, max_tokens=4 + (i * 7) % 37) for i in range(64)]
+    prompts = [(OPENING * (1 + i % 5))[: 20 + 17 * (i % 11)] for i in range(count)]
+    each = [SamplingParams(temperature=0, max_tokens=4 + (i * 7) % 37) for i in range(count)]
     tokens, steps = {}, {}
     for mode in ("sequential", "static", "continuous"):
         with engine(batching_mode=mode, max_batch_size=8) as llm:

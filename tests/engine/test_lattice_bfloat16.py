@@ -18,7 +18,7 @@ from infer.attention.cpu import obstacle
 from infer.kernels.linear import bfloat16_obstacle
 from infer.kernels.loader import available
 from infer.types import RequestOutput
-from tests.engine.test_lattice import PROMPTS, params
+from tests.support.lattice import PROMPTS, params
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 

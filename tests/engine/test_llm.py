@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from infer import LLM, EngineConfig, FinishReason, RequestError, SamplingParams
+from infer import LLM, EngineConfig, FinishReason, Grammar, RequestError, SamplingParams
 from infer.engine.llm import Prompt
 from infer.errors import (
     ConfigError,
@@ -114,6 +114,35 @@ def test_chat_one_and_many(llm: LLM) -> None:
     assert [output.token_ids for output in many] == [one.token_ids] * 2
     with pytest.raises(RequestError, match="must not be empty"):
         llm.chat([])
+
+
+@pytest.mark.parametrize(
+    ("begun", "thinks"), [("", True), ("<think>\n", True), ("<think>\n\n</think>\n\n", False)]
+)
+def test_a_chats_grammar_holds_behind_the_thoughts(
+    folder: Path, tmp_path: Path, begun: str, thinks: bool
+) -> None:
+    """As in the server: thoughts are free where the template has them and has not ended them."""
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+        "{% if add_generation_prompt %}" + begun + "{% endif %}"
+    )
+    params = SamplingParams(grammar=Grammar.choice(["yes", "no"]), max_tokens=8, seed=1)
+    conversation = [{"role": "user", "content": "Well?"}]
+    with LLM(str(folder), dtype="float32", chat_template=str(template)) as llm:
+        (one,) = llm.chat(conversation, params)
+        streamed = "".join(piece.text for piece in llm.stream(conversation, params))
+        (plain,) = llm.generate("Well?", params)
+    assert plain.text in ("yes", "no")
+    assert streamed == one.text
+    if not thinks:
+        assert one.text in ("yes", "no")
+    elif begun:
+        assert one.text not in ("yes", "no")
+        assert len(one.token_ids) == 8  # and nothing in them ends the answer
+    else:
+        assert one.text in ("yes", "no") or "<think>".startswith(one.text[:7])
 
 
 def test_a_stop_string_ends_the_text_before_it(llm: LLM) -> None:

@@ -29,12 +29,15 @@ from infer.engine.process.messages import (
     Inward,
     Log,
     Outward,
+    PromptScores,
     Ready,
     Refused,
     Report,
+    ScoreCollector,
     Text,
     decode_inward,
     decode_outward,
+    reports,
 )
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
@@ -112,7 +115,7 @@ def test_a_request_crosses_whole() -> None:
 
 
 def crossed(message: Inward | Outward) -> Any:
-    """What the other process makes of a message."""
+    """A message as the other process decodes it."""
     frame = msgspec.msgpack.encode(message)
     is_inward = isinstance(message, get_args(Inward))
     return decode_inward(frame) if is_inward else decode_outward(frame)
@@ -128,6 +131,7 @@ EXAMPLES = (
     Ready(EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3), STATS),
     Refused(ErrorRecord("m", "LoadError")),
     Report([], STATS),
+    PromptScores("a", 1, b"\x90"),
     *(ComputingAlone("a"), ComputingAlone(None)),
     Log("infer.x", 20, "line"),
 )
@@ -178,6 +182,40 @@ def test_an_output_crosses_whole() -> None:
     step_events = StepEvents(7, 0.5, 0.75, 2, EVENTS)
     report = Report(outputs, STATS, step_events)
     assert crossed(report) == report
+
+
+def test_log_probabilities_of_long_prompts_cross_in_small_frames() -> None:
+    """Reading them at once would keep the interpreter, and so everybody's streams, for a second."""
+    entries = tuple(
+        TokenLogprobs(-i / 7, tuple((i + j, -j / 3) for j in range(20))) for i in range(3000)
+    )
+    outputs = [
+        StepOutput("a", 3, prompt_logprobs=entries),
+        StepOutput("b", 4),
+        StepOutput("c", 5, prompt_logprobs=entries[:2]),
+        StepOutput("d", 6, prompt_logprobs=()),
+    ]
+    frames = [msgspec.msgpack.encode(each) for each in reports(outputs, STATS, None)]
+    assert max(map(len, frames)) < 100_000
+    collector, found = ScoreCollector(), list[StepOutput]()
+    for event in map(decode_outward, frames):
+        if isinstance(event, PromptScores):
+            collector.add(event)
+        else:
+            assert isinstance(event, Report)
+            found += collector.complete(event.outputs)
+    packed = found[0].prompt_logprobs
+    assert packed is not None
+    assert (len(packed), packed[-1], packed[:2]) == (3000, entries[-1], entries[:2])
+    assert packed == entries
+    assert list(found[2].prompt_logprobs or ()) == list(entries[:2])
+    assert not found[1].prompt_logprobs
+    assert not found[3].prompt_logprobs
+    assert [each.token_id for each in found] == [3, 4, 5, 6]
+    # An iterator reads a frame at a time.
+    started_s = time.thread_time()
+    assert next(iter(packed)) == entries[0]
+    assert time.thread_time() - started_s < 0.05
 
 
 @pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])

@@ -68,7 +68,7 @@ def test_a_request_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(dtype: str
                 assert after[-1].num_cached <= len(request.prompt_token_ids)
 
 
-# ---- the ledger
+# ---- the journal
 
 
 def request(name: str, **changes: Any) -> Request:

@@ -1,4 +1,4 @@
-"""`SamplingParams`: what a caller may give, and the one form in which `Sampling` keeps it."""
+"""`SamplingParams`, as a caller gives it, and `Sampling`, the one form in which it is kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`SupervisorState`: each state says what it is, and only the moves of the table exist."""
+"""`SupervisorState`: the properties of each state, and the transitions that the table allows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_only_the_moves_of_the_table_exist(state: SupervisorState, to: Superviso
     if to in TRANSITIONS[state]:
         assert lifecycle.move(to)
         assert lifecycle.state is to
-    elif state.is_ending:  # being told to stop wins
+    elif state.is_ending:  # a stop has priority
         assert not lifecycle.move(to)
         assert lifecycle.state is state
     else:

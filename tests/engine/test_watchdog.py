@@ -12,7 +12,7 @@ import pytest
 
 from infer import SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.process import supervisor
+from infer.engine.process import engine_run, supervisor
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, pid_of, solo
 
@@ -39,7 +39,8 @@ async def all_exact(llm: AsyncLLM, count: int) -> None:
 def test_a_stopped_process_is_replaced_and_its_streams_go_on(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "SOFT_LIMIT_S", 0.5)
+    for module in (engine_run, supervisor):
+        monkeypatch.setattr(module, "SOFT_LIMIT_S", 0.5)
 
     async def body(llm: AsyncLLM) -> None:
         running = asyncio.create_task(all_exact(llm, 10))
@@ -59,7 +60,8 @@ def test_a_stopped_process_is_replaced_and_its_streams_go_on(
 def test_the_stacks_of_a_hanging_step_are_shown(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "SOFT_LIMIT_S", 0.5)
+    for module in (engine_run, supervisor):
+        monkeypatch.setattr(module, "SOFT_LIMIT_S", 0.5)
 
     async def body(llm: AsyncLLM) -> None:
         with pytest.raises(Exception, match="died more than once"):

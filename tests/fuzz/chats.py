@@ -34,7 +34,7 @@ from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS, FUNCTIONARY_32, THOUGHTS, ToolFormat
 from tests.support.serving import CHAT, App, scripted, serving, spelled
 from tests.support.tool_answers import CASES, NAMES, told_apart
-from tests.text.test_text_tool_messages import OWN
+from tests.support.tool_conversations import OWN
 
 CHARS = st.sampled_from([*"ab1 {}[]()\"'\\,:;=\n<>|`/_-.", "é", "\u2028", "\U0001f98a", "\x00"])
 WORDS = st.text(CHARS, max_size=8)

@@ -16,7 +16,7 @@ from infer import LLM, SamplingParams
 from infer.engine.build.hardware import resident_bytes
 from infer.runner.device_runner import DeviceRunner
 from infer.types import Request, RequestOutput
-from tests.gpu.test_device_runner import (
+from tests.support.device_runners import (
     SEATS,
     STEP_TOKENS,
     core_of,
@@ -141,7 +141,7 @@ except RuntimeError as error:
 
 
 def test_streams_go_on_after_kill_9(tmp_path: Path) -> None:
-    from tests.reliability.test_kill import kill_under_load
+    from tests.support.killing import kill_under_load
     from tests.support.server_process import bodies, served
 
     arguments = [

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.test_hostile_files import check, every
+from tests.support.hostile_checkpoints import check, every
 from tests.support.server_process import Findings
 
 

@@ -21,7 +21,7 @@ from infer.server.sessions.store import Quota, SessionStore
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.text.tokenizer import Tokenizer
 from tests.support.doubles import make_hash_llm
-from tests.support.server_process import OBSERVED, Findings, Served, served
+from tests.support.server_process import OBSERVED, Findings, Served, hash_server, served
 from tests.support.serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
 
 WORDS = ["ab c" * 62 + str(i) for i in range(64)]
@@ -119,6 +119,31 @@ def test_the_event_loop_is_there(tmp_path: Path) -> None:
         milliseconds_absent_and_computing=found,
         at_most={"milliseconds without the event loop": (worst, most)},
     )
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_a_long_prompt_hold_nobody_up(tmp_path: Path) -> None:
+    """What the event loop does must not grow with the prompt: here it has 32,000 tokens."""
+    body = {"prompt": [5] * 32_000, "max_tokens": 1, "prompt_logprobs": 20}
+    tries = []
+    with served(hash_server(max_seq_len=40_000, num_pages=9000), tmp_path / "log") as server:
+        for _ in range(3):
+            absence(server)
+            status, _, answer = post(server.port, COMPLETIONS, body)
+            assert status == 200, answer[:500]
+            assert len(json.loads(answer)["choices"][0]["prompt_logprobs"]) == 32_000
+            time.sleep(0.02)
+            tries.append(absence(server))
+    lags_s, works_s = zip(*tries, strict=True)
+    Findings().note(
+        3,
+        "event loop",
+        "20 log-probabilities of each of a prompt's 32,000 tokens",
+        milliseconds_absent_and_computing=[round(1000 * min(it), 1) for it in (lags_s, works_s)],
+        at_most={"milliseconds without the event loop": (1000 * min(lags_s), 1000 * MAX_ABSENT_S)},
+    )
+    print(tries)
+    assert min(works_s) < MAX_ABSENT_S
 
 
 def test_what_choices_share_is_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:

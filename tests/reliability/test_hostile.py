@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from infer.server.openai.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from infer.server.openai.chat import ChatBody
+from infer.server.openai.completions import CompletionBody
+from infer.server.openai.schema import DetokenizeBody, TokenizeBody
 from tests.support.doubles import make_hash_llm
 from tests.support.server_process import Findings, Served, follow, model_server, percentile, served
 from tests.support.serving import App, chat_body, completion_body, serving

@@ -24,7 +24,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.server import offload as body_reader
 from infer.server.http.error_responses import MAX_HEADER_BYTES
 from infer.server.http.json_body import MAX_BODY_BYTES
-from infer.server.openai.schema import ChatBody
+from infer.server.openai.chat import ChatBody
 from tests.support.doubles import VOCAB_SIZE, make_hash_llm
 from tests.support.server_process import Findings, Served, model_server, served
 from tests.support.serving import CHAT, COMPLETIONS, chat_body, completion_body, live

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from infer.server.openai import grammar_fields
-from infer.server.openai.schema import ChatBody, CompletionBody
+from infer.server.openai.chat import ChatBody
+from infer.server.openai.completions import CompletionBody
 from infer.types.grammar import Grammar
 from tests.support.doubles import make_hash_llm, small_tokenizer
 from tests.support.serving import (

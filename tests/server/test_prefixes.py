@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from infer.errors import ConfigError
 from infer.types import Request, SamplingParams
-from tests.server.test_tenants import cached, make
 from tests.support.doubles import make_hash_llm, small_tokenizer, solo
 from tests.support.serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
+from tests.support.tenants import cached, make
 
 PAGE = 4  # tokens per page of the hash model
 TEXT = "You are the keeper of the north library."

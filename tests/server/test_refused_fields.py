@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from infer.server.openai.completions import CompletionBody
 from infer.server.openai.ignored_fields import REQUEST_FIELDS
-from infer.server.openai.schema import CompletionBody
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import (
     BODIES,

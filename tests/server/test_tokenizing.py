@@ -433,8 +433,8 @@ def test_long_bodies_are_worked_on_beside_the_event_loop(monkeypatch: pytest.Mon
         assert threads == []
         for path, body in bodies(long):
             assert len((await app.post(path, body)).body) > 40_000
-        kinds = ["_tokenized", "_tokenized", "_text", "rendered_chat"]
-        assert threads == [name for kind in kinds for name in ("parse_object", "_checked", kind)]
+        kinds = ["_tokenized", "_tokenized_chat", "_detokenized", "_rendered"]
+        assert threads == [name for kind in kinds for name in ("parse_object", "_validated", kind)]
 
     with_app(make_hash_llm(), use)
 

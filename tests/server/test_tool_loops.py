@@ -17,8 +17,8 @@ from infer.errors import ConfigError
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS
-from tests.server.test_prompts import demo
 from tests.support.checkpoints import END_ID, write_tokenizer
+from tests.support.demo_answers import demo
 from tests.support.serving import (
     CHAT,
     COMPLETIONS,

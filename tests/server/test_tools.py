@@ -11,10 +11,10 @@ import pytest
 
 from infer import Grammar
 from infer.engine.client.output import OutputProcessor, collected
-from infer.server.openai import schema_base, to_engine
-from infer.server.openai.answers import ChatAnswer, CompletionAnswer
+from infer.server.openai import schema_base
+from infer.server.openai.chat import ChatApi, ChatBody, chat_requests
+from infer.server.openai.completions import CompletionsApi
 from infer.server.openai.large_json import render
-from infer.server.openai.schema import ChatBody, CompletionBody
 from infer.text.tokenizer import Tokenizer
 from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
 from tests.support.checkpoints import END_ID, write_tokenizer
@@ -128,7 +128,7 @@ def test_a_forced_call_has_a_grammar(tokenizer: Tokenizer) -> None:
         fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": parallel}
         wire = schema_base.read(ChatBody, chat_body(**fields, max_tokens=300))
         engine = scripted([], tokenizer=tokenizer)
-        [request] = to_engine.chat_requests(engine, wire, "a-1")
+        [request] = chat_requests(engine, wire, "a-1")
         grammar = request.sampling.grammar
         assert isinstance(grammar, Grammar)
         assert ("{0,7}" in grammar.text) is many
@@ -180,17 +180,16 @@ def test_a_stream_equals_the_plain_answer_in_everything(tokenizer: Tokenizer) ->
         if chat and draw.random() < 0.8:
             fields["tools"] = [WEATHER]
         path = CHAT if chat else COMPLETIONS
-        kind, model = (ChatAnswer, ChatBody) if chat else (CompletionAnswer, CompletionBody)
-        make = to_engine.chat_requests if chat else to_engine.completion_requests
-        plain_wire: Any = schema_base.read(model, BODIES[path](**fields, n=2))
-        requests = make(engine, plain_wire, "a-1")
+        api: Any = ChatApi() if chat else CompletionsApi()
+        plain_wire = schema_base.read(api.body, BODIES[path](**fields, n=2))
+        requests = api.make_requests(engine, plain_wire, "a-1")
         deltas = [outputs(draw, request, tokenizer) for request in requests]
         whole = list(map(collected, requests, deltas))
-        plain = json.loads(render(kind(engine, plain_wire, requests, "a-1").body(whole)))
+        plain = json.loads(render(api.make_answer(engine, plain_wire, requests, "a-1").body(whole)))
         for _ in range(4):
             options = {"stream": True, "stream_options": {"include_usage": True}}
-            wire: Any = schema_base.read(model, BODIES[path](**fields, n=2, **options))
-            answer = kind(engine, wire, requests, "a-1")
+            wire = schema_base.read(api.body, BODIES[path](**fields, n=2, **options))
+            answer = api.make_answer(engine, wire, requests, "a-1").events()
             events = list(answer.opening())
             for index, some in enumerate(deltas):
                 for piece in merged(draw, some):
@@ -255,7 +254,7 @@ def test_a_grammar_begins_behind_the_thoughts(
     for stream in (False, True):
         body = chat_body(max_tokens=300, stream=stream, **asked, **options)
         wire = schema_base.read(ChatBody, body)
-        [request] = to_engine.chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        [request] = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
         assert request.thoughts == thoughts
         reply = ask(scripted(script, tokenizer=tokenizer), CHAT, body)
         if stream:
@@ -275,7 +274,7 @@ def test_a_grammar_begins_behind_the_thoughts(
 def test_where_no_thoughts_can_be_the_grammar_begins_at_once(tokenizer: Tokenizer) -> None:
     def thoughts(tokenizer: Tokenizer, **fields: Any) -> Any:
         wire = schema_base.read(ChatBody, chat_body(**fields))
-        [request] = to_engine.chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        [request] = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
         return request.thoughts
 
     form = {"response_format": {"type": "json_object"}}

@@ -2,8 +2,8 @@
 
 `write_tokenizer` makes a folder that `Tokenizer.from_folder` reads: 256 byte tokens (ids 0 to 255
 in the library's byte order) and six special ones, with a chat template; text of any language
-round-trips. The `write_*` functions for models let transformers itself write random weights, so
-that what is loaded is what the world has on disk.
+round-trips. The `write_*` functions for models let transformers write random weights, so the files
+are like published ones.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         },
     ),
 }
-"""Family → (how transformers' classes begin, a small shape)."""
+"""Family → (prefix of transformers' class names, a small shape)."""
 
 
 def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
-    """transformers' model of a small random checkpoint, in float32.
+    """A small random model of transformers, in float32.
 
-    The weights are larger than an initialisation's, so that attention is not close to uniform and
-    a mistake in it shows.
+    The weights are larger than initial ones, so that attention is not nearly uniform and an error
+    in it becomes visible.
     """
     import torch
     import transformers

@@ -1,10 +1,10 @@
-"""`HashRunner`: a runner without torch that makes every mistake of the integer side visible.
+"""`HashRunner`: a runner without torch with which every error in paging or scheduling is visible.
 
 The KV cell at position p is a hash of the cell at p-1, read through the page table, and the token
-at p; the sampled token is the last cell modulo the vocabulary (mixed with the seed if the request
-samples). So a wrong page, a stale cell, a page shared too early, a token computed twice or not at
-all changes the output, exactly and at once. `solo` computes what a request must give, without any
-cache. The same double drives scheduler, engine, async and server tests.
+at p. The sampled token is the last cell modulo the vocabulary (mixed with the seed if the request
+samples). So a wrong page, a stale cell, a page shared too early, or a token computed twice or not
+at all changes the output at once. `solo` computes the expected tokens of a request without any
+cache. The tests of scheduler, engine, asyncio and server use this runner.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class HashRunner:
     def __init__(
         self, num_pages: int, page_size: int, vocab_size: int = 97, *, step_s: float = 0.0
     ) -> None:
-        """`step_s`: how long a step takes, for tests that must catch the engine at work."""
+        """`step_s`: seconds per step, for tests that need a busy engine."""
         self.step_s = step_s
         self.vocab_size = vocab_size
         self.page_size = page_size
         self.cells: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self.num_chunks = 0
-        """chunks that did not reach the end of their sequence"""
+        """number of chunks that did not reach the end of their sequence"""
         self.max_rows = 0
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
@@ -115,7 +115,7 @@ class HashRunner:
         return results
 
     def launch_now(self, plan: Plan, resolve: Callable[[Sequence, int], int]) -> list[Sampled]:
-        """`execute`, with the tokens that are pending asked for."""
+        """`execute`, with `resolve` for the values of pending tokens."""
         known = {}
         for chunk in plan:
             sequence = chunk.sequence
@@ -131,7 +131,7 @@ class HashRunner:
                 chunk.sequence.tokens = known[id(chunk.sequence)]
 
     def poison(self, pages: list[int]) -> None:
-        """Forget what is written in these pages."""
+        """Clear the cells of these pages."""
         for page in pages:
             self.cells[page] = [None] * self.page_size
 
@@ -156,7 +156,7 @@ class HashRunner:
 
 @dataclass(frozen=True)
 class Landed:
-    """A step that was computed when it was launched, as on a device whose work is in order."""
+    """A step that was computed at its launch, as on a device that works in order."""
 
     sampled: list[Sampled]
 
@@ -168,19 +168,19 @@ class Landed:
 
 
 class AheadHashRunner(HashRunner):
-    """A `HashRunner` that is launched. What it sampled last is on its device, by sequence."""
+    """A `HashRunner` that works one step ahead; the tokens sampled last are on its device."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.num_pending = 0
         self.num_failed = 0
-        """launches that raised"""
+        """number of launches that raised"""
         self._device: dict[int, tuple[int, int]] = {}
-        """id of a sequence → position and number of the token that was sampled last"""
+        """id of a sequence → position and id of the token sampled last"""
 
     def launch(self, plan: Plan) -> Landed:
         ends = [(c.sequence, c.start + c.num_tokens) for c in plan if c.samples]
-        self.num_failed += 1  # the core goes on whatever is raised here
+        self.num_failed += 1  # the core continues whatever is raised here
         sampled = self.launch_now(plan, self._resolve)
         self.num_failed -= 1
         self._device = {
@@ -230,7 +230,7 @@ def make_hash_core(
 
 
 def limits_of(core: EngineCore) -> EngineLimits:
-    """What a hash core can take."""
+    """The limits of a hash core."""
     runner, scheduler = core.runner, core.scheduler
     return EngineLimits(
         vocab_size=getattr(runner, "vocab_size", VOCAB_SIZE),
@@ -249,17 +249,18 @@ def make_hash_llm(
     return AsyncLLM(EngineThread(core), input_processor, "hash-model")
 
 
-def held_runner() -> tuple[type[HashRunner], threading.Event]:
-    """A runner whose steps wait until an event is set, and the event: what is asked for before
-    that is with the engine when the first step ends."""
-    opened = threading.Event()
+def held_runner() -> tuple[type[HashRunner], threading.Event, threading.Event]:
+    """A runner whose steps wait; an event that is set in the first step, and one that ends the
+    waiting."""
+    arrived, opened = threading.Event(), threading.Event()
 
     class Held(HashRunner):
         def execute(self, plan: Plan) -> Any:
+            arrived.set()
             assert opened.wait(30)
             return super().execute(plan)
 
-    return Held, opened
+    return Held, arrived, opened
 
 
 def thread_of(llm: AsyncLLM) -> EngineThread:
@@ -280,14 +281,14 @@ def process_of(llm: AsyncLLM) -> EngineProcess:
 
 
 def pid_of(llm: AsyncLLM) -> int:
-    """The id of the engine's process, which runs."""
+    """The id of the running engine process."""
     pid = process_of(llm).pid
     assert pid is not None
     return pid
 
 
 def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
-    """The same for an engine process; `settings` as above."""
+    """The blueprint of a hash core for an engine process; `settings` as in `make_hash_core`."""
 
     def build(announce: Callable[[str | None], None]) -> tuple[EngineCore, EngineLimits]:
         core = make_hash_core(announce=announce, **settings)

@@ -1,18 +1,18 @@
-"""Faults on purpose: environment variables that make an engine process fail.
+"""Injected faults: environment variables that make an engine process fail.
 
-`INFER_WRAP_CORE=tests.support.faults:wrapped` lets the process know of them.
+`INFER_WRAP_CORE=tests.support.faults:wrapped` activates them in the process.
 
 `INFER_FAULT_PREEMPT_EVERY=k`   before each k-th step the last in rank loses its pages
 `INFER_FAULT_AT=step:row:kind`  from that step on, the request in that row of its plan is poisonous;
                                 kind is raise, nan, memory (when not alone), crash or hang
 `INFER_FAULT_SEEDS=k:kind`      so is each request whose seed is a multiple of k, from its third
-                                token on: whoever asks knows which
-`INFER_FAULT_SLOW_STEP_MS=ms`   each step takes so much longer
+                                token on, so that a client knows which ones
+`INFER_FAULT_SLOW_STEP_MS=ms`   each step takes this much longer
 `INFER_FAULT_STRICT_LEDGER=1`   the scheduler's invariants are checked after each step
-`INFER_FAULT_POISON=1`          a page that a sequence takes is full of NaN until it is written;
-                                (there are no other rows that outlive a sequence)
+`INFER_FAULT_POISON=1`          a page that a sequence takes is full of NaN until it is written
+                                (no other memory is reused by another sequence)
 
-Read once, when the engine is built; if any is set, the log says so.
+They are read once, when the engine is built, and logged if any is set.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = ("raise", "nan", "memory", "crash", "hang")
 
 @dataclass(frozen=True)
 class Faults:
-    """What the environment asks for."""
+    """The faults that the environment asks for."""
 
     preempt_every: int = 0
     at: tuple[int, int, str] | None = None
@@ -51,7 +51,7 @@ class Faults:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Faults:
-        """Raises `ConfigError` for a name or value that means nothing."""
+        """Read the variables; raises `ConfigError` for an unknown name or value."""
         known = {f"{PREFIX}{spec.name.upper()}": spec.name for spec in fields(cls)}
         given = {name: value for name, value in environment.items() if name.startswith(PREFIX)}
         found: dict[str, object] = {}
@@ -77,7 +77,8 @@ def _read(name: str, value: str) -> object:
 
 
 class _FaultyRunner:
-    """Poison sticks to a request: a step that is executed in halves finds it in one of them."""
+    """A runner that fails with poisonous requests; a poisonous request stays so when its step is
+    executed in halves."""
 
     def __init__(self, runner: Runner, faults: Faults) -> None:
         self.runner = runner
@@ -101,7 +102,7 @@ class _FaultyRunner:
         ]
 
     def _kind(self, chunk: Chunk) -> str | None:
-        """How a chunk fails."""
+        """How a chunk fails; None if it does not."""
         sequence, faults = chunk.sequence, self._faults
         if faults.at is not None and sequence.request_id == self._poisonous:
             return faults.at[2]
@@ -122,7 +123,7 @@ def _fail(kind: str, num_rows: int) -> None:
 
 
 def fill_with_nan(runner: Any, pages: list[int]) -> None:
-    """Of pages, so that it shows who reads what is not his."""
+    """Fill pages with NaN, so that a read of unwritten cells becomes visible."""
     if hasattr(runner, "poison"):
         return runner.poison(pages)
     for cache in runner.caches:
@@ -143,7 +144,7 @@ def _poison_what_is_taken(allocator: PageAllocator, runner: Any) -> None:
 
 
 class FaultyCore(EngineCore):
-    """An engine core to which `faults` happen."""
+    """An engine core with injected faults."""
 
     def __init__(self, core: EngineCore, faults: Faults) -> None:
         super().__init__(core.scheduler, _FaultyRunner(core.runner, faults))
@@ -153,7 +154,7 @@ class FaultyCore(EngineCore):
             _poison_what_is_taken(self.scheduler.allocator, core.runner)
 
     def step(self, *, flush: bool = False) -> list[StepOutput]:
-        """Like the core's, with everything that can go wrong between two steps."""
+        """Like the core's, with the faults that happen between two steps."""
         self._num_steps += 1
         every = self._faults.preempt_every
         if every and self._num_steps % every == 0 and self.scheduler.running:
@@ -166,5 +167,5 @@ class FaultyCore(EngineCore):
 
 
 def wrapped(core: EngineCore) -> EngineCore:
-    """For an engine process."""
+    """The value of `INFER_WRAP_CORE`: a core with the faults of the environment."""
     return FaultyCore(core, Faults.from_environment())

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from infer.engine.loop import Blueprint
 from infer.errors import ConfigError, LoadError
-from infer.schedule.sequence import Plan, Sampled
+from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
+from infer.types import Request
 from tests.support.doubles import HashRunner, hash_blueprint
 
 
@@ -81,3 +82,25 @@ def never(core: object) -> object:
     """For `INFER_WRAP_CORE`: an engine that never finishes loading."""
     time.sleep(3600)
     return core
+
+
+class Sometimes(HashRunner):
+    """A request that has 13 in its prompt fails after some tokens: in the step, or in its row."""
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            if _is_poisonous(chunk.sequence.request, 13) and chunk.sequence.num_output == 2:
+                raise ValueError("broken on purpose")
+        results = iter(super().execute(plan))
+        return [
+            Sampled(0, error=NOT_FINITE) if _is_poisonous(c.sequence.request, 14) else r
+            for c, r in zip([c for c in plan if c.samples], results, strict=True)
+        ]
+
+
+def _is_poisonous(request: Request, token: int) -> bool:
+    return request.prompt_token_ids[0] == token
+
+
+def sometimes(settings: dict[str, Any]) -> Blueprint:
+    return hash_blueprint({**settings, "runner": Sometimes})

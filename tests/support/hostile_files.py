@@ -1,7 +1,7 @@
-"""Loads checkpoints, each in a process of its own that may not take long or much: for tests.
+"""Loads hostile checkpoints, each in a process with limits of time and memory.
 
-`python hostile_files.py` imports the engine once, then forks for each path that it reads from
-stdin and writes what came of it as a line of JSON. `load_all` runs it.
+`python hostile_files.py` imports the engine once. Then it forks for each path that it reads from
+stdin, and writes the result as a line of JSON. `load_all` runs it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ LIMIT_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class Loaded:
-    """What came of loading a checkpoint."""
+    """The result of loading a checkpoint."""
 
     kind: str
-    """the name of the exception; "loaded" = there was none, "killed" = it took too much"""
+    """name of the exception; "loaded" = there was none, "killed" = a limit was exceeded"""
     message: str
     cpu_s: float
     num_bytes: int
-    """of memory at most, above what the process had before"""
+    """peak memory in bytes, above what the process had before"""
 
 
 class Loader:
-    """The same, for one checkpoint at a time."""
+    """Loads one checkpoint at a time, in the same way as `load_all`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -42,7 +42,7 @@ class Loader:
         )
 
     def load(self, path: Path) -> Loaded:
-        """What comes of loading it as `LLM` does."""
+        """Load a checkpoint as `LLM` does."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(path, file=self._process.stdin, flush=True)
@@ -56,7 +56,7 @@ class Loader:
 
 
 def load_all(paths: Sequence[Path], timeout_s: float = 300) -> list[Loaded]:
-    """What comes of loading each of them as `LLM` does."""
+    """Load each checkpoint as `LLM` does."""
     done = subprocess.run(
         [sys.executable, __file__],
         input="".join(f"{path}\n" for path in paths),
@@ -87,10 +87,10 @@ def _peak_bytes() -> int:
 
 
 def _child(path: str, out: int, before: int) -> None:
-    # Measured by the system, and so exact: seconds of CPU, not of a loaded machine.
+    # A limit of CPU time, which does not depend on the machine's load.
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S * 2, LIMIT_S * 2))
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    most = mapped + 3 * LIMIT_BYTES  # a bomb ends here, not the machine
+    most = mapped + 3 * LIMIT_BYTES  # ends a process that takes too much memory
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     kind, message = _load(path)
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -105,12 +105,12 @@ def _child(path: str, out: int, before: int) -> None:
 
 
 def main() -> None:
-    # A forked child has none of its parent's OpenMP threads, and would wait for them for ever.
+    # A forked child has none of its parent's OpenMP threads and would wait for them forever.
     os.environ["OMP_NUM_THREADS"] = "1"
     from infer.config import EngineConfig
     from infer.engine.build.assemble import plan_for
 
-    plan_for(EngineConfig())  # brings in torch, and what torch puts off, once for all
+    plan_for(EngineConfig())  # imports torch and its lazy modules, once for all children
 
     before = _peak_bytes()
     for line in sys.stdin:
@@ -121,7 +121,7 @@ def main() -> None:
             os.close(reading)
             _child(path, writing, before)
         os.close(writing)
-        ends_s = time.monotonic() + 60  # what waits for a pipe uses no CPU
+        ends_s = time.monotonic() + 60  # a process that waits for a pipe uses no CPU time
         while not os.waitpid(pid, os.WNOHANG)[0]:
             if time.monotonic() > ends_s:
                 os.kill(pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
 from infer.text.tools.tool_use import find_tool_use
 from tests.support.published_templates import LOADED, SPECIAL, templates
-from tests.text.test_text_tool_messages import LOOPS, QUESTION, WEATHER
+from tests.support.tool_conversations import LOOPS, QUESTION, WEATHER
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
 

@@ -57,7 +57,7 @@ def offline(
     options = BenchOptions(**bench)
     config = EngineConfig.from_kwargs(model=model, seed=options.seed, **settings)
 
-    async def measured(**told: Any) -> dict[str, Any]:
+    async def measured(**callbacks: Any) -> dict[str, Any]:
         async with engine_target(config, ignore_eos=options.ignore_eos) as target:
             described = {
                 "mode": "offline",
@@ -65,8 +65,10 @@ def offline(
                 "prompts": "token ids",
                 "engine": dataclasses.asdict(config),
             }
-            told |= {"vocab_size": target.llm.vocab_size, "counters": target.counters}
-            return await measure(options, target, described, **told)
+            vocab_size, counters = target.llm.vocab_size, target.counters
+            return await measure(
+                options, target, described, vocab_size=vocab_size, counters=counters, **callbacks
+            )
 
     _run(options, measured)
 
@@ -96,12 +98,12 @@ def serve(
             raise ConfigError("prompts", "multi_turn continues the server's text; use text")
         prompts = "text"
 
-    async def measured(**told: Any) -> dict[str, Any]:
+    async def measured(**callbacks: Any) -> dict[str, Any]:
         how: dict[str, Any] = {"model": model, "api_key": api_key}
         target = ServerTarget(base_url, **how, ignore_eos=options.ignore_eos)
         await target.connect(prompts)
         described = {"mode": "serve", "model": target.model, "base_url": base_url}
-        return await measure(options, target, {**described, "prompts": target.prompts}, **told)
+        return await measure(options, target, {**described, "prompts": target.prompts}, **callbacks)
 
     _run(options, measured)
 

@@ -174,8 +174,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
-        told = Text.assemble(("infer:", "bold red"), " ", plain(error))
-        Console(stderr=True).print(told, highlight=False, soft_wrap=True)
+        line = Text.assemble(("infer:", "bold red"), " ", plain(error))
+        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -207,7 +207,7 @@ class EngineCore:
         if self._num_lost == MAX_LOST_STEPS:
             if problem := self.try_out():
                 lost = f"nothing could be computed in {MAX_LOST_STEPS} steps in a row"
-                raise RuntimeError(f"{lost}, nor for no request: {problem}")
+                raise RuntimeError(f"{lost}, and a trial step without a request fails: {problem}")
             self._num_lost = 0
         return outputs
 
@@ -339,7 +339,7 @@ class EngineCore:
         return outputs
 
     def stats(self) -> EngineStats:
-        """Gauges and counters of now. Another thread may be stepping."""
+        """The current gauges and counters; may be called while another thread steps."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
         return EngineStats(
             EngineGauges(

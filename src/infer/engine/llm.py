@@ -80,6 +80,13 @@ class LLM:
         ]
         return self._run(requests, use_tqdm, progress == "steps")
 
+    def _chat_request(self, prompt: Sequence[int], sampling_params: SamplingParams) -> Request:
+        """For a prompt that a chat template has made: a grammar begins behind the thoughts."""
+        thoughts = None
+        if sampling_params.grammar is not None:
+            thoughts = self.tokenizer.thoughts_before(prompt)
+        return self._input_processor.make_request(prompt, sampling_params, thoughts=thoughts)
+
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -95,7 +102,8 @@ class LLM:
 
         `tools` are definitions in OpenAI's format, which the chat template shows to the model.
         `chat_template_kwargs` are further variables of the template, such as `enable_thinking`.
-        Everything else is as in `generate`.
+        A grammar holds for the answer: where the template has marks for thoughts, the text may have
+        thoughts before the answer. Everything else is as in `generate`.
         """
         conversations: list[Any] = (
             [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -112,7 +120,8 @@ class LLM:
             )[1]
             for messages in conversations
         ]
-        return self.generate(rendered, sampling_params, use_tqdm=use_tqdm)
+        each = _per_prompt(sampling_params, len(rendered))
+        return self._run(list(map(self._chat_request, rendered, each)), use_tqdm)
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """Log-probabilities of the tokens of one or many prompts, each given the tokens before it.
@@ -183,7 +192,8 @@ class LLM:
         Raises `RequestError` if the request is invalid. Leaving the loop early aborts the request.
         """
         if not isinstance(prompt, (str, Mapping)) and prompt and isinstance(prompt[0], Mapping):
-            _, prompt = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+            _, ids = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+            return self._stream(self._chat_request(ids, sampling_params or SamplingParams()))
         request = self.make_request(prompt, sampling_params)  # type: ignore[arg-type]
         return self._stream(request)
 

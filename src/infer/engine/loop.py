@@ -101,7 +101,7 @@ class EngineLoop:
             return True
 
     def _apply(self, command: Command) -> bool:
-        """Whether the loop goes on."""
+        """Apply a command; returns whether the loop continues."""
         match command:
             case Add(request):
                 self._add(request)
@@ -128,7 +128,7 @@ class EngineThread:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        """read elsewhere only between two steps"""
+        """the core; other threads may read it only between two steps"""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: BackgroundThread | None = None
         self._heard_s = 0.0
@@ -158,7 +158,7 @@ class EngineThread:
 
     @property
     def has_commands(self) -> bool:
-        """Whether the thread has not taken all commands."""
+        """Whether the thread has commands left to take."""
         return not self._commands.empty()
 
     def add(self, request: Request) -> None:

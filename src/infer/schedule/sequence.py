@@ -200,8 +200,8 @@ class Advanced:
 NOT_FINITE = "the model gave this request no finite numbers to choose a token from"
 """error of a sequence whose logits are NaN or infinite"""
 NONE_LEFT = (
-    "no token is left to choose: what the grammar, allowed_token_ids, bad_words and min_tokens of"
-    " this request leave has nothing in common"
+    "no token is left to choose: the grammar, allowed_token_ids, bad_words and min_tokens of this"
+    " request together exclude every token"
 )
 """error of a sequence whose constraints exclude every token"""
 

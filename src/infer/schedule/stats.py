@@ -16,7 +16,7 @@ from infer.types.engine_stats import EngineCounters
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """The counters of one scheduler while they grow; see `EngineCounters`."""
+    """The counters of one scheduler; `EngineCounters` describes them."""
 
     num_submitted: int = 0
     num_requests_refused: int = 0
@@ -46,7 +46,7 @@ class SchedulerStats:
         self.num_padded_tokens += max(lengths) * len(lengths)
 
     def counters(self, *, num_evictions: int) -> EngineCounters:
-        """A copy of now; `num_evictions`: what the page allocator has counted."""
+        """A copy of the current values; `num_evictions` comes from the page allocator."""
         return EngineCounters(
             num_evictions=num_evictions,
             num_submitted=self.num_submitted,

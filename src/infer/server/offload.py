@@ -1,8 +1,8 @@
-"""`Offload`: reads bodies, and does the long work on them beside the event loop, in threads.
+"""`Offload`: reads bodies, and does long work on them beside the event loop, in threads.
 
-The event loop carries everybody's streams, so what takes time in proportion to a body, a session's
+The event loop carries everybody's streams. So work whose time grows with a body, a session's
 history, the choices of a request or the size of its answer is done in threads, of which each key
-has a fair part. How much may wait for them is bounded.
+has a fair part. The work that may wait for them is bounded.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from infer.server.tenancy.limits import Tenant, tenant_of, too_many
 T = TypeVar("T")
 
 PARSED = "infer.body"
-"""in a scope: the object, where somebody has read it before"""
+"""key in a scope: the body's object, where somebody has read it before"""
 NUM_BYTES = "infer.num_bytes"
-"""in a scope: the size of the body, and of what was added to it since (a session's messages)"""
+"""key in a scope: bytes of the body, and of what was added to it since (a session's messages)"""
 BODY_TIMEOUT_S = 30.0
-"""a body that is not there by then is answered with 408"""
+"""time for a body to arrive; then it is answered with 408"""
 LONG_BODY_BYTES = 16 * 1024
-"""from here on it is parsed, checked and tokenised off the event loop, not to delay the streams"""
+"""size above which a body is parsed, checked and tokenised off the event loop"""
 MAX_LONG_BODIES = 64
-"""of them that are worked on, or wait for it; further ones are refused (503)"""
+"""long bodies that are worked on or wait for it; further ones are refused (503)"""
 MAX_LONG_BODIES_A_KEY = 16
-"""of one key, which may not have more than `max_concurrent` either; further ones are 429"""
+"""long bodies of one key, whose `max_concurrent` is a limit too; further ones are refused (429)"""
 
 
 class Offload:
-    """Threads for what is done with long bodies, and a queue for them that has an end.
+    """Threads for what is done with long bodies, and a bounded queue before them.
 
-    One parses, since the parser does not let go of the interpreter: the event loop would wait for
-    two of them in turn.
+    One thread parses, since the parser does not let go of the interpreter: the event loop would
+    wait for two of them in turn.
     """
 
     def __init__(self) -> None:
         self._parser = FairThreads(1, "infer-json")
         self._threads = FairThreads(2, "infer-text")
         self._num_open: Counter[str] = Counter()
-        """by owner"""
+        """long bodies that are worked on or wait, by owner"""
         self._budget = BodyBudget()
 
     async def read_object(self, request: Request) -> dict[str, Any]:
-        """The JSON object that the body is."""
+        """The JSON object that the body is. Raises 400, 408, 413, 415, or as `run`."""
         if PARSED in request.scope:
             parsed: dict[str, Any] = request.scope[PARSED]
             return parsed
@@ -74,27 +74,27 @@ class Offload:
             except ClientDisconnect:
                 raise ClientGone from None
             request.scope[NUM_BYTES] = len(body)
-            return await self._done(self._parser, request, parse_object, body)
+            return await self._run_in(self._parser, request, parse_object, body)
 
-    async def computed(
+    async def run(
         self, request: Request, work: Callable[..., T], *arguments: Any, heavy: bool = False
     ) -> T:
-        """`work(*arguments)`; in a thread if it is heavy, or the body so long, that others would
-        notice."""
-        return await self._done(self._threads, request, work, *arguments, heavy=heavy)
+        """`work(*arguments)`; in a thread if the work is heavy or the body of `request` long, so
+        that others do not notice. Raises 429 or 503 if too many wait for the threads."""
+        return await self._run_in(self._threads, request, work, *arguments, heavy=heavy)
 
-    async def rendered(
+    async def render(
         self, request: Request, num_bytes: int, work: Callable[..., T], *arguments: Any
     ) -> T:
-        """`work(*arguments)`, which writes an answer of about `num_bytes`; in a thread if that is
-        much. Never refused: so far only the answers of open requests come."""
+        """`work(*arguments)`, which writes about `num_bytes` of an answer; in a thread if that is
+        much. Never refused: only answers of requests that are open come here."""
         if num_bytes <= LARGE_ANSWER_BYTES:
             return work(*arguments)
         owner, work = tenant_of(request.scope).key.id, partial(work, *arguments)
         result: T = await self._threads.submit(owner, work, lambda: None)
         return result
 
-    async def _done(
+    async def _run_in(
         self,
         threads: FairThreads,
         request: Request,
@@ -127,6 +127,6 @@ class Offload:
             del self._num_open[owner]
 
     def close(self) -> None:
-        """Waits for nothing."""
+        """End the threads, without waiting for them."""
         for threads in (self._parser, self._threads):
             threads.close()

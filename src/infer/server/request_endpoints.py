@@ -1,4 +1,4 @@
-"""What is answered about requests: a list, the story of one, its end; of one engine or several."""
+"""Endpoints about requests: a list, the trace of one, and cancelling; for one engine or several."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _newest_first(trace: RequestTrace) -> tuple[bool, float]:
 
 
 def shown(all_stories: Sequence[RequestTraces], http: HttpRequest) -> Response:
-    """The story of the one that the path names."""
+    """The trace of the request that the path names."""
     return JSONResponse(view(_found(all_stories, http)[1]))
 
 

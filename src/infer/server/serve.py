@@ -216,7 +216,8 @@ class Server(uvicorn.Server):
         else:
             app = create_app(engine, settings)
             if settings.api_keys is None:
-                turn_away = TurnAway(engine, (app.state.metrics.seen, log_request))
+                on_end = (app.state.metrics.seen, log_request)
+                turn_away = TurnAway(engine, app.state.generating_paths, on_end)
         super().__init__(
             uvicorn.Config(
                 app,

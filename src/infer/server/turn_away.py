@@ -7,7 +7,7 @@ the same. It is used by servers without keys only: with keys, a request must be 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from starlette.responses import Response
 from starlette.types import Scope
@@ -16,17 +16,20 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import describe
 
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-
 
 class TurnAway:
-    """See the module's docstring. `on_end` is called with each refused request, as the outermost
-    layer does with all others."""
+    """See the module's docstring."""
 
     def __init__(
-        self, engine: AsyncLLM, on_end: Sequence[Callable[[RequestContext], None]] = ()
+        self,
+        engine: AsyncLLM,
+        paths: Collection[str],
+        on_end: Sequence[Callable[[RequestContext], None]] = (),
     ) -> None:
+        """`paths`: of the endpoints that generate. `on_end` is called with each refused request, as
+        the outermost layer does with all others."""
         self._engine = engine
+        self._paths = paths
         self._on_end = on_end
 
     def __call__(self, scope: Scope) -> Response | None:
@@ -35,7 +38,7 @@ class TurnAway:
         The app answers all requests with an Origin, which browsers send, because its layers for
         hosts and origins come first.
         """
-        if scope["method"] != "POST" or scope["path"] not in GENERATING_PATHS:
+        if scope["method"] != "POST" or scope["path"] not in self._paths:
             return None
         if any(name == b"origin" for name, _ in scope["headers"]):
             return None

@@ -22,6 +22,7 @@ from infer.text.chat_template import ChatTemplate
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
 from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pieces_for
+from infer.text.tools.formats import thoughts_in
 from infer.text.tools.tool_use import ToolUse, find_tool_use
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
@@ -171,6 +172,18 @@ class Tokenizer:
         # This is needed even if no literal was found: a normalizer may turn other text into one.
         text, prompt = self._control.seal(rendered, marked)
         return text, _encode(self._sealed, prompt, add_special_tokens=False, param="messages")
+
+    def thoughts_before(self, prompt: Sequence[int]) -> tuple[str, str] | None:
+        """The marks of thoughts that an answer to this prompt may have before its text, as the chat
+        template has them; the opening one is empty where the prompt has written it. None: the model
+        does not think, or the prompt has ended the thoughts. See `Request.thoughts`."""
+        marks = thoughts_in(self.tool_template.source) if self.tool_template else None
+        if marks is None:
+            return None
+        end = self.decode(prompt[-16:], skip_special_tokens=False).rstrip()
+        if end.endswith(marks.closing):
+            return None
+        return ("" if end.endswith(marks.opening) else marks.opening, marks.closing)
 
     def special_ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
         """The sorted ids of those `marks` that are special tokens."""

@@ -1,4 +1,4 @@
-"""The frozen records that cross a boundary: what a caller asks and what comes back.
+"""The frozen records that cross between the engine and its callers: requests, outputs, errors.
 
 `SamplingParams` and `Request` travel inward; `StepOutput` and `StepEvents` travel outward. All are
 frozen records of numbers, strings and tuples, so that a message boundary (thread, process, machine)

@@ -1,4 +1,4 @@
-"""`Grammar`: what the text of an answer must look like, as the caller says it.
+"""`Grammar`: the form that the text of an answer must have, as plain data.
 
 Plain data that crosses the boundary inside `SamplingParams`. Whether it means anything is found out
 by `infer.text.grammars.compiler`, which compiles it; here it is a kind and a text.

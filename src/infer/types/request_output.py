@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class TextDelta(NamedTuple):
     num_cached: int = 0
     error: ErrorRecord | None = None
     """set with `FinishReason.ERROR`"""
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """in the first piece, if asked for"""
 
     def merge(self, later: TextDelta) -> TextDelta:
@@ -52,5 +53,5 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     """one entry per token, if asked for"""
     num_cached: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """of the prompt's tokens from the second one on, if asked for"""

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how the tokens of one request are chosen, checked where it is made.
+"""`SamplingParams`: how the tokens of one request are chosen; checked when it is made.
 
 `SamplingParams` is what a caller gives; `Sampling` is what is kept of it. The engine knows only
 the second.

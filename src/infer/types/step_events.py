@@ -1,4 +1,4 @@
-"""`StepEvents`: what a step did, beside the tokens that it gave.
+"""`StepEvents`: what happened in a step, apart from its tokens.
 
 The scheduler records what happens to a request: one class for each kind of event. A step in which
 everybody decodes records nothing, so recording costs nothing where it would cost most. The events

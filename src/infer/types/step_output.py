@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,5 +32,5 @@ class StepOutput(NamedTuple):
     """prompt tokens that were taken from the prefix cache and not computed for this request"""
     error: ErrorRecord | None = None
     """set with `FinishReason.ERROR`"""
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """with the first token, if asked for: of the prompt's tokens from the second one on"""

@@ -357,8 +357,8 @@ class AsyncLLM:
             try:
                 piece = processor.push(output)
             except Exception:
-                log.exception("request %s: its output cannot be made text", output.request_id)
-                mailbox.fail(EngineError("the output of this request cannot be made text"))
+                log.exception("request %s: its output cannot be decoded", output.request_id)
+                mailbox.fail(EngineError("the output of this request cannot be decoded as text"))
                 self.engine_client.abort(output.request_id)
                 continue
             if piece is not None:

@@ -1,7 +1,7 @@
-"""`EngineClient`: what the asyncio façade asks of an engine, wherever that runs.
+"""`EngineClient`: the interface of an engine for the asyncio façade
 
-`engine.loop.EngineThread` is one for tests and programs, `engine.process.supervisor.EngineProcess`
-the one under `infer serve`.
+It has two implementations: `engine.loop.EngineThread` for tests and programs, and
+`engine.process.supervisor.EngineProcess` for `infer serve`.
 """
 
 from __future__ import annotations
@@ -53,4 +53,4 @@ class EngineClient(Protocol):
         """Finish the current step, then end; unfinished requests are dropped."""
 
     def stats(self) -> EngineStats:
-        """Gauges of the engine that works, and counters of all engines until now."""
+        """Gauges of the current engine, and counters summed over all engines since the start."""

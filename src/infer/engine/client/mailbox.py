@@ -1,4 +1,4 @@
-"""`Mailbox`: the pieces of one request that have arrived and have not been read.
+"""`Mailbox`: the pieces of one request's output that have not been read
 
 A slow reader gets the waiting pieces merged into one. `AsyncLLM` cancels a request for which too
 much waits.
@@ -20,14 +20,14 @@ cancelled"""
 
 
 class Mailbox:
-    """See the module's docstring. Lives on the event loop; has one reader."""
+    """See the module's docstring. It is used on the event loop and has one reader."""
 
     def __init__(self, processor: OutputProcessor, merge: bool) -> None:
-        """`merge`: a reader that is behind finds one piece in place of several."""
+        """`merge`: a slow reader gets one merged piece instead of several."""
         self.processor = processor
-        """makes text of the tokens of the request"""
+        """turns the request's tokens into text"""
         self.is_cancelled = False
-        """whether we have cancelled the request"""
+        """whether the server has cancelled the request"""
         self._merge = merge
         self._pieces: list[TextDelta] = []
         self.num_bytes = 0
@@ -63,14 +63,14 @@ class Mailbox:
         return [reduce(TextDelta.merge, pieces)] if self._merge else pieces
 
     def fail(self, error: EngineError | RequestError) -> None:
-        """End the pieces with an error, unless they have ended already."""
+        """Add a final piece with an error, unless the request has ended."""
         if self.processor.finish_reason is None:
             self.processor.finish_reason = FinishReason.ERROR
             reason = ErrorRecord.of(error)
             self.put(TextDelta("", (), finish_reason=FinishReason.ERROR, error=reason))
 
     async def pieces(self) -> AsyncIterator[TextDelta]:
-        """All pieces as they arrive, up to the one that has a finish reason."""
+        """Yield the pieces as they arrive, up to the one with a finish reason."""
         while True:
             for piece in await self.take():
                 yield piece

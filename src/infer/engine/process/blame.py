@@ -1,4 +1,4 @@
-"""Who is a suspect after an engine has died, and who is to blame for it.
+"""Which requests are suspects after an engine process has died, and which one is given up.
 
 A request that takes engines with it must not go on for ever, and the others must. So after a crash
 each request that the dead engine had is a suspect: it begins in a step of its own, until it has

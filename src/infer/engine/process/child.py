@@ -30,8 +30,6 @@ from infer.errors import LoadError
 from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
 
-DUMP_SIGNAL = signal.SIGUSR1
-"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck"""
 WRAP_VARIABLE = "INFER_WRAP_CORE"
 """variable of the environment for tests: `module:function` that gets the engine core and returns
 one that fails on purpose"""
@@ -49,8 +47,8 @@ class _LogToParent(logging.Handler):
 
 
 def _end_with(parent: int) -> None:
-    """Have the system end this process when its parent ends; and be the first to run out of
-    memory, because the parent can start another one of these."""
+    """Have the system end this process when its parent ends, and choose it first when memory runs
+    out: the parent can start another engine."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         with contextlib.suppress(OSError):
@@ -68,16 +66,16 @@ def _read(frames: Iterator[bytes | None], commands: queue.SimpleQueue[Command]) 
             for command in message.commands:
                 commands.put(command)
     finally:
-        os._exit(1)  # nobody is there any more
+        os._exit(1)  # the parent has gone
 
 
 def main(fd: int, parent: int) -> int:
-    """Returns the exit code."""
+    """Run an engine; returns the exit code of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _end_with(parent)
     faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL)
+    faulthandler.register(messages.DUMP_SIGNAL)
     channel = messages.Channel(socket.socket(fileno=fd))
     frames = channel.frames()
     first = next(frames)
@@ -101,9 +99,11 @@ def main(fd: int, parent: int) -> int:
         channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
     freeze_heap()
-    sys.setswitchinterval(0.001)  # so long a step waits for a thread that compiles a grammar
-    # Little is left to look at, so look often: it also empties the interpreter's lists of tuples to
-    # be used again, 2,000 of each length, which fill over an hour and look like a leak.
+    # A step waits at most this long, in seconds, for a thread that compiles a grammar.
+    sys.setswitchinterval(0.001)
+    # Few objects are left to collect, so collections are cheap and may be frequent. Each one also
+    # clears the interpreter's free lists of tuples (2,000 of each length), which otherwise fill
+    # over an hour and look like a leak.
     gc.set_threshold(700, 2, 2)
     channel.send(messages.Ready(limits, core.stats(), blueprint.pinned(core)))
 

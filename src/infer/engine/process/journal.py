@@ -1,10 +1,9 @@
-"""`RequestJournal`: the requests an engine has been given, and the tokens each of them has
-received.
+"""`RequestJournal`: the unfinished requests of an engine, with the tokens each of them has received
 
-It lives on the API side and makes the engine disposable: what a dead engine had not finished is
-given to the next one with its tokens so far, and goes on at the same position with the same seed,
-so with the same tokens. Which request is given up after a crash is decided by
-`engine.process.blame`. Plain data, no threads; `engine.process.supervisor` holds the lock.
+It lives on the API side and makes the engine disposable. The next engine gets the requests that a
+dead one had not finished, with their tokens so far; each goes on at the same position with the same
+seed, so with the same tokens. `engine.process.blame` decides which request is given up after a
+crash. The journal is plain data without threads; `engine.process.supervisor` holds a lock.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 class _Entry:
     request: Request
     token_ids: list[int] = field(default_factory=list)
-    """output tokens until now"""
+    """output tokens that the caller has been sent"""
     crashes: CrashHistory = field(default_factory=CrashHistory)
 
 
@@ -34,15 +33,15 @@ class RequestJournal:
         return len(self._entries)
 
     def add(self, request: Request) -> None:
-        """A request is sent, or will be to the next engine."""
+        """Add a request that is sent to this engine or will be sent to the next one."""
         self._entries[request.request_id] = _Entry(request)
 
     def drop(self, request_id: str) -> None:
-        """Nobody waits for this request any more."""
+        """Forget a request that nobody waits for; unknown ids are ignored."""
         self._entries.pop(request_id, None)
 
     def record(self, outputs: Iterable[StepOutput]) -> list[StepOutput]:
-        """Note what the engine has sent; returns the part that somebody waits for."""
+        """Record outputs of the engine; returns those of requests that are in the journal."""
         wanted = []
         for output in outputs:
             entry = self._entries.get(output.request_id)
@@ -51,15 +50,16 @@ class RequestJournal:
             wanted.append(output)
             if output.token_id is not None:
                 entry.token_ids.append(output.token_id)
-                entry.crashes.record_token()
+                if entry.crashes.num_alone:
+                    entry.crashes.record_token()
             if output.finish_reason is not None:
                 del self._entries[output.request_id]
         return wanted
 
     def crashed(self, alone: str | None, *, from_outside: bool) -> list[StepOutput]:
-        """The engine died with all of these; returns the end of the one that is to blame, if any.
+        """The engine died with all requests; returns the end of the one that is to blame, if any.
 
-        `alone`: id of the request that was being computed by itself, if one was. `from_outside`:
+        `alone`: id of the request that was being computed alone, if one was. `from_outside`:
         somebody else on the machine ended the engine.
         """
         ends = []
@@ -70,11 +70,11 @@ class RequestJournal:
         return ends
 
     def fail_all(self, error: ErrorRecord) -> list[StepOutput]:
-        """The ends of all."""
+        """End all requests with an error; returns their outputs."""
         return [self._end(request_id, error) for request_id in list(self._entries)]
 
     def resumed(self) -> list[Request]:
-        """What the next engine is given, in order of arrival."""
+        """The requests for the next engine, in order of arrival."""
         return [
             replace(
                 entry.request,

@@ -1,8 +1,8 @@
-"""`launch`: an engine in a process of its own, behind the asyncio façade, without torch here.
+"""`launch`: an engine in a process of its own, behind the asyncio façade, without torch here
 
-What `infer serve` stands on. The process reads the checkpoint; the text side of it comes over here
-while the weights are being loaded there. Any number of engines can be launched, each with its own
-settings. For an engine in this process see `engine.build.assemble`.
+`infer serve` is built on it. The engine process reads the checkpoint and sends its text side here
+before it loads the weights. Any number of engines can be launched, each with its own settings.
+`engine.build.assemble` builds an engine in this process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FACTORY = "infer.engine.build.assemble:prepare_process"
 
 
 class Loads:
-    """The engines that are being loaded, for whoever ends the program meanwhile."""
+    """The engines that are being loaded, so that the end of the program can end them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class Loads:
 
     @contextlib.contextmanager
     def running(self, process: EngineProcess) -> Iterator[None]:
-        """While it is being loaded; `LoadError` if there are to be no more loads."""
+        """Hold a process in the set while it is loaded. Raises `LoadError` after `end`."""
         with self._lock:
             if self._ended:
                 raise LoadError("the server is shutting down")
@@ -46,7 +46,7 @@ class Loads:
                 self._running.discard(process)
 
     def end(self) -> None:
-        """End those that run, with a `LoadError`; from now on there are no more."""
+        """End all loads with a `LoadError`, and refuse further ones."""
         with self._lock:
             self._ended = True
             running = list(self._running)
@@ -63,9 +63,9 @@ def launch(
 ) -> AsyncLLM:
     """Start a process for `config` and wait until it is ready; the façade is not started yet.
 
-    Raises `LoadError` / `ConfigError` if that cannot be. `hang_s`: a step that takes longer is
-    taken for a hang, and the process is replaced. `load_timeout_s`: an engine that is not ready
-    by then is ended. `loads`: by which another thread can end it earlier.
+    Raises `LoadError` or `ConfigError`. `hang_s`: seconds without a report after which the process
+    is replaced. `load_timeout_s`: seconds after which an engine that is not ready is ended.
+    `loads`: lets another thread end the load.
     """
     engine = launch_factory(
         _FACTORY,

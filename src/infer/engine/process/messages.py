@@ -1,104 +1,173 @@
-"""What crosses between an API process and its engine process, and how it is written.
+"""The messages between an API process and its engine process, and how they are written
 
-A frame is four bytes of length and msgpack; no pickle, so a frame can only ever become one of the
-records below. Inward goes `Begin`, once, and then `Commands`: everything that was asked since the
-last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one `Report`
-a step, and `Log` lines at any time. Used by `engine.process.supervisor` and
-`engine.process.child`.
+A frame is four bytes of length (little-endian) and msgpack. There is no pickle: a frame can only
+become one of the records below. Inward goes one `Begin` and then `Commands`, each with all commands
+since the last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one
+`Report` a step, `PromptScores` before it, and `Log` lines at any time.
 """
 
 from __future__ import annotations
 
 import select
+import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, assert_never
+from typing import Any, assert_never, overload
 
 import msgspec
 
 from infer.engine.commands import Add, Command
 from infer.text.checkpoint_text import TextFiles
-from infer.types import ErrorRecord, Sampling, StepOutput
+from infer.types import ErrorRecord, Sampling, StepOutput, TokenLogprobs
 from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
+DUMP_SIGNAL = signal.SIGUSR1
+"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck"""
 _PIECE = 1 << 18
+"""bytes that are read from a socket at once"""
+_PAIRS_A_FRAME = 4096
+"""of ids and log-probabilities; read in about a millisecond"""
 
 
 class Begin(msgspec.Struct, array_like=True, tag="begin"):
-    """How the engine process makes its engine."""
+    """The engine process is to build its engine."""
 
     factory: str
     """`module:function`; the function gets `settings` and returns a `Blueprint`"""
     settings: dict[str, Any]
     log_level: int
-    """the least level of the lines that are sent back; see `logging`"""
+    """lowest level of log lines that are sent back; see `logging`"""
 
 
 class Commands(msgspec.Struct, array_like=True, tag="commands"):
-    """What was asked since the last frame, in that order."""
+    """The commands since the last frame, in order."""
 
     commands: Sequence[Command]
 
 
 class Text(msgspec.Struct, array_like=True, tag="text"):
-    """What the API side needs to turn text into tokens; sent before the weights are loaded."""
+    """The text side of the checkpoint; sent before the weights are loaded."""
 
     model_name: str
     files: TextFiles
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine takes commands from now on."""
+    """The engine takes commands."""
 
     limits: EngineLimits
     stats: EngineStats
     settings: dict[str, Any] = {}
-    """what another engine must be given to take over from this one, beside its own settings"""
+    """settings that the next engine needs to take over, beside those of `Begin`"""
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
-    """The engine cannot be made."""
+    """The engine cannot be built."""
 
     error: ErrorRecord
-    """to be raised where the server was started"""
+    """error that is raised where the server was started"""
 
 
 class Report(msgspec.Struct, array_like=True, tag="report"):
-    """A step is done, or there is nothing to do: the engine lives."""
+    """A step has ended, or an idle engine says that it is alive."""
 
     outputs: list[StepOutput]
     stats: EngineStats
     step_events: StepEvents | None = None
-    more: bool = False
-    """the rest of the step follows"""
+
+
+class PromptScores(msgspec.Struct, array_like=True, tag="scores"):
+    """Some of a prompt's log-probabilities, for the next report's output of this request."""
+
+    request_id: str
+    count: int
+    packed: bytes
+    """a list of so many `TokenLogprobs`, in msgpack"""
 
 
 def reports(
     outputs: list[StepOutput], stats: EngineStats, step_events: StepEvents | None
-) -> Iterator[Report]:
-    """A step's outputs. The log-probabilities of a prompt go in a frame of their own: reading
-    those of eight long prompts at once would keep the interpreter for 50 ms."""
-    large = [output for output in outputs if output.prompt_logprobs]
-    for output in large:
-        yield Report([output], stats, more=True)
-    yield Report(
-        [each for each in outputs if each not in large] if large else outputs, stats, step_events
-    )
+) -> Iterator[PromptScores | Report]:
+    """A step's outputs, and before them the log-probabilities of prompts, in small frames: those of
+    a long prompt are millions of numbers, and whoever reads them at once keeps the interpreter for
+    a second."""
+    for output in outputs:
+        entries = output.prompt_logprobs or ()
+        if entries:
+            size = max(1, _PAIRS_A_FRAME // (1 + len(entries[0].top)))
+            for start in range(0, len(entries), size):
+                part = entries[start : start + size]
+                yield PromptScores(output.request_id, len(part), _encode(part))
+    rest = [it._replace(prompt_logprobs=None) if it.prompt_logprobs else it for it in outputs]
+    yield Report(rest, stats, step_events)
+
+
+class PackedLogprobs(Sequence[TokenLogprobs]):
+    """Log-probabilities of a prompt as they came: read when they are looked at, some at a time, so
+    that neither reading them nor letting go of them takes long."""
+
+    def __init__(self, parts: Sequence[PromptScores]) -> None:
+        self._parts = parts
+        self._count = sum(part.count for part in parts)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for part in self._parts:
+            yield from _read_scores(part.packed)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenLogprobs: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[TokenLogprobs]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | Sequence[TokenLogprobs]:
+        """Of few: it reads all."""
+        return tuple(self)[index]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+class ScoreCollector:
+    """Puts the log-probabilities of prompts back into the outputs that they belong to."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[PromptScores]] = {}
+
+    def add(self, part: PromptScores) -> None:
+        """One that has come."""
+        self._parts.setdefault(part.request_id, []).append(part)
+
+    def complete(self, outputs: list[StepOutput]) -> list[StepOutput]:
+        """The outputs of the next report, with what has come for them."""
+        if not self._parts:
+            return outputs
+        parts, self._parts = self._parts, {}
+        return [
+            it._replace(prompt_logprobs=PackedLogprobs(parts[it.request_id]))
+            if it.request_id in parts
+            else it
+            for it in outputs
+        ]
 
 
 class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
-    """The request that the engine computes by itself next, because an engine has died with it."""
+    """The engine computes a request alone next, because an engine has died with it."""
 
     request_id: str | None
-    """None = those that are computed next are several"""
+    """None: it computes several requests next"""
 
 
 class Log(msgspec.Struct, array_like=True, tag="log"):
-    """A line for the log."""
+    """A line of the engine process's log."""
 
     logger: str
     level: int
@@ -106,18 +175,19 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
 
 
 Inward = Begin | Commands
-Event = Text | Ready | Refused | Report | ComputingAlone
-"""what happens to an engine"""
+Event = Text | Ready | Refused | Report | PromptScores | ComputingAlone
+"""messages about the engine, from its start to its end"""
 Outward = Event | Log
 
 decode_outward = msgspec.msgpack.Decoder[Outward](Outward).decode
 _decode_inward = msgspec.msgpack.Decoder[Inward](Inward).decode
 _encode = msgspec.msgpack.Encoder().encode
+_read_scores = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
 
 
 def decode_inward(frame: bytes) -> Inward:
-    """The record of a frame. The choices of one request share a sampling, which may hold thousands
-    of token ids; requests that follow one another with equal samplings share one here, too."""
+    """The message in a frame. The choices of one request share a sampling, which may hold thousands
+    of token ids. So requests in a row that have equal samplings are made to share one here."""
     message = _decode_inward(frame)
     match message:
         case Begin():
@@ -141,25 +211,26 @@ def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
 
 
 class Channel:
-    """Frames over a socket. Any thread may send; one receives."""
+    """Frames over a socket. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._buffer = bytearray()
-        # Once: a new piece for each frame, cut to what came, leaves the allocator ever more holes.
+        # One buffer for all frames: one for each would fragment the heap more and more.
         self._piece = memoryview(bytearray(_PIECE))
         self._sending = threading.Lock()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
 
     def send(self, message: Inward | Outward) -> None:
-        """Write a frame; `OSError` if nobody is at the other end."""
+        """Write a frame; raises `OSError` if the other end is closed."""
         body = _encode(message)
         with self._sending:
             self._sock.sendall(len(body).to_bytes(4, "little") + body)
 
     def frames(self, patience_s: float | None = None) -> Iterator[bytes | None]:
-        """What arrives, until the other end is closed; None whenever nothing came for so long."""
+        """The frames that arrive, until the other end is closed. Yields None whenever nothing has
+        come for `patience_s` seconds."""
         patience_ms = None if patience_s is None else patience_s * 1000
         while True:
             while (end := self._end_of_frame()) is not None:

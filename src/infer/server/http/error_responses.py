@@ -35,8 +35,8 @@ _UNEXPECTED = "the server failed to process this request"
 _ABSENT = {"/v1/embeddings": "embeddings", "/v1/responses": "responses"}
 """OpenAI's paths that clients try and that do not exist here, with their names in the error"""
 _ROUTER = {
-    404: "there is no such route: this server completes texts and chats; see / for what there is",
-    405: "this route is there, but not with this method; see the Allow header",
+    404: "there is no such route: this server completes texts and chats; see / for its routes",
+    405: "this route does not allow this method; see the Allow header",
 }
 _MAX_IGNORED_SHOWN = 32
 
@@ -109,7 +109,7 @@ def describe(error: BaseException) -> Response:
         retry_after_s = getattr(error, "retry_after_s", None)
         if retry_after_s is not None or status == 503:
             headers["retry-after"] = str(retry_after_s or DEAD_RETRY_AFTER_S)
-    elif isinstance(error, HTTPException):  # from the router: no such route, not with this method
+    elif isinstance(error, HTTPException):  # from the router, for an unknown route or method
         phrase = HTTPStatus(error.status_code).phrase.lower()
         status, kind = error.status_code, "invalid_request_error"
         message, code = _ROUTER.get(status, phrase), phrase.replace(" ", "_")
@@ -122,7 +122,7 @@ def describe(error: BaseException) -> Response:
 async def respond(http: Request, error: Exception) -> Response:
     """The app's handler for expected exceptions."""
     if isinstance(error, HTTPException) and (name := _ABSENT.get(http.url.path)):
-        message = f"this server has no {name}: it completes texts and chats; see / for what it has"
+        message = f"this server has no {name}: it completes texts and chats; see / for its routes"
         error = HttpError(404, message, code="not_found")
     response = describe(error)
     if response.status_code == 405:  # the router knows only the first route of this path

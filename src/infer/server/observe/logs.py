@@ -1,10 +1,10 @@
-"""Logs: what is written, and who waits for it to be taken, which is no thread that serves.
+"""Logs: the form of the lines, and a handler that never lets a serving thread wait
 
-`JsonLines` makes a line of JSON of each log record and, at its end, of each request: ids, sizes,
-times, addresses and names of keys; never the text of a prompt or an answer. JSON escapes control
-characters, so nobody can forge a line. `LogWriter` hands lines to a thread, so that a pipe that
-nobody reads stops nothing: what does not fit into its queue is dropped and counted. `serve`
-installs them.
+`JsonLines` makes a line of JSON of each log record and of each request at its end. A line has ids,
+sizes, times, addresses and names of keys, and never the text of a prompt or an answer. JSON escapes
+control characters, so a line cannot be forged. `LogWriter` hands lines to a thread, so that a pipe
+that nobody reads blocks nothing: lines that do not fit into its queue are dropped and counted.
+`serve` installs both.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from infer.server.http.context import RequestContext
 from infer.threads import BackgroundThread
 
 MAX_QUEUED_CHARS = 4 << 20
-"""of lines that nobody has taken yet"""
+"""maximum number of characters of the lines that wait to be written"""
 LAST_LINES_S = 1.0
-"""how long the end of the server waits for them to be taken"""
+"""seconds that the end of the server waits for the last lines to be written"""
 _LOOK_S = 0.2
 _PIECE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
-"""what a pipe that can be written takes without waiting"""
+"""number of bytes that a writable pipe takes without waiting"""
 
 access = logging.getLogger("infer.access")
 
 
 class JsonLines(logging.Formatter):
-    """One object a line; what is in a record's `fields` becomes members of it."""
+    """Formats a record as one JSON object in one line; the record's `fields` become members."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -62,18 +62,18 @@ class LogWriter(logging.Handler):
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        """`stream`: default stderr."""
+        """`stream`: where lines are written; default: stderr."""
         super().__init__()
         self._stream = stream or sys.stderr
         self._fd = _descriptor(self._stream)
         self._lines: deque[str] = deque()
         self._num_chars = 0
         self.num_dropped = 0
-        """lines since the start"""
+        """number of lines that were dropped since the start"""
         self._num_unreported = 0
         self._wake = threading.Condition()
         self._closing_s: float | None = None
-        """until when what is left may be written"""
+        """time on the monotonic clock until which the rest may be written; None: not closing"""
         self._thread = BackgroundThread(self._run, self._begin_to_close, "infer-log")
         self._thread.start()
 
@@ -93,7 +93,7 @@ class LogWriter(logging.Handler):
             self._wake.notify()
 
     def close(self) -> None:
-        """Write what is left, for `LAST_LINES_S` at most."""
+        """Write the waiting lines, for `LAST_LINES_S` at most, and end the thread."""
         self._thread.stop()
         super().close()
 
@@ -108,7 +108,7 @@ class LogWriter(logging.Handler):
             self._wake.notify()
 
     def _next(self) -> str | None:
-        """Waits for a line; None: there will be no more."""
+        """Wait for the next line; None after the last one."""
         with self._wake:
             if self._num_unreported and self._num_chars < MAX_QUEUED_CHARS // 2:
                 lost, self._num_unreported = self._num_unreported, 0
@@ -125,7 +125,7 @@ class LogWriter(logging.Handler):
             return line
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the stream is closed: nobody is there
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
             while (line := self._next()) is not None:
                 if self._fd is None:
                     self._stream.write(line)
@@ -133,11 +133,11 @@ class LogWriter(logging.Handler):
                 elif not self._write(self._fd, line.encode("utf-8", "backslashreplace")):
                     return
         with self._wake:
-            self._num_chars = MAX_QUEUED_CHARS  # nobody takes them any more
+            self._num_chars = MAX_QUEUED_CHARS  # from now on every line is dropped
             self._lines.clear()
 
     def _write(self, fd: int, data: bytes) -> bool:
-        """All of it, without ever being inside a write that waits; False: it is time to end."""
+        """Write all data without a call that blocks; False if the time for closing is over."""
         while data:
             if self._closing_s is not None and time.monotonic() >= self._closing_s:
                 return False
@@ -147,8 +147,8 @@ class LogWriter(logging.Handler):
 
 
 def _descriptor(stream: TextIO) -> int | None:
-    """Where there is a file, it is written to itself: the stream's lock, held by a thread that
-    waits, would keep the interpreter from ending."""
+    """The file descriptor of a stream, if it has one. Lines are written to it directly: a thread
+    that waits while it holds the stream's lock would keep the interpreter from ending."""
     try:
         fd = stream.fileno()
         stream.flush()
@@ -158,7 +158,7 @@ def _descriptor(stream: TextIO) -> int | None:
 
 
 def _takes(fd: int, timeout_s: float) -> bool:
-    """Whether a file can be written to without waiting, after `timeout_s` at most."""
+    """Whether a file descriptor becomes writable within `timeout_s` seconds."""
     if not hasattr(select, "poll"):
         return True
     poll = select.poll()
@@ -167,7 +167,7 @@ def _takes(fd: int, timeout_s: float) -> bool:
 
 
 def log_request(context: RequestContext) -> None:
-    """A request that has been answered, or whose client has left; and what became of it."""
+    """Log one line about a request that was answered or whose client has left."""
     if not access.isEnabledFor(logging.INFO):
         return
     fields = {

@@ -1,9 +1,9 @@
-"""`Metrics`: what `/metrics` and `/stats` say, with the names that vLLM's dashboards know.
+"""`Metrics`: the numbers of `/metrics` and `/stats`, with the names that vLLM's dashboards use
 
-Nothing is counted twice: counters and gauges are the engine's own, read when somebody asks; times
-and sizes are taken from each trace when it ends; the pauses between tokens are counted by
-`RequestTraces` itself. The prometheus client only writes; it holds no state of ours. Labels are the
-model's name and, for keys, the name of the key: values that a client cannot choose.
+Each number is counted in one place. Counters and gauges are the engine's own and are read for each
+answer. Times and sizes are taken from each trace when it ends. `RequestTraces` counts the gaps
+between tokens. The prometheus client only formats. Labels are the name of the model and of the key,
+which a client cannot choose.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger("infer.server")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SAVE_S = 10.0
 MAX_WAITS = 1000
-"""the latest requests whose waiting times are in `/stats`"""
+"""number of latest requests whose waiting times are in `/stats`"""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _COUNTS = tuple(2**i for i in range(18))
 
@@ -52,7 +52,7 @@ _TIMES = {
     "request_inference_time_seconds": ("admitted_s", "end"),
     "e2e_request_latency_seconds": ("visit", "end"),
 }
-"""names of the two points of a trace between which each time is"""
+"""name of a time → the two points of a trace between which it is measured"""
 _SIZES: dict[str, Callable[[RequestTrace], int]] = {
     "request_prompt_tokens": lambda trace: trace.num_prompt,
     "request_generation_tokens": lambda trace: trace.sum_of("num_tokens"),
@@ -82,7 +82,8 @@ DEFAULT_PREFIX = "infer"
 
 
 class _Together:
-    """A collector of several: what has one name is one family, since a scrape has each once."""
+    """A collector over several engines: samples of one name are put into one family, because a
+    scrape may have each family once."""
 
     def __init__(self, all_metrics: Sequence[Metrics]) -> None:
         self._all = all_metrics
@@ -99,7 +100,7 @@ class _Together:
 
 
 class _OfConnections:
-    """A collector of what belongs to the server, whatever its models are."""
+    """A collector of the numbers of the server's connections, which belong to no model."""
 
     def __init__(self, prefix: str, connections: Connections) -> None:
         self._prefix = prefix
@@ -119,7 +120,7 @@ class _OfConnections:
 
 
 def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
-    """The answer to a scrape; the samples of several engines differ in `model_name`."""
+    """The body of `/metrics`; the samples of several engines differ in `model_name`."""
     prefix = next((metrics.prefix for metrics in all_metrics), DEFAULT_PREFIX)
     registry = CollectorRegistry()
     registry.register(_Together(all_metrics))
@@ -128,13 +129,13 @@ def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
 
 
 class Metrics:
-    """See the module's docstring. A collector in prometheus' sense."""
+    """See the module's docstring. It is a collector for the prometheus client."""
 
     def __init__(
         self, engine: AsyncLLM, traces: RequestTraces, prefix: str, usage: Path | None = None
     ) -> None:
-        """`usage`: a file where the totals of the keys outlive the server, by model and key. Of a
-        server that dies the last `SAVE_S` are lost. Servers with one file add to each other's."""
+        """`usage`: file that keeps the totals of the keys, by model and key, over restarts of the
+        server. A server that dies loses the last `SAVE_S` seconds. Servers may share a file."""
         self._engine = engine
         self._traces = traces
         self.prefix = prefix
@@ -150,7 +151,7 @@ class Metrics:
         known = self._saved().get(engine.model_name, {})
         self._by_key = {key: Counter(counts) for key, counts in known.items()}
         self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
-        """what of it the file has"""
+        """the part of `_by_key` that is in the file"""
         self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
         traces.on_step.append(self._stepped)
         traces.on_end.append(self._ended)
@@ -195,7 +196,7 @@ class Metrics:
             raise ConfigError("api_keys", f"{self._usage.name} holds no usage: {error}") from None
 
     def save(self) -> None:
-        """Write the totals of the keys; those of other models stay as they are."""
+        """Add the totals of the keys to the file; entries of other models are not changed."""
         if self._usage is None or not self._by_key:
             return
         self._saved_s = time.monotonic()
@@ -215,12 +216,12 @@ class Metrics:
             log.error("the usage of the keys is not saved: %s", error)
 
     def seen(self, context: RequestContext) -> None:
-        """An HTTP request has ended."""
+        """Count the status of an HTTP request that has ended."""
         if context.status in (401, 429, 503):
             self._refusals[str(context.status)] += 1
 
     def stats(self) -> dict[str, Any]:
-        """For people: what the scheduler is doing."""
+        """The body of `/stats`: what the scheduler does, for people."""
         stats = self._engine.read_stats()
         gauges, counters = stats.engine.gauges, stats.engine.counters
         num_steps = sum(self._per_step.counts)
@@ -244,7 +245,7 @@ class Metrics:
     # ---- for the prometheus client
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """All families of metrics; called by the prometheus client."""
         stats = self._engine.read_stats().engine
         for name, gauge in _GAUGES.items():
             yield self._one(GaugeMetricFamily, name, gauge(stats.gauges))

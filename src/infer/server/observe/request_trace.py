@@ -35,12 +35,12 @@ from infer.types.step_events import (
 )
 
 MAX_RECENT = 256
-"""of one owner"""
+"""number of ended traces that are kept for one owner"""
 MAX_RECENT_IN_ALL = 1024
 MAX_EVENTS = 128
 NUM_GAPS = 5
 MAX_STEPS = 256
-"""steps back to which a slow gap can be explained"""
+"""number of latest steps that can explain a slow gap"""
 GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
 ChoiceState = Literal["queued", "running", "preempted"]
@@ -48,7 +48,7 @@ ChoiceState = Literal["queued", "running", "preempted"]
 
 @dataclass(slots=True)
 class ChoiceTrace:
-    """One choice of a request: what the engine calls a request."""
+    """The trace of one choice, which is a request of its own to the engine."""
 
     trace: RequestTrace
     index: int
@@ -70,7 +70,7 @@ class ChoiceTrace:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """One request of a client."""
+    """The trace of one request of a client."""
 
     id: str
     owner: str
@@ -78,18 +78,18 @@ class RequestTrace:
     num_prompt: int
     max_tokens: int
     choices: dict[str, ChoiceTrace] = field(default_factory=dict)
-    """by the engine's ids"""
+    """engine's request id → choice"""
     events: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
     gaps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
-    """seconds and details of the slowest, the longest first"""
+    """(seconds, details) of the longest gaps between two tokens, the longest first"""
     ended_s: float | None = None
     outcome: str | None = None
     error: RequestError | None = None
-    """with which it was cancelled"""
+    """error with which the request was cancelled"""
 
     def record(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
-        """Add an event, while there is room; the last place is kept for the end."""
+        """Add an event while there is room; the last place is kept for `finished`."""
         if len(self.events) < MAX_EVENTS - (kind != "finished"):
             own = {"choice": choice} if choice else {}
             self.events.append({"at_ms": self.ms(at_s), "event": kind, **own, **details})
@@ -98,7 +98,7 @@ class RequestTrace:
 
     @property
     def state(self) -> str:
-        """The furthest that one of its choices has got."""
+        """The most advanced state of its choices."""
         if self.outcome is not None:
             return "finished"
         states = [
@@ -110,26 +110,26 @@ class RequestTrace:
         return next((state for state in order if state in states), "running")
 
     def sum_of(self, name: str) -> int:
-        """Of a count of its choices."""
+        """Sum of a number over its choices; `name`: the attribute of `ChoiceTrace`."""
         return sum(getattr(choice_trace, name) for choice_trace in self.choices.values())
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions of its choices that have been recorded."""
+        """Number of recorded preemptions of its choices."""
         return sum(event["event"] == "preempted" for event in self.events)
 
     def ms(self, time_s: float | None) -> float | None:
-        """Since it was received."""
+        """Milliseconds from the arrival of the request to a time on the monotonic clock."""
         return None if time_s is None else round(1000 * (time_s - self.context.received_s), 3)
 
     def earliest(self, name: str) -> float | None:
-        """When the first of its choices got to a point."""
+        """Earliest time among its choices; `name`: the attribute of `ChoiceTrace`."""
         times = [getattr(choice_trace, name) for choice_trace in self.choices.values()]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
 
 class Histogram:
-    """Counts by size."""
+    """Counts of values by size."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -155,7 +155,7 @@ class RequestTraces:
         self._open: dict[str, RequestTrace] = {}
         self._ended: dict[str, RequestTrace] = {}
         self._ended_of: dict[str, dict[str, None]] = {}
-        """the ids of those of each owner, the oldest first"""
+        """owner → ids of its ended traces, the oldest first"""
         self._choices: dict[str, ChoiceTrace] = {}
         self._steps: deque[StepEvents] = deque(maxlen=MAX_STEPS)
         self.on_step: list[Callable[[StepEvents], None]] = []
@@ -173,7 +173,7 @@ class RequestTraces:
         requests: Sequence[Request],
         num_prompt: int,
     ) -> RequestTrace:
-        """A request is accepted; its trace ends when the answer to its HTTP request does."""
+        """Begin the trace of an accepted request; it ends with the answer to the HTTP request."""
         trace = RequestTrace(answer_id, owner, context, num_prompt, requests[0].max_tokens)
         for index, request in enumerate(requests):
             choice_trace = ChoiceTrace(trace, index)
@@ -206,16 +206,16 @@ class RequestTraces:
             listener(trace)
 
     def _forget(self, owner: str) -> None:
-        """The oldest one of an owner."""
+        """Drop the oldest ended trace of an owner."""
         own = self._ended_of[owner]
         oldest = self._ended.pop(next(iter(own)))
-        oldest.choices.clear()  # they hold it: only the garbage collector would find it
+        oldest.choices.clear()  # breaks a cycle, so that no garbage collection is needed
         del own[oldest.context.id]
         if not own:
             del self._ended_of[owner]
 
     def cancel(self, trace: RequestTrace, error: RequestError | None = None) -> bool:
-        """End a request that runs; its client gets `error`. False if it has ended already."""
+        """End a running request with `error`, which its client gets. False if it has ended."""
         if trace.outcome is not None or trace.error is not None:
             return False
         message = "this request was cancelled"
@@ -225,8 +225,10 @@ class RequestTraces:
         return True
 
     def find(self, name: str, owner: str | None) -> RequestTrace:
-        """By the id of the answer, or of its `x-request-id` where the client sent none; somebody
-        else's is not found (`owner` None: everybody's are one's own)."""
+        """The trace with the id of an answer, or with an `x-request-id` that the server made.
+
+        Raises a 404 for an unknown id, and for a request of another owner (`owner` None: all
+        requests are found)."""
         key = name.rpartition("-")[2]
         trace = self._open.get(key) or self._ended.get(key)
         if trace is None or name not in (key, trace.id) or owner not in (None, trace.owner):
@@ -234,7 +236,7 @@ class RequestTraces:
         return trace
 
     def all(self, owner: str | None) -> Iterator[RequestTrace]:
-        """Those that run, then those that have ended, the newest first."""
+        """The running traces, then the ended ones, each the newest first; `owner` None: of all."""
         for traces in (self._open, self._ended):
             for trace in reversed(traces.values()):
                 if owner in (None, trace.owner):
@@ -242,19 +244,19 @@ class RequestTraces:
 
     @property
     def num_choices(self) -> int:
-        """Of everybody's requests, that have not ended."""
+        """Number of choices that have not ended, of all owners."""
         return sum(choice_trace.reason is None for choice_trace in self._choices.values())
 
     def num_queued(self, owner: str) -> int:
-        """Choices of an owner's requests that wait for a seat. Not counted where nobody has a key:
-        it looks at everything that is open."""
+        """Number of choices of an owner's requests that wait for a seat; 0 without keys. Its time
+        is linear in the number of open choices."""
         choices = self._choices.values() if owner else ()
         return sum(t.trace.owner == owner and t.state == "queued" for t in choices)
 
     # ---- from the engine
 
     def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
-        """See `Observer`. This is the hot path: B sequences pass here in each step."""
+        """See `Observer`. This is a hot path: it runs for each sequence of each step."""
         if step_events is None:
             return
         self._steps.append(step_events)
@@ -273,7 +275,7 @@ class RequestTraces:
                 choice_trace.trace.record(now_s, choice_trace.index, "first_token")
             else:
                 gap_s = now_s - choice_trace.last_s
-                if gap_s != known_s:  # most of a step's have waited for the same time
+                if gap_s != known_s:  # most gaps of a step are equal
                     known_s, bucket = gap_s, bisect_left(GAP_BUCKETS_S, gap_s)
                 self.gaps.add_to(bucket, gap_s)
                 gaps = choice_trace.trace.gaps
@@ -323,7 +325,7 @@ class RequestTraces:
         trace.record(at_s, choice_trace.index, kind, **details)
 
     def _shown(self, name: str, trace: RequestTrace) -> str:
-        """How a request is called in the trace of another one."""
+        """The name of a request in the trace of another one."""
         choice_trace = self._choices.get(name)
         if choice_trace is None or choice_trace.trace.owner != trace.owner:
             return "somebody else's"
@@ -354,13 +356,13 @@ class RequestTraces:
 
 
 def not_found() -> HttpError:
-    """There is none of this name, or it is somebody else's."""
+    """The error for an unknown id, or one of another owner."""
     message = "there is no such request; the server remembers those that run and"
     return HttpError(404, f"{message} {MAX_RECENT} more", code="request_not_found")
 
 
 def summary(trace: RequestTrace) -> dict[str, Any]:
-    """What a list shows."""
+    """A trace as it is shown in a list."""
     return trace.context.trace_summary or {
         "id": trace.id,
         "object": "request",
@@ -382,7 +384,7 @@ def summary(trace: RequestTrace) -> dict[str, Any]:
 
 
 def view(trace: RequestTrace) -> dict[str, Any]:
-    """The whole trace. Times are milliseconds since the request was received."""
+    """A whole trace as JSON; times are milliseconds since the request was received."""
     return {
         **summary(trace),
         "events": sorted(trace.events, key=itemgetter("at_ms")),

@@ -1,8 +1,8 @@
-"""Spans for OpenTelemetry: one for each request to the model, with `gen_ai.*` attributes.
+"""Spans for OpenTelemetry: one for each request to the model, with `gen_ai.*` attributes
 
-A span is written when its trace has ended, from the trace's own times, so tracing costs nothing
-while tokens flow. Where to send them is said by the SDK's environment (`OTEL_EXPORTER_OTLP_…`). A
-client's `traceparent` is the parent. Needs the extra `otel`; imported only with `--tracing`.
+A span is made from the times of a trace after its end, so tracing costs nothing while tokens are
+sampled. The SDK's variables (`OTEL_EXPORTER_OTLP_…`) say where spans are sent. The client's
+`traceparent` is the parent. Needs the extra `otel`; imported only with `--tracing`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from infer.types.ends import NORMAL_OUTCOMES
 
 
 def make_tracing(model_name: str) -> Callable[[RequestTrace], None]:
-    """The function that sends the span of a trace that has ended."""
+    """A function that sends the span of a trace that has ended. Raises `ConfigError` without the
+    extra `otel`."""
     try:
         from opentelemetry import propagate
         from opentelemetry import trace as otel

@@ -9,7 +9,7 @@ the object of a plain answer.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from infer.text.tokenizer import Tokenizer
@@ -64,22 +64,20 @@ class ChoiceLogprobs:
         return {"content": content, "refusal": None}
 
     def prompt(
-        self, ids: Sequence[int], entries: Sequence[TokenLogprobs]
-    ) -> list[dict[str, Any] | None]:
+        self, ids: Sequence[int], entries: Iterable[TokenLogprobs], num_top: int
+    ) -> Iterator[dict[str, Any] | None]:
         """`prompt_logprobs` in vLLM's format: one object by token id per token, None for the first.
 
-        `entries` has one element less than `ids`.
+        `entries` has one element less than `ids`; of each the `num_top` best are shown. Yields one
+        position at a time, because all together are very many objects.
         """
-        positions: list[dict[str, Any] | None] = [None]
+        yield None
         for token_id, entry in zip(ids[1:], entries, strict=True):
-            one = {token_id: entry.logprob, **dict(entry.top)}
-            positions.append(
-                {
-                    str(i): {"logprob": _number(logprob), "decoded_token": self._label(i)}
-                    for i, logprob in one.items()
-                }
-            )
-        return positions
+            one = {token_id: entry.logprob, **dict(entry.top[:num_top])}
+            yield {
+                str(i): {"logprob": _number(logprob), "decoded_token": self._label(i)}
+                for i, logprob in one.items()
+            }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         data = self._tokenizer.token_bytes(token_id)

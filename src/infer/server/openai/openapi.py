@@ -23,6 +23,7 @@ from infer.version import VERSION
 E = TypeVar("E", bound=Callable[..., Any])
 
 JSON = "application/json"
+EVENTS = "text/event-stream"
 REF = "#/components/schemas/{model}"
 ANY_REQUEST = {400, 403, 431, 500, 503}
 """error statuses that every request may get"""

@@ -1,6 +1,7 @@
-"""The request bodies of OpenAI's API, as strict pydantic models
+"""The request models that endpoints share: sampling and conversations, strictly typed
 
-The models check shapes and types: a wrong type is 400, an unknown name or a value outside a list is
+The body of an endpoint that generates stands in the endpoint's own file and is made of these. The
+models check shapes and types: a wrong type is 400, an unknown name or a value outside a list is
 422, and a known name without an implementation is 400 unless its value has no effect. `null` is the
 same as absent, and a bool is never a number. `infer.types.SamplingParams`, built in `to_engine`,
 checks the ranges of sampling values; the engine checks lengths in tokens. Names of extensions are
@@ -24,15 +25,11 @@ from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
 MAX_CHOICES_PER_PROMPT = 8
 """largest `n`"""
-MAX_CHOICES = 256
-"""maximum number of choices of one request: prompts x n"""
 MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
 """maximum size of `bad_words` that are tokenised on the event loop"""
 MAX_LIGHT_ENTRIES = 2048
 """maximum of choices x (1 + entries of lists) that are checked on the event loop"""
 MAX_MESSAGES = 1024
-MAX_CHAT_STOP_STRINGS = 4
-"""OpenAI's limit for a chat"""
 MAX_METADATA_ENTRIES = 16
 MAX_TOOLS = 128
 """OpenAI's limit"""
@@ -40,35 +37,9 @@ MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400
 """one day"""
 
-Prompt = str | tuple[int, ...]
-"""text or token ids"""
 Object = dict[str, Any]
 """any JSON object"""
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
-
-
-def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """The prompts of any of the four forms that `prompt` may have."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, list):
-        raise RequestError("prompt must be a string, a list of strings or token ids")
-    if _is_ids(value):
-        return (tuple(value),)
-    if len(value) > MAX_CHOICES:
-        raise UnprocessableError(f"prompt is a list of more than {MAX_CHOICES} prompts")
-    if all(isinstance(item, str) for item in value):
-        return tuple(value)
-    if all(isinstance(item, list) and _is_ids(item) for item in value):
-        return tuple(map(tuple, value))
-    raise RequestError(
-        "prompt must be a string, a list of strings, a list of token ids (integers)"
-        " or a list of lists of token ids"
-    )
-
-
-def _is_ids(items: list[Any]) -> bool:
-    return set(map(type, items)) <= {int}
 
 
 def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
@@ -76,14 +47,6 @@ def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
         raise RequestError(f"{info.field_name} must be a string or a list of strings")
     return tuple(strings)
-
-
-def _few_stops(strings: tuple[str, ...]) -> tuple[str, ...]:
-    if len(strings) > MAX_CHAT_STOP_STRINGS:
-        raise UnprocessableError(
-            f"stop has {len(strings)} strings; at most {MAX_CHAT_STOP_STRINGS} are supported"
-        )
-    return strings
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -200,42 +163,42 @@ ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str,
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
 
-def _between(low: float, high: float) -> dict[str, Any]:
+def between(low: float, high: float) -> dict[str, Any]:
     return {"minimum": low, "maximum": high}
 
 
-_COUNT = _between(0, sampling.MAX_TOKENS_CEILING)
+COUNT = between(0, sampling.MAX_TOKENS_CEILING)
 _STRING = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_STRING_CHARS}
 
 
-def _strings(most: int) -> dict[str, Any]:
+def string_list(most: int) -> dict[str, Any]:
     return {"anyOf": [_STRING, {"type": "array", "items": _STRING, "maxItems": most}]}
 
 
 def _token_ids(most: int, least: int = 0) -> dict[str, Any]:
-    ids = {"type": "integer", **_between(0, 2**31 - 1)}
+    ids = {"type": "integer", **between(0, 2**31 - 1)}
     return {"anyOf": [{"type": "array", "items": ids, "minItems": least, "maxItems": most}]}
 
 
-_RANGES: dict[str, dict[str, Any]] = {
-    "temperature": {"anyOf": [{"const": 0}, {"type": "number", **_between(0.01, 2)}]},
+RANGES: dict[str, dict[str, Any]] = {
+    "temperature": {"anyOf": [{"const": 0}, {"type": "number", **between(0.01, 2)}]},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
-    "min_p": _between(0, 1),
-    "presence_penalty": _between(-2, 2),
-    "frequency_penalty": _between(-2, 2),
+    "min_p": between(0, 1),
+    "presence_penalty": between(-2, 2),
+    "frequency_penalty": between(-2, 2),
     "repetition_penalty": {"exclusiveMinimum": 0, "maximum": 10},
-    "top_k": _between(-1, 2**31 - 1),
-    "seed": {"anyOf": [{"type": "integer", **_between(-(2**63), 2**63 - 1)}]},
-    "min_tokens": _COUNT,
-    "prompt_logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
-    "stop": _strings(sampling.MAX_STOP_STRINGS),
-    "bad_words": _strings(sampling.MAX_BAD_WORDS),
+    "top_k": between(-1, 2**31 - 1),
+    "seed": {"anyOf": [{"type": "integer", **between(-(2**63), 2**63 - 1)}]},
+    "min_tokens": COUNT,
+    "prompt_logprobs": {"anyOf": [{"type": "integer", **between(0, sampling.MAX_LOGPROBS)}]},
+    "stop": string_list(sampling.MAX_STOP_STRINGS),
+    "bad_words": string_list(sampling.MAX_BAD_WORDS),
     "stop_token_ids": _token_ids(sampling.MAX_STOP_TOKEN_IDS),
     "allowed_token_ids": _token_ids(sampling.MAX_ALLOWED_TOKEN_IDS, 1),
     "logit_bias": {
         "maxProperties": MAX_LOGIT_BIAS_ENTRIES,
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": {"type": "number", **_between(-100, 100)},
+        "additionalProperties": {"type": "number", **between(-100, 100)},
     },
     "guided_choice": {"minItems": 1},
 }
@@ -269,7 +232,7 @@ _CHOSEN = {
     "required": ["type", "function"],
     "additionalProperties": False,
 }
-_CONVERSATION: dict[str, dict[str, Any]] = {
+CONVERSATION: dict[str, dict[str, Any]] = {
     "messages": {"minItems": 1},
     "tools": {"items": _TOOL, "maxItems": MAX_TOOLS},
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN]},
@@ -291,14 +254,41 @@ class Body(Wire):
     model: str | None = None
 
 
-class Generation(Body):
-    """The fields that both generating endpoints accept."""
+class GeneratingBody(Body):
+    """What the pipeline of `server.generation` reads of the body of any endpoint that generates."""
+
+    stream: bool = False
+    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
+    """maximum time of the request in seconds; the server has a limit of its own"""
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of the answer, each of which needs a place."""
+        return 1
+
+    @property
+    def num_grammar_chars(self) -> int:
+        """Number of characters of the grammar to be compiled; 0 without one."""
+        return 0
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether making the requests takes noticeable time even if the body is small."""
+        return bool(self.num_grammar_chars)
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether the client has set no limit to the number of output tokens."""
+        return False
+
+
+class Generation(GeneratingBody):
+    """The fields that both of OpenAI's generating endpoints accept."""
 
     inert_fields = ignored_fields.REQUEST_FIELDS
-    documented = _RANGES
+    documented = RANGES
 
     n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
-    stream: bool = False
     stream_options: StreamOptions | None = None
     stream_format: Literal["openai", "events"] = "openai"
     max_tokens: int | None = None
@@ -322,8 +312,6 @@ class Generation(Body):
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     return_token_ids: bool = False
-    timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
-    """maximum time of the request in seconds; the server has a limit of its own"""
     allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
     bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
@@ -351,12 +339,10 @@ class Generation(Body):
 
     @property
     def num_grammar_chars(self) -> int:
-        """Number of characters of the grammar to be compiled; 0 without one."""
         return sum(len(grammar.text) for grammar in self.grammars.values())
 
     @property
     def is_open_ended(self) -> bool:
-        """Whether the client has set no limit to the number of output tokens."""
         return self.max_tokens is None
 
     @property
@@ -367,7 +353,6 @@ class Generation(Body):
 
     @property
     def num_choices(self) -> int:
-        """Number of choices of the answer, each of which needs a place."""
         return self.n
 
     @model_validator(mode="after")
@@ -382,33 +367,6 @@ class Generation(Body):
             one, other, *_ = self.grammars
             message = f"{one} and {other} both constrain the answer's text; send one of them"
             raise RequestError(message, param=other)
-        return self
-
-
-class CompletionBody(Generation):
-    """`POST /v1/completions`."""
-
-    documented = _RANGES | {
-        "max_tokens": _COUNT,
-        "logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
-    }
-
-    prompt: Annotated[tuple[Prompt, ...], plain(_prompts, str | list[str | int | list[int]])]
-    max_tokens: int = 16
-    logprobs: int | None = None
-    echo: bool = False
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompt) * self.n
-
-    @model_validator(mode="after")
-    def _check_choices(self) -> CompletionBody:
-        if self.num_choices > MAX_CHOICES:
-            raise UnprocessableError(
-                f"{len(self.prompt)} prompts x n={self.n} is more than {MAX_CHOICES} choices",
-                param="n",
-            )
         return self
 
 
@@ -436,7 +394,7 @@ class Message(Wire):
 class Conversation(Body):
     """The fields from which a chat template makes a prompt."""
 
-    documented = _CONVERSATION
+    documented = CONVERSATION
     messages: list[Message] = Field(max_length=MAX_MESSAGES)
     tools: Functions = Field([])
     tool_choice: ToolChoice = "auto"
@@ -469,55 +427,6 @@ class Conversation(Body):
     def shown_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools
-
-
-class ChatBody(Conversation, Generation):
-    """`POST /v1/chat/completions`, and `/render`, which returns its prompt."""
-
-    documented = (
-        _RANGES
-        | _CONVERSATION
-        | {
-            "max_tokens": {"anyOf": [{"type": "integer", **_between(1, _COUNT["maximum"])}]},
-            "max_completion_tokens": {
-                "anyOf": [{"type": "integer", **_between(1, _COUNT["maximum"])}]
-            },
-            "top_logprobs": {"anyOf": [{"type": "integer", **_between(0, sampling.MAX_LOGPROBS)}]},
-            "stop": _strings(MAX_CHAT_STOP_STRINGS),
-        }
-    )
-    max_completion_tokens: int | None = None
-    session_id: str | None = None
-    """id of a session whose messages go before these; see `server.sessions.routes`"""
-    stop: Annotated[Stop, AfterValidator(_few_stops)] = ()
-    logprobs: bool = False
-    top_logprobs: int | None = None
-    parallel_tool_calls: bool = True
-    include_reasoning: bool = True
-
-    @property
-    def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools one of which the answer must call."""
-        if isinstance(self.tool_choice, str):
-            return self.tools if self.tool_choice == "required" else []
-        return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
-
-    @property
-    def num_grammar_chars(self) -> int:
-        return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
-
-    @property
-    def is_open_ended(self) -> bool:
-        return self.max_tokens is None and self.max_completion_tokens is None
-
-    @model_validator(mode="after")
-    def _check_tool_choice(self) -> ChatBody:
-        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
-            raise RequestError("tool_choice names none of the tools", param="tool_choice")
-        if self.forced_tools and self.grammars:
-            other = next(iter(self.grammars))
-            raise RequestError(f"{other} and this tool_choice exclude each other", param=other)
-        return self
 
 
 class TokenizeChatBody(Conversation):

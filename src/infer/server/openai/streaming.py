@@ -1,31 +1,33 @@
 """`EventStream`: the response that carries a streamed answer; and how handlers wait.
 
-The engine's streams are entered before the status line is sent (so a full queue is still a 503)
-and left however it ends (so a client's leaving aborts). An error after the first byte becomes the
-last event, without `[DONE]`. Starlette does not cancel a handler whose client has left, and uvicorn
-only tells those who ask; so every handler that waits for the engine does it inside `unless_gone`.
+The engine's streams run before the status line is sent (so a full queue is still a 503) and are
+closed however the response ends (so a client's leaving aborts). An error after the first byte
+becomes the last event, without `[DONE]`. Starlette does not cancel a handler whose client has left,
+and uvicorn only tells those who ask; so every handler that waits for the engine does it inside
+`unless_gone`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack, closing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.async_llm import RequestStream
 from infer.errors import EngineError, InferError
 from infer.server.http.error_responses import ClientGone, describe, log
-from infer.server.openai.answers import CompletionAnswer, TypedEvents, wire_reason
+from infer.server.openai.answer_parts import wire_reason
+from infer.server.openai.generating_api import StreamFormat
 from infer.server.openai.large_json import LARGE_ANSWER_BYTES
-from infer.types import Request, TextDelta
+from infer.types import TextDelta
 
 T = TypeVar("T")
-Events = CompletionAnswer | TypedEvents
-Rendered = Callable[..., Awaitable[Any]]
+Render = Callable[..., Awaitable[Any]]
+"""`Offload.render` of one request: bytes of what is written, the function that writes, arguments"""
 
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -39,43 +41,37 @@ class EventStream(Response):
 
     def __init__(
         self,
-        engine: AsyncLLM,
-        requests: Sequence[Request],
-        events: Events,
+        running: Sequence[RequestStream],
+        events: StreamFormat,
+        render: Render,
         keep_alive_s: float = 0.0,
         keep: Callable[[], Awaitable[None]] | None = None,
-        rendered: Rendered | None = None,
     ) -> None:
-        """`keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never.
-        `keep` is awaited when the answer is whole, before the client is told so. `rendered`:
-        `Offload.rendered` of this request, where what is large is written."""
+        """`running`: one for each choice; closed here. `render` writes what is large.
+        `keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never. `keep` is
+        awaited when the answer is whole, before the client gets its end."""
         super().__init__()
-        self._rendered = rendered
-        self._engine = engine
-        self._requests = requests
+        self._running = running
         self._events = events
+        self._render = render
         self._writing = asyncio.Lock()
         self._keep_alive_s = keep_alive_s
         self._keep = keep
         self._written_s = 0.0
         self._num_bytes = 0
-        """written since others have had a turn"""
+        """bytes written since others have had a turn"""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with AsyncExitStack() as stack:
-            streams = [
-                await stack.enter_async_context(
-                    self._engine.stream(request, merge=self._events.merges)
-                )
-                for request in self._requests
-            ]
-            await unless_gone(receive, self._deliver(streams, send))
+        with ExitStack() as stack:
+            for stream in self._running:
+                stack.enter_context(closing(stream))
+            await unless_gone(receive, self._deliver(send))
 
-    async def _deliver(self, streams: Sequence[AsyncIterator[TextDelta]], send: Send) -> None:
+    async def _deliver(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             await self._write(send, self._events.opening())
-            works = all_of(self._follow(i, stream, send) for i, stream in enumerate(streams))
+            works = all_of(self._follow(i, each, send) for i, each in enumerate(self._running))
             await beside(works, self._keep_alive(send))
             if self._keep is not None:
                 await self._keep()
@@ -89,7 +85,7 @@ class EventStream(Response):
             await self._write(send, [self._events.failure(line)])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _follow(self, index: int, stream: AsyncIterator[TextDelta], send: Send) -> None:
+    async def _follow(self, index: int, stream: AsyncIterable[TextDelta], send: Send) -> None:
         async for delta in stream:
             if delta.finish_reason is not None:
                 wire_reason(delta.finish_reason, delta.error)  # raises where it was broken off
@@ -106,16 +102,12 @@ class EventStream(Response):
         if self._num_bytes > LARGE_ANSWER_BYTES:
             self._num_bytes = 0
             await asyncio.sleep(0)
-        if self._rendered is None:
-            return self._events.piece(index, delta)
-        events: list[bytes] = await self._rendered(
-            num_bytes, _all, self._events.piece, index, delta
-        )
+        events: list[bytes] = await self._render(num_bytes, _all, self._events.piece, index, delta)
         return events
 
     async def _keep_alive(self, send: Send) -> None:
-        """So that proxies do not close what waits, and clients that are gone are noticed. Never
-        sooner: a load generator counts what it cannot read as a failure."""
+        """Comments keep proxies from closing what waits, and notice clients that are gone. They
+        come no sooner: a load generator counts what it cannot read as a failure."""
         loop, wait_s = asyncio.get_running_loop(), self._keep_alive_s
         while wait_s:
             await asyncio.sleep(wait_s)

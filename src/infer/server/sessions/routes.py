@@ -24,7 +24,7 @@ from infer.errors import ConfigError, UnprocessableError
 from infer.server.http.context import RequestContext
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base
-from infer.server.openai.answers import unnumbered
+from infer.server.openai.chat import unnumbered
 from infer.server.openai.large_json import json_response
 from infer.server.openai.openapi import takes
 from infer.server.openai.schema import MAX_MESSAGES
@@ -75,7 +75,7 @@ class SessionTurn:
         self._calls: list[dict[str, Any]] = []
 
     def add(self, new: dict[str, Any]) -> None:
-        """Add a piece (OpenAI's delta) to the answer; see `CompletionAnswer.on_new`."""
+        """Add a piece (OpenAI's delta) to the answer; see `GeneratingApi.make_answer`."""
         self._texts.append(new.get("content", ""))
         self._calls += unnumbered(new.get("tool_calls", ()))
 
@@ -181,7 +181,7 @@ class SessionRoutes:
     async def _create(self, http: HttpRequest) -> Response:
         """Make a session: a conversation that the server stores."""
         body = await self._pool.read_object(http)
-        wire = await self._pool.computed(http, schema_base.read, SessionBody, body)
+        wire = await self._pool.run(http, schema_base.read, SessionBody, body)
         messages = body.get("messages") or []
         return await self._call(http, "create", wire.title, messages)
 
@@ -196,7 +196,7 @@ class SessionRoutes:
         where = (tenant_of(http.scope).key.id, http.path_params["id"])
         num_bytes = await self._threads.call(self._call_store, "num_bytes", *where)
         found = await self._threads.call(self._call_store, "read", *where)
-        return await self._pool.rendered(http, num_bytes, json_response, found)
+        return await self._pool.render(http, num_bytes, json_response, found)
 
     @takes(RenameBody)
     async def _rename(self, http: HttpRequest) -> Response:

@@ -78,7 +78,6 @@ class Tenant:
         self.key = key
         self._num_open = 0
         self._num_making = 0
-        """choices that have a place and are not yet part of a trace"""
         limits = key.limits
         self._buckets = {
             name: Bucket(per_minute, clock)
@@ -93,6 +92,11 @@ class Tenant:
     def sight(self) -> str | None:
         """Id of the key whose requests it may see; None = those of all keys."""
         return None if self.key.limits.admin else self.key.id
+
+    @property
+    def num_making(self) -> int:
+        """Number of choices that have a place and are in no trace yet."""
+        return self._num_making
 
     def enter(self, context: RequestContext) -> None:
         """Count a request until its context is cleaned up; raises `HttpError` (429) if the key has

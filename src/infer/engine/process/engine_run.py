@@ -1,0 +1,169 @@
+"""`EngineRun`: one engine process, from its start to its end
+
+Watchdog: a process reports each step, and every `HEARTBEAT_S` when it has nothing to do. After
+`SOFT_LIMIT_S` without a report its stacks are logged; after the caller's limit it is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import infer.engine.process.messages as messages
+from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S
+from infer.engine.commands import Command
+
+log = logging.getLogger(__name__)
+
+LOADING_LOG_S = 30.0
+"""seconds between two log lines about an engine that is being loaded"""
+STOP_S = 5.0
+"""seconds that a process may take to end after `Stop`"""
+LAST_WORDS_S = 1.0
+"""seconds for which stderr is read after the end of its process: another may hold it open"""
+
+
+class EngineRun:
+    """See the module's docstring."""
+
+    def __init__(self, begin: messages.Begin) -> None:
+        self.alone: str | None = None
+        """id of the request that the process computes alone, if any"""
+        self.killed = False
+        """whether it was killed here, because it did not report or was not ready in time"""
+        self._heard_s = time.monotonic()
+        self._has_dumped = False
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        """commands to be written; None ends the writer"""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
+            arguments = [sys.executable, "-P", "-m", "infer.engine.process.child"]
+            self._process = subprocess.Popen(
+                [*arguments, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        self._channel = messages.Channel(ours)
+        self._writer = threading.Thread(target=self._write, args=(begin,), daemon=True)
+        self._writer.start()
+        self._listener = threading.Thread(target=self._listen, name="infer-stderr", daemon=True)
+        self._listener.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def computes_alone(self, request_id: str | None) -> None:
+        """Note the request that the process computes alone from now on; None = several."""
+        self.alone = request_id
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since its last report."""
+        return time.monotonic() - self._heard_s
+
+    def send(self, command: Command) -> None:
+        """Send a command without waiting. Commands that come while a frame is being written go into
+        the next frame together."""
+        self._commands.put(command)
+
+    def _write(self, begin: messages.Begin) -> None:
+        with contextlib.suppress(OSError):  # the process has died; the reader of events finds out
+            self._channel.send(begin)
+            while True:
+                commands = [self._commands.get()]
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        commands.append(self._commands.get_nowait())
+                wanted = [command for command in commands if command is not None]
+                if len(wanted) < len(commands):
+                    return
+                self._channel.send(messages.Commands(wanted))
+
+    def _listen(self) -> None:
+        """Log what the process writes to stderr: stacks, warnings of libraries. The process itself
+        never waits for a reader of the log."""
+        assert self._process.stderr is not None
+        with self._process.stderr as pipe:
+            rest = b""
+            while data := os.read(pipe.fileno(), 1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > 1 << 16:
+                    lines, rest = [*lines, rest], b""
+                _log_stderr(lines)
+            _log_stderr([rest])
+
+    def events(
+        self, hang_s: float | None, *, load_timeout_s: float | None = None
+    ) -> Iterator[messages.Event]:
+        """The events that the process reports until it ends; its log lines are logged.
+
+        `hang_s`: seconds without a report after which it is killed; None = no limit.
+        `load_timeout_s`: seconds after which it is killed if the caller is still reading.
+        """
+        started_s = time.monotonic()
+        said_s = started_s
+        for frame in self._channel.frames(patience_s=HEARTBEAT_S):
+            now_s = time.monotonic()
+            if load_timeout_s is not None and now_s - started_s >= load_timeout_s:
+                self.killed = True
+                self.kill()
+                return
+            if load_timeout_s is not None and now_s - said_s >= LOADING_LOG_S:
+                said_s = now_s
+                log.info("the engine has been loading for %.0f s", now_s - started_s)
+            if frame is None:
+                if hang_s is not None:
+                    self._watch(self.silence_s, hang_s)
+                continue
+            self._heard_s, self._has_dumped = time.monotonic(), False
+            event = messages.decode_outward(frame)
+            if isinstance(event, messages.Log):
+                logging.getLogger(event.logger).log(event.level, "%s", event.line)
+            else:
+                yield event
+
+    def _watch(self, silence_s: float, hang_s: float) -> None:
+        if silence_s >= hang_s:
+            log.error("the engine has not reported for %.0f s: it is killed", silence_s)
+            self.killed = True
+            self.kill()
+        elif silence_s >= SOFT_LIMIT_S and not self._has_dumped:
+            log.warning("the engine has not reported for %.0f s; its stacks follow", silence_s)
+            self._has_dumped = True
+            self._process.send_signal(messages.DUMP_SIGNAL)
+
+    def kill(self) -> None:
+        """End the process at once; does nothing after its end."""
+        self._process.kill()
+
+    def reap(self) -> int:
+        """Wait for the end of the process, kill it after `STOP_S`, and free what belongs to it.
+        Returns its exit code, or minus the number of the signal that ended it."""
+        try:
+            code = self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait()
+        self._commands.put(None)
+        self._writer.join()
+        self._listener.join(LAST_WORDS_S)
+        self._channel.close()
+        return code
+
+
+def _log_stderr(lines: list[bytes]) -> None:
+    if text := b"\n".join(lines).strip(b"\n"):
+        log.warning("%s", text.decode(errors="replace"))

@@ -1,0 +1,40 @@
+"""`BodyReader`: a request's body becomes a wire model, if it is meant for the model served here."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from starlette.requests import Request as HttpRequest
+
+from infer.server.http.error_responses import IGNORED, HttpError
+from infer.server.offload import Offload
+from infer.server.openai import schema_base
+from infer.server.openai.schema import Body
+
+W = TypeVar("W", bound=Body)
+
+
+class BodyReader:
+    """See the module's docstring."""
+
+    def __init__(self, offload: Offload, model_name: str, *, ignores_unknown: bool) -> None:
+        """`ignores_unknown`: unknown fields are named in a header of the answer, not refused."""
+        self._offload = offload
+        self._model_name = model_name
+        self._ignores_unknown = ignores_unknown
+
+    async def read_object(self, http: HttpRequest) -> dict[str, Any]:
+        """The JSON object that the body is; see `Offload.read_object`."""
+        return await self._offload.read_object(http)
+
+    async def validate(self, http: HttpRequest, model: type[W], body: dict[str, Any]) -> W:
+        """`body` as a `model`; raises 400, 404 (it names another model) or 422."""
+        return await self._offload.run(http, self._validated, http, model, body)
+
+    def _validated(self, http: HttpRequest, model: type[W], body: dict[str, Any]) -> W:
+        ignored = http.scope[IGNORED] if self._ignores_unknown else None
+        wire = schema_base.read(model, body, ignored)
+        if wire.model not in (None, self._model_name):  # there is one: its name may be left out
+            message = f"there is no such model here; this server has {self._model_name!r}"
+            raise HttpError(404, message, param="model", code="model_not_found")
+        return wire

@@ -1,0 +1,206 @@
+"""`GenerationCall`: one HTTP request that generates, from its body to its answer, in one pipeline.
+
+`respond` is its table of contents. Every refusal comes before `_begin`, and costs nobody a place.
+`_admit` counts the choices and holds their places, which are free again only when nobody needs them
+any more: `_begin` hands them over, to the trace and to the engine's streams. It is no coroutine, so
+nothing else can happen on the event loop while a choice is counted in neither place or in both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from infer.engine.client.async_llm import AsyncLLM, RequestStream, Reservation
+from infer.errors import DeadlineError
+from infer.server.body_reader import BodyReader
+from infer.server.http.context import RequestContext
+from infer.server.observe.request_trace import RequestTrace, RequestTraces
+from infer.server.offload import Offload
+from infer.server.openai.generating_api import AnswerFormat, B, GeneratingApi, StreamFormat
+from infer.server.openai.large_json import json_response
+from infer.server.openai.openapi import EVENTS, JSON, takes
+from infer.server.openai.streaming import EventStream, all_of, unless_gone
+from infer.server.sessions.routes import SessionRoutes, SessionTurn
+from infer.server.settings import ServerSettings
+from infer.server.tenancy.limits import revoked, tenant_of
+from infer.server.tenancy.shared_prefixes import PublicPrefixes
+from infer.types import Request
+
+REFUSES = (429, 499, 504)
+"""statuses of errors that every endpoint that generates has"""
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationPipeline:
+    """What all generating requests of a server work with."""
+
+    engine: AsyncLLM
+    offload: Offload
+    bodies: BodyReader
+    traces: RequestTraces
+    prefixes: PublicPrefixes
+    sessions: SessionRoutes
+    settings: ServerSettings
+
+    def route(self, api: GeneratingApi[B]) -> Route:
+        """The route of an endpoint that generates."""
+
+        @takes(api.body, refuses=(*REFUSES, *api.refuses), answers=(JSON, EVENTS))
+        async def endpoint(http: HttpRequest) -> Response:
+            return await GenerationCall(self, api, http).respond()
+
+        endpoint.__doc__ = api.__doc__
+        return Route(api.path, endpoint, methods=["POST"], name=type(api).__name__)
+
+
+class Prepared(NamedTuple):
+    """What is made of a body beside the event loop."""
+
+    requests: list[Request]
+    """one for each choice"""
+    answer: AnswerFormat
+    events: StreamFormat | None
+    """the answer as a stream, if the body asks for one"""
+
+
+class Places(NamedTuple):
+    """The places of one request's choices, until they are handed over."""
+
+    waiting: ExitStack
+    """counts the choices among those of the key that wait, until it is closed"""
+    reservation: Reservation
+    """places of the engine"""
+
+
+class GenerationCall(Generic[B]):
+    """See the module's docstring."""
+
+    def __init__(
+        self, pipeline: GenerationPipeline, api: GeneratingApi[B], http: HttpRequest
+    ) -> None:
+        """`http` is a request that the key's limits let in (`AuthMiddleware`)."""
+        self._pipeline = pipeline
+        self._api = api
+        self._http = http
+        self._context = RequestContext.of(http.scope)
+        self._tenant = tenant_of(http.scope)
+        self._answer_id = f"{api.id_prefix}-{self._context.id}"
+        self._turn: SessionTurn | None = None
+        """the turn of a session that this is, once the body is read"""
+
+    async def respond(self) -> Response:
+        """All stages, in order."""
+        body = await self._read()
+        wire = await self._validate(body)
+        with self._admit(wire) as places:
+            prepared = await self._to_engine(wire)
+            running = self._begin(wire, prepared, places)
+        if prepared.events is not None:
+            return self._stream(prepared.events, running)
+        return await self._whole(prepared.answer, running)
+
+    async def _read(self) -> dict[str, Any]:
+        """The body, with the messages of the session that it continues."""
+        body = await self._pipeline.bodies.read_object(self._http)
+        if self._api.has_sessions:
+            self._turn = await self._pipeline.sessions.begin(self._http, body)
+        return body
+
+    async def _validate(self, body: dict[str, Any]) -> B:
+        """The wire model. Grammars are paid for here, before they are compiled."""
+        wire = await self._pipeline.bodies.validate(self._http, self._api.body, body)
+        self._tenant.charge_chars(wire.num_grammar_chars, self._context)
+        return wire
+
+    @contextmanager
+    def _admit(self, wire: B) -> Iterator[Places]:
+        """Hold a place for each choice inside of the block. Raises 400 or 429 where the key may not
+        have as many, `OverloadedError` or `EngineDeadError` where the engine has none."""
+        engine, traces, num_choices = self._pipeline.engine, self._pipeline.traces, wire.num_choices
+        queueing = self._tenant.queueing(
+            num_choices,
+            num_queued=traces.num_queued(self._tenant.key.id),
+            num_taken=traces.num_choices + engine.num_reserved,
+            num_seats=engine.num_seats,
+        )
+        with ExitStack() as waiting:
+            waiting.enter_context(queueing)
+            with engine.reserved(num_choices) as reservation:
+                yield Places(waiting, reservation)
+
+    async def _to_engine(self, wire: B) -> Prepared:
+        """The engine's requests and the answer to them; in a thread where that takes long."""
+        offload = self._pipeline.offload
+        prepared = await offload.run(self._http, self._prepare, wire, heavy=wire.is_heavy)
+        if prepared.answer.warning is not None:
+            self._context.headers.append(("x-warning", prepared.answer.warning))
+        return prepared
+
+    def _prepare(self, wire: B) -> Prepared:
+        engine, api, tenant = self._pipeline.engine, self._api, self._tenant
+        requests = api.make_requests(engine, wire, self._answer_id)
+        requests = self._pipeline.prefixes.owned(requests, tenant.key)
+        requests = tenant.fitted(requests, is_open_ended=wire.is_open_ended)
+        on_message = self._turn.add if self._turn else None
+        answer = api.make_answer(engine, wire, requests, self._answer_id, on_message)
+        return Prepared(requests, answer, answer.events() if wire.stream else None)
+
+    def _begin(self, wire: B, prepared: Prepared, places: Places) -> list[RequestStream]:
+        """Hand the places over. No coroutine: see the module's docstring."""
+        self._own(wire, prepared)
+        places.waiting.close()  # the trace counts them now
+        return self._enter(prepared, places.reservation)
+
+    def _own(self, wire: B, prepared: Prepared) -> None:
+        """Take the key's tokens, and begin the trace, which ends with the request context. Raises
+        429."""
+        context, traces = self._context, self._pipeline.traces
+        key_id, num_prompt = self._tenant.key.id, prepared.answer.num_prompt
+        refund = self._tenant.reserve(prepared.requests, context)
+        trace = traces.begin(self._answer_id, context, key_id, prepared.requests, num_prompt)
+        context.cleanup.callback(refund, trace)
+        self._set_deadline(trace, wire.timeout)
+        context.on_revoked = lambda: traces.cancel(trace, revoked())
+
+    def _set_deadline(self, trace: RequestTrace, timeout_s: float | None) -> None:
+        limit_s = self._pipeline.settings.request_timeout_s
+        limit_s = min(timeout_s or limit_s, limit_s)
+        message = f"the request was not done after {limit_s:g} s"
+        error = DeadlineError(message, code="deadline_exceeded")
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(limit_s, self._pipeline.traces.cancel, trace, error)
+        trace.context.cleanup.callback(timer.cancel)
+
+    def _enter(self, prepared: Prepared, reservation: Reservation) -> list[RequestStream]:
+        """Run the requests. The answer closes their streams, or else the request context does.
+        Raises `EngineDeadError`."""
+        merge = prepared.events is None or prepared.events.merges
+        running = []
+        for request in prepared.requests:
+            stream = reservation.enter(request, merge=merge)
+            self._context.cleanup.enter_context(closing(stream))
+            running.append(stream)
+        return running
+
+    def _stream(self, events: StreamFormat, running: Sequence[RequestStream]) -> Response:
+        keep = self._turn.keep if self._turn else None
+        render = partial(self._pipeline.offload.render, self._http)
+        return EventStream(running, events, render, self._pipeline.settings.keep_alive_s, keep)
+
+    async def _whole(self, answer: AnswerFormat, running: Sequence[RequestStream]) -> Response:
+        works = all_of(stream.output() for stream in running)
+        outputs = await unless_gone(self._http.receive, works)
+        num_bytes, body = sum(map(answer.size_of, outputs)), answer.body(outputs)
+        response = await self._pipeline.offload.render(self._http, num_bytes, json_response, body)
+        if self._turn:
+            await self._turn.keep()
+        return response

@@ -1,0 +1,78 @@
+"""A server whose engine is killed under load, and what its clients have heard."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from tests.support.server_process import (
+    Heard,
+    Served,
+    follow,
+)
+
+
+async def kill_under_load(
+    server: Served, wanted: list[dict[str, Any]], num_kills: int, pause_s: tuple[float, float]
+) -> dict[str, Any]:
+    """Every client repeats its own stream until all kills are done."""
+    calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
+    assert all(heard.is_done for heard in calm)
+    is_over = False
+    heard_in_storm: list[tuple[int, Heard]] = []
+
+    async def ask(i: int) -> None:
+        while not is_over:
+            heard_in_storm.append((i, await follow(server.port, wanted[i])))
+
+    clients = [asyncio.create_task(ask(i)) for i in range(len(wanted))]
+    dice = random.Random(2)
+    restarts_s = []
+    for _ in range(num_kills):
+        await asyncio.sleep(dice.uniform(*pause_s))
+        pid = server.engine_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        await wait(lambda pid=pid: asyncio.to_thread(is_another, server, pid))  # type: ignore[misc]
+        restarts_s.append(time.monotonic() - killed_s)
+    is_over = True
+    await asyncio.gather(*clients)
+    wrong = [i for i, heard in heard_in_storm if heard.answer != calm[i].answer]
+    errors = Counter(str(heard.error) for _, heard in heard_in_storm if heard.error)
+    assert not errors, errors
+    assert not wrong, f"{len(wrong)} of {len(heard_in_storm)} streams differ"
+    silences = {
+        when: tuple(round(max(each), 2) for each in zip(*pairs, strict=True))
+        for when, pairs in (
+            ("calm", [(h.first_s, h.silence_s) for h in calm]),
+            ("storm", [(h.first_s, h.silence_s) for _, h in heard_in_storm]),
+        )
+    }
+    return {
+        "streams": len(heard_in_storm),
+        "kills": num_kills,
+        "streams that differ": 0,
+        "longest wait for the first token, and silence after it, undisturbed [s]": silences["calm"],
+        "the same under kills [s]": silences["storm"],
+        "restart, median and longest [s]": (
+            round(sorted(restarts_s)[num_kills // 2], 2),
+            round(max(restarts_s), 2),
+        ),
+    }
+
+
+def is_another(server: Served, pid: int) -> bool:
+    return server.is_ready() and server.engine_pid() not in (None, pid)
+
+
+async def wait(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await condition():
+            await asyncio.sleep(0.02)
