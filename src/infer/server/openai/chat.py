@@ -123,6 +123,7 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
             priority=wire.priority,
             shown_token_ids=_parsed_token_ids(engine, wire),
             thoughts=thoughts,
+            reuse_prefix=wire.reuse_prefix,
         )
         return list(requests)
 

@@ -107,7 +107,13 @@ def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) 
             sampling = sampling.replace(prompt_logprobs=count)
         checked = engine.check_sampling(sampling)
         requests = requests_of(
-            engine, wire.prompt, checked, answer_id, n=wire.n, priority=wire.priority
+            engine,
+            wire.prompt,
+            checked,
+            answer_id,
+            n=wire.n,
+            priority=wire.priority,
+            reuse_prefix=wire.reuse_prefix,
         )
         return list(requests)
 

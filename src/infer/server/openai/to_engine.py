@@ -72,6 +72,7 @@ def requests_of(
     priority: int = 0,
     shown_token_ids: tuple[int, ...] = (),
     thoughts: tuple[str, str] | None = None,
+    reuse_prefix: bool = True,
 ) -> Iterator[Request]:
     """`n` requests for each prompt, all with one sampling; see `InputProcessor.make_request`."""
     ids = (f"{answer_id}-{index}" for index in itertools.count())
@@ -88,7 +89,7 @@ def requests_of(
                 shown_token_ids=shown_token_ids,
                 seed=seed,
                 thoughts=thoughts,
-                reuse_prefix=wire.reuse_prefix,
+                reuse_prefix=reuse_prefix,
             )
             prompt = request.prompt_token_ids  # tokenized once
             yield request
