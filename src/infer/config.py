@@ -54,7 +54,13 @@ def at_least(low: float) -> Meta:
 
 def name_or_function(*names: str) -> Meta:
     """The limits of a string that is one of `names` or a `module:function`."""
-    return Meta(pattern=f"^({'|'.join(names)})$|:", examples=list(names))
+    return name_or_pattern(":", "module:function of your own", *names)
+
+
+def name_or_pattern(pattern: str, description: str, *names: str) -> Meta:
+    """The limits of a string that is one of `names` or has a match of `pattern`."""
+    any_of = f"^({'|'.join(names)})$|{pattern}"
+    return Meta(pattern=any_of, examples=list(names), description=description)
 
 
 class Setting(NamedTuple):
@@ -69,8 +75,8 @@ class Setting(NamedTuple):
     """The field's type without its limits and without None."""
     names: tuple[str, ...]
     """The allowed strings; empty where every value of the kind is allowed."""
-    or_function: bool
-    """Whether a `module:function` is allowed in addition to `names`."""
+    or_else: str
+    """Description of the strings that are allowed in addition to `names`; empty if none are."""
     low: float | None
     """The smallest allowed number; None where there is no limit."""
 
@@ -83,8 +89,8 @@ class Setting(NamedTuple):
         if self.kind is str:
             if not isinstance(value, str):
                 return f"must be a string, not {type(value).__name__}"
-            own = ", or module:function of your own" if self.or_function else ""
-            return f"must be one of {', '.join(self.names)}{own}; not {value!r}"
+            others = f", or {self.or_else}" if self.or_else else ""
+            return f"must be one of {', '.join(self.names)}{others}; not {value!r}"
         kinds = (int,) if self.kind is int else (int, float)
         if type(value) not in kinds:
             return f"must be {'an integer' if self.kind is int else 'a number'}, not {value!r}"
@@ -121,7 +127,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
                 annotation=annotations[spec.name],
                 kind=_KINDS[type(kind)],
                 names=tuple(names),
-                or_function=bool(schema),
+                or_else=schema.get("description", ""),
                 low=getattr(kind, "ge", None),
             )
         )
@@ -192,9 +198,10 @@ class EngineConfig:
         "Linear layers hold their weights in int8, or in int4 (the head in int8), and compute in"
         " int8 (CPU); everything else is bfloat16.",
     )
-    device: Literal["auto", "cpu", "cuda"] = option(
-        "auto", "auto = cuda where there is one, else cpu."
-    )
+    device: Annotated[
+        str,
+        name_or_pattern("^cuda:[0-9]{1,4}$", "cuda:N for the GPU number N", "auto", "cpu", "cuda"),
+    ] = option("auto", "auto = cuda where there is one, else cpu; cuda:1 = the second GPU.")
     max_seq_len: PositiveInt | None = option(
         None, "Longest prompt plus output, in tokens; default: the model's own limit."
     )

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import shutil
 import sysconfig
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from infer.models.model_config import ModelConfig
 from tests.support.doubles import make_hash_core
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
+DEVICES = {"auto": "cuda", "cpu": "cpu", "cuda": "cuda", "cuda:0": "cuda:0", "cuda:1": "cuda:1"}
 
 
 def has_capability(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:
@@ -55,6 +57,27 @@ def test_an_old_gpu_computes_in_float16(
 def test_int8_layers_are_for_cpus() -> None:
     with pytest.raises(ConfigError, match="device='cpu'"):
         hardware.choose_dtype(EngineConfig(dtype="int8"), model_of("bfloat16"), GPU)
+
+
+def test_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen = {name: hardware.choose_device(EngineConfig(device=name)) for name in DEVICES}
+    assert chosen == {name: torch.device(DEVICES[name]) for name in DEVICES}
+    with pytest.raises(ConfigError, match="'cuda:2' was asked for, but torch finds 2 CUDA devices"):
+        hardware.choose_device(EngineConfig(device="cuda:2"))
+
+
+def test_kernels_are_launched_on_the_device_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[torch.device] = []
+
+    def entering(device: torch.device) -> nullcontext[None]:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", entering)
+    with cuda.current(torch.device("cuda:1")), cuda.current(CPU):
+        assert entered == [torch.device("cuda:1")]
 
 
 def test_defaults_of_a_gpu() -> None:

@@ -285,6 +285,11 @@ def test_a_failing_step_fails_loudly_and_frees_everything(
         ({"zzz": 1}, "zzz: there is no such setting; known: "),
         ({"dtype": "int3"}, "dtype: must be one of auto, bfloat16"),
         ({"dtype": None}, "dtype: must be given"),
+        (
+            {"device": "cuda:"},
+            "device: must be one of auto, cpu, cuda, or cuda:N for the GPU number",
+        ),
+        ({"device": "gpu"}, "not 'gpu'"),
         ({"max_batch_size": 0}, "max_batch_size: must be at least 1"),
         ({"max_batch_size": 1.5}, "max_batch_size: must be an integer"),
         ({"max_batch_size": True}, "max_batch_size: must be an integer"),
@@ -321,6 +326,7 @@ def test_a_wrong_setting_is_named_with_what_would_be_right(
         ({"kv_cache_backend": "slotted", "kv_cache_memory_bytes": 100_000}, "lower max_batch_size"),
         ({"kv_cache_backend": "none", "max_num_batched_tokens": 255}, "255 is less than"),
         ({"device": "cuda"}, "finds no CUDA device"),
+        ({"device": "cuda:1"}, "'cuda:1' was asked for, but torch finds no CUDA device"),
     ],
 )
 def test_a_setting_that_does_not_go_with_model_or_machine(
@@ -328,7 +334,7 @@ def test_a_setting_that_does_not_go_with_model_or_machine(
 ) -> None:
     import torch
 
-    if settings.get("device") == "cuda" and torch.cuda.is_available():
+    if "device" in settings and torch.cuda.is_available():
         pytest.skip("there is one here")
     with pytest.raises(ConfigError) as caught:
         LLM(str(folder), **settings)

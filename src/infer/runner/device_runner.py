@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from infer.attention.layout import DeviceBackend
+from infer.kernels.cuda import current
 from infer.kernels.cuda.draw import DrawBuffers, draw
 from infer.kernels.cuda.step import begin
 from infer.models.model import Model
@@ -170,7 +171,7 @@ class DeviceRunner:
         device has failed.
         """
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), current(self.device):
                 return self._launch(plan)
         except RuntimeError as error:
             raise translated(error) from error

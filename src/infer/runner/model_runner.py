@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from infer.attention.layout import AttentionBackend
+from infer.kernels.cuda import current
 from infer.models.model import Model
 from infer.runner.device_errors import translated
 from infer.runner.grammar_masks import Restrictions
@@ -52,7 +53,8 @@ class ModelRunner:
         Raises `MemoryError` if the step does not fit into memory.
         """
         try:
-            return self._execute(plan)
+            with current(self.device):
+                return self._execute(plan)
         except RuntimeError as error:
             raise translated(error) from error
 

@@ -47,9 +47,15 @@ def choose_device(config: EngineConfig) -> torch.device:
     has_cuda = torch.cuda.is_available()
     if config.batch_invariant and has_cuda and config.device != "cpu":
         make_products_invariant()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("device", "'cuda' was asked for, but torch finds no CUDA device here")
-    return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    if not config.device.startswith("cuda"):
+        return torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
+    asked = f"{config.device!r} was asked for, but torch finds"
+    if not has_cuda:
+        raise ConfigError("device", f"{asked} no CUDA device here")
+    device, count = torch.device(config.device), torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        raise ConfigError("device", f"{asked} {count} CUDA devices here, the first one is cuda:0")
+    return device
 
 
 def make_products_invariant() -> None:

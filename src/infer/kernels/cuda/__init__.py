@@ -15,6 +15,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -34,6 +35,12 @@ def has_pdl(device: torch.device) -> bool:
     With PDL a kernel may start before the preceding kernel has ended.
     """
     return not interpreting() and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which kernels are launched on this device: Triton launches them on the calling
+    thread's current one. It changes nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def obstacle(device: torch.device) -> str | None:
