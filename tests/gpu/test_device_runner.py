@@ -157,3 +157,39 @@ def test_a_rehearsal_leaves_nothing_behind(
     chosen = REQUESTS[:3]
     got = tokens(run(core_of(runner), chosen))
     assert got == {each.request_id: tokens(expected)[each.request_id] for each in chosen}
+
+
+@pytest.mark.slow
+def test_without_a_cache(
+    model: Model, expected: dict[str, list[StepOutput]], device: torch.device
+) -> None:
+    """Whoever has a pending token sits out, since every chunk holds all tokens of its sequence."""
+    core = core_of(device_runner(model, device, graphs=False), max_seq_len=13, keep_computed=False)
+    core.scheduler.allocator.enable_prefix_caching = False
+    chosen = [r for r in REQUESTS if r.request_id in ("greedy", "top-p")]
+    outputs = tokens(run(core, chosen))
+    assert outputs == {r.request_id: tokens(expected)[r.request_id] for r in chosen}
+    assert core.scheduler.stats.num_computed_tokens == (3 + 4 + 5 + 6) + (2 + 3 + 4 + 5)
+
+
+def test_the_logits_of_a_prompt(model: Model, device: torch.device) -> None:
+    """At both sides of a chunk's end, and at the end of a prompt, beside a stream."""
+    wanted = [
+        request("greedy", 3, 4),
+        replace(request("a long prompt", 17, 1), logits_at=(0, 12, 13, 16)),
+        replace(request("one token", 1, 1), logits_at=(0,)),
+    ]
+    found = []
+    for runner in (plain_runner(model, device), device_runner(model, device, graphs=True)):
+        core, logits = core_of(runner), {}
+        for each in wanted:
+            core.add(each)
+            logits[each.request_id] = core.scheduler.find(each.request_id).logits
+        core.outputs_until_complete()
+        found.append(logits)
+    plain, own = found
+    for each in wanted:
+        name = each.request_id
+        assert tuple(own[name]) == tuple(plain[name]) == each.logits_at
+        for position in each.logits_at:
+            assert own[name][position] == pytest.approx(plain[name][position], abs=2e-3)
