@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import json
 import logging
@@ -109,3 +110,23 @@ def test_with_keys_the_key_is_looked_at_first(tmp_path: Path) -> None:
     with full_server(settings) as (engine, port), busy(engine, port, **mine):
         assert post(port, *COMPLETION)[0].status == 401
         assert post(port, *COMPLETION, **mine)[0].status == 503
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/nothing"])
+def test_a_refused_connection_leaves_nothing_to_collect(path: str) -> None:
+    """Under overload there is no full collection: what is kept by cycles of references stays."""
+    with full_server(ServerSettings()) as (engine, port), busy(engine, port):
+        post(port, path, COMPLETION[1])
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(20):
+                post(port, path, COMPLETION[1])
+            gc.collect()
+            kinds = {type(each).__name__ for each in gc.garbage}
+        finally:
+            gc.set_debug(0)
+            gc.enable()
+            gc.garbage.clear()
+    assert not {"BoundedProtocol", "RequestContext", "OverloadedError"} & kinds

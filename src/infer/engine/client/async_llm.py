@@ -215,13 +215,11 @@ class AsyncLLM:
     def refusal(self) -> OverloadedError | None:
         """The error for one more request if the queue is full, which is then counted as refused;
         None if there is room, or if the engine is not running."""
-        try:
-            self._check_capacity(1)
-        except OverloadedError as error:
-            return error
-        except EngineDeadError:
-            self._counts.num_requests_refused -= 1  # counted when the request gets this error
-        return None
+        error = self._capacity_error(1)
+        if not isinstance(error, OverloadedError):
+            return None
+        self._counts.num_requests_refused += 1
+        return error
 
     @contextmanager
     def reserved(self, count: int) -> Iterator[Reservation]:
@@ -303,20 +301,26 @@ class AsyncLLM:
         """The same as a record."""
         return ServingStats(self.engine_client.stats(), copy(self._counts), self.num_open)
 
-    def _check_capacity(self, count: int) -> None:
+    def _capacity_error(self, count: int) -> EngineDeadError | OverloadedError | None:
         num_taken = len(self._mailboxes) + self._num_reserved
-        error: EngineDeadError | OverloadedError
         if not self.is_alive:
-            error = EngineDeadError("the engine is not running")
-        elif self._draining:
-            error = EngineDeadError("the server is shutting down")
-        elif num_taken + count > self._input_processor.limits.max_unfinished:
+            return EngineDeadError("the engine is not running")
+        if self._draining:
+            return EngineDeadError("the server is shutting down")
+        if num_taken + count > self._input_processor.limits.max_unfinished:
             busy = f"the server is busy: {num_taken} requests are running or waiting"
-            error = OverloadedError(busy)
-        else:
+            return OverloadedError(busy)
+        return None
+
+    def _check_capacity(self, count: int) -> None:
+        error = self._capacity_error(count)
+        if error is None:
             return
         self._counts.num_requests_refused += count
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # it would hold this frame, and the frame it, until a full collection
 
     def _deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         """Send a step's outputs to the event loop; called on the engine's thread."""
