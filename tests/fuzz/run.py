@@ -12,6 +12,7 @@ line of JSON, and with 1 if anything broke.
 from __future__ import annotations
 
 import argparse
+import datetime
 import http.client
 import importlib
 import json
@@ -343,6 +344,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--kinds", default=",".join(KINDS), help="with commas between")
+    parser.add_argument("--record", type=Path, help="a JSON file for the result, for the scorecard")
     arguments = parser.parse_args()
     kinds = arguments.kinds.split(",")
     if unknown := {*kinds} - {*KINDS}:
@@ -350,7 +352,13 @@ def main() -> int:
     started_s = time.monotonic()
     found = run(kinds, arguments.minutes, arguments.seed)
     minutes = round((time.monotonic() - started_s) / 60, 1)
-    print(json.dumps({"minutes": minutes, **found}))
+    result = {"date": datetime.date.today().isoformat(), "minutes": minutes, **found}
+    print(json.dumps(result))
+    if arguments.record:
+        for finding in result["findings"]:
+            finding["what"] = finding["what"][:200]
+            del finding["example"]
+        arguments.record.write_text(json.dumps(result, indent=1) + "\n")
     return 1 if found["findings"] else 0
 
 

@@ -23,6 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
+FUZZ = ROOT / "tests" / "fuzz" / "recorded.json"
+"""the result of the last long run of the fuzzer: `tests/fuzz/run.py --minutes 60 --record`"""
 HERE = "tests/reliability"
 
 
@@ -357,14 +359,15 @@ def page(kept: dict[str, Any], before: str = "") -> str:
         "Not here: 7, 13, 17, 26, 27, 31, 33, 34.\n",
         "| # | test | verdict | took | date |\n|---|---|---|---|---|",
     ]
-    for row in ROWS:
+    rows = sorted(ROWS, key=_order)
+    for row in rows:
         if row.number in kept:
             what = kept[row.number]
             cells = (row.number, row.name, what["verdict"], f"{what['seconds']} s", what["date"])
             parts.append(f"| {' | '.join(cells)} |")
         elif row.number in older:
             parts.append(older[row.number][0])
-    for row in ROWS:
+    for row in rows:
         if row.number not in kept:
             parts += [older[row.number][1]] if row.number in older else []
             continue
@@ -378,7 +381,31 @@ def page(kept: dict[str, Any], before: str = "") -> str:
             parts.append("")
         parts += [f"- `{line}`" for line in what["failures"]]
         parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests))
-    return "\n".join(parts) + "\n"
+    return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text()))]) + "\n"
+
+
+def _order(row: Row) -> tuple[str, int]:
+    letters = row.number.rstrip("0123456789")
+    return letters, int(row.number.removeprefix(letters))
+
+
+def _fuzzer(run: dict[str, Any]) -> list[str]:
+    """The section about the last long run of the fuzzer."""
+    parts = [
+        f"\n## The fuzzer: {run['minutes']:g} minutes on {run['date']}\n",
+        "`python tests/fuzz/run.py --minutes 60 --record tests/fuzz/recorded.json`: real servers"
+        " and the loader under input that hypothesis makes up. A 504 is the deadline that the"
+        " request itself has set; it is not counted as a 5xx. What was found is mended.\n",
+        *(f"- {name}: {_shown(run[name])}" for name in ("exits", "restarts", "5xx")),
+        f"- slowest answer [s]: {run['slowest answer, s']}",
+        f"- findings: {len(run['findings'])}\n",
+        "| kind | examples | outcomes |\n|---|---|---|",
+    ]
+    for kind, count in run["examples"].items():
+        outcomes = _shown(run["outcomes"][kind])
+        parts.append(f"| {kind} | {count:,} | {outcomes} |")
+    whats = dict.fromkeys(f"{each['kind']}: {each['what']:.120}" for each in run["findings"])
+    return [*parts, *([""] if whats else []), *(f"- `{what}`" for what in whats)]
 
 
 def _shown(value: Any) -> str:
