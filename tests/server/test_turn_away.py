@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from infer.server.observe import request_trace
 from infer.server.serve import Server, bind
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
@@ -112,21 +113,34 @@ def test_with_keys_the_key_is_looked_at_first(tmp_path: Path) -> None:
         assert post(port, *COMPLETION, **mine)[0].status == 503
 
 
+def garbage_of(port: int, path: str) -> set[str]:
+    """The types of the objects that 20 requests leave in cycles of references."""
+    post(port, path, COMPLETION[1])
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(20):
+            post(port, path, COMPLETION[1])
+        gc.collect()
+        return {type(each).__name__ for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.enable()
+        gc.garbage.clear()
+
+
+OURS = {"BoundedProtocol", "RequestContext", "RequestTrace", "OverloadedError"}
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/nothing"])
 def test_a_refused_connection_leaves_nothing_to_collect(path: str) -> None:
     """Under overload there is no full collection: what is kept by cycles of references stays."""
     with full_server(ServerSettings()) as (engine, port), busy(engine, port):
-        post(port, path, COMPLETION[1])
-        gc.collect()
-        gc.disable()
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        try:
-            for _ in range(20):
-                post(port, path, COMPLETION[1])
-            gc.collect()
-            kinds = {type(each).__name__ for each in gc.garbage}
-        finally:
-            gc.set_debug(0)
-            gc.enable()
-            gc.garbage.clear()
-    assert not {"BoundedProtocol", "RequestContext", "OverloadedError"} & kinds
+        assert not OURS & garbage_of(port, path)
+
+
+def test_an_answered_request_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_trace, "MAX_RECENT", 2)
+    with full_server(ServerSettings()) as (_, port):
+        assert not OURS & garbage_of(port, "/v1/completions")

@@ -203,5 +203,6 @@ class RequestBoundary:
             if not context.status:
                 await describe(error)(scope, receive, send_with_id)
         finally:
+            context.on_revoked = None  # it holds the trace, and the trace holds the context
             for listener in self._on_end:
                 listener(context)
