@@ -352,7 +352,11 @@ def main() -> int:
     started_s = time.monotonic()
     found = run(kinds, arguments.minutes, arguments.seed)
     minutes = round((time.monotonic() - started_s) / 60, 1)
-    result = {"date": datetime.date.today().isoformat(), "minutes": minutes, **found}
+    result: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "minutes": minutes,
+        **found,
+    }
     print(json.dumps(result))
     if arguments.record:
         for finding in result["findings"]:
