@@ -218,9 +218,7 @@ async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None)
         last_s = time.monotonic()
         async for line in reader:
             now_s = time.monotonic()
-            if line.startswith(b'{"error"'):
-                heard.error = json.loads(line)["error"]
-            if not line.startswith(b"data: "):
+            if not _note_line(heard, line):
                 continue
             if heard.first_s:
                 heard.silence_s = max(heard.silence_s, now_s - last_s)
@@ -228,7 +226,6 @@ async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None)
             else:
                 heard.first_s = now_s - last_s
             last_s = now_s
-            _note(heard, line.removeprefix(b"data: ").strip())
     finally:
         writer.close()
     return heard
@@ -265,10 +262,7 @@ class Recorder(asyncio.Protocol):
         heard.headers, heard.status_s = head.decode() + "\r\n\r\n", self.pieces[0][0]
         heard.status = int(heard.headers.split()[1])
         for line in answer.split(b"\n"):
-            if line.startswith(b'{"error"'):
-                heard.error = json.loads(line)["error"]
-            if line.startswith(b"data: "):
-                _note(heard, line.removeprefix(b"data: ").strip())
+            _note_line(heard, line)
         return heard
 
 
@@ -290,7 +284,17 @@ async def ask(port: int, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     return int(head.split()[1]), json.loads(answer)
 
 
-def _note(heard: Heard, data: bytes) -> None:
+def _note_line(heard: Heard, line: bytes) -> bool:
+    """Note what a line of an answer says; whether it is an event of a stream."""
+    if line.startswith(b'{"error"'):
+        heard.error = json.loads(line)["error"]
+    if not line.startswith(b"data: "):
+        return False
+    _note_event(heard, line.removeprefix(b"data: ").strip())
+    return True
+
+
+def _note_event(heard: Heard, data: bytes) -> None:
     if data == b"[DONE]":
         heard.is_done = True
         return

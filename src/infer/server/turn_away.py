@@ -48,8 +48,7 @@ class TurnAway:
         context = RequestContext.of(scope)
         response = describe(error)
         context.status = response.status_code
-        response.headers["x-request-id"] = context.shown_id
-        response.headers["x-content-type-options"] = "nosniff"
+        response.raw_headers += context.standard_headers
         for listener in self._on_end:
             listener(context)
         return response

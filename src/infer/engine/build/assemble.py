@@ -105,10 +105,15 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
     torch.set_num_threads(config.num_threads or machine.default_threads(spare))
+
+    def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
+        with cuda.current(device):  # kernels are launched there; it need not be the first GPU
+            return _build(config, checkpoint, plan, dtype, device, announce)
+
     return Blueprint(
         model_name=config.served_model_name or checkpoint.name,
         files=text_of(checkpoint, config),
-        build=lambda announce: _build_on(config, checkpoint, plan, dtype, device, announce),
+        build=build,
         pinned=lambda core: _pinned(core, device),
     )
 
@@ -130,19 +135,6 @@ def _pinned(core: EngineCore, device: torch.device) -> dict[str, Any]:
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
     """`prepare` for `engine.process.child`, from the fields of an `EngineConfig`."""
     return prepare(EngineConfig(**settings), beside_server=True)
-
-
-def _build_on(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    plan: MemoryPlan,
-    dtype: torch.dtype,
-    device: torch.device,
-    announce: Announce,
-) -> tuple[EngineCore, EngineLimits]:
-    """`_build` with kernels launched on `device`, which need not be the first GPU."""
-    with cuda.current(device):
-        return _build(config, checkpoint, plan, dtype, device, announce)
 
 
 def _build(

@@ -85,3 +85,11 @@ class RequestContext:
     def shown_id(self) -> str:
         """Value of the answer's `x-request-id`: the client's, if it sent one, else our own."""
         return self.client_id or self.id
+
+    @property
+    def standard_headers(self) -> list[tuple[bytes, bytes]]:
+        """The headers that every answer gets."""
+        return [
+            (b"x-request-id", self.shown_id.encode("ascii")),
+            (b"x-content-type-options", b"nosniff"),
+        ]

@@ -177,8 +177,7 @@ class RequestBoundary:
                 context.status = message["status"]
                 message["headers"] = [
                     *message.get("headers", ()),
-                    (b"x-request-id", context.shown_id.encode("ascii")),
-                    (b"x-content-type-options", b"nosniff"),
+                    *context.standard_headers,
                     *_ignored_params(scope),
                     *((name.encode(), value.encode()) for name, value in context.headers),
                 ]
