@@ -38,8 +38,9 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads",
-        "exceptions that users see; the version; threads that end before the interpreter",
+        "errors version threads log_fields",
+        "exceptions that users see; the version; threads that end before the interpreter;"
+        " what lines of the log carry",
     ),
     Level(
         "types config files kernels.loader",
