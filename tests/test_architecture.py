@@ -1,7 +1,8 @@
 """The layering and the rules of `docs/architecture.md`, enforced.
 
 `LEVELS` is the only place where the order of the rooms is written; the tables of the page are made
-from it and from the modules' own docstrings: `python tests/test_architecture.py` writes them. The
+from it, from the modules' own docstrings and from the sizes of the files:
+`python tests/test_architecture.py` writes them. The
 checks read the source with `ast`, so an import inside a function or under TYPE_CHECKING counts too.
 They are functions of a tree of sources; the tests at the end run them on trees that are broken on
 purpose, to show that each of them can fail.
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,8 +38,9 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads",
-        "exceptions that users see; the version; threads that end before the interpreter",
+        "errors version threads log_fields",
+        "exceptions that users see; the version; threads that end before the interpreter;"
+        " what lines of the log carry",
     ),
     Level(
         "types config files kernels.loader",
@@ -419,9 +421,79 @@ def module_table() -> str:
     return "\n".join(rows)
 
 
+LANGUAGES = {
+    "Python": (".py",),
+    "C++": (".cpp", ".h"),
+    "JavaScript": (".js", ".mjs"),
+}
+"""the columns of the table of lines, and the files that they count"""
+BESIDE = ("tests", "benchmarks", "examples", "training")
+"""folders beside the package, each counted as a whole"""
+UNCOUNTED = {"demo_model", "vendor", "node_modules", "__pycache__"}
+"""folders with files that were not written here"""
+
+
+def is_about(shown: int, lines: int) -> bool:
+    """Whether a number in the table still tells how much a room holds; an exact one would have to
+    be written with every change."""
+    return (shown > 0) is (lines > 0) and abs(shown - lines) <= max(100, lines // 5)
+
+
+def room_sizes(root: Path) -> dict[str, list[int]]:
+    """Lines by room (a folder of the package, or what is beside it), in each of `LANGUAGES`."""
+    sizes: dict[str, list[int]] = {}
+
+    def count(room: str, paths: Iterable[Path]) -> None:
+        for path in paths:
+            for i, suffixes in enumerate(LANGUAGES.values()):
+                inside = path.relative_to(root).parts
+                if path.suffix in suffixes and UNCOUNTED.isdisjoint(inside):
+                    row = sizes.setdefault(room, [0] * len(LANGUAGES))
+                    row[i] += path.read_bytes().count(b"\n")
+
+    package = root / "src" / "infer"
+    for folder in [package, *sorted(path for path in package.rglob("*") if path.is_dir())]:
+        room = ".".join(folder.relative_to(package).parts) or "infer"
+        count(room, folder.iterdir())
+    for name in BESIDE:
+        count(name, (root / name).rglob("*"))
+    return sizes
+
+
+def size_table(sizes: dict[str, list[int]], page: str) -> str:
+    """The lines of each room, to the next 50. A number of the page stays if it is about right."""
+    shown = dict(shown_sizes(page))
+
+    def rounded(room: str, i: int, lines: int) -> int:
+        before = shown.get(room, [])[i : i + 1]
+        if before and is_about(before[0], lines):
+            return before[0]
+        return max(50, round(lines / 50) * 50) if lines else 0
+
+    rows = [f"| room | {' | '.join(LANGUAGES)} |", "|---" * (1 + len(LANGUAGES)) + "|"]
+    for room, lines in sizes.items():
+        numbers = [rounded(room, i, number) for i, number in enumerate(lines)]
+        cells = " | ".join(f"{number:,}" if number else "" for number in numbers)
+        rows.append(f"| {room if room in BESIDE else f'`{room}`'} | {cells} |")
+    return "\n".join(rows)
+
+
+def shown_sizes(page: str) -> Iterator[tuple[str, list[int]]]:
+    """The rooms in the page's table of lines, with their numbers."""
+    table = page.partition("<!-- sizes -->\n")[2].partition("<!-- end of sizes -->")[0]
+    for row in table.splitlines()[2:]:
+        room, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        yield room.strip("`"), [int(cell.replace(",", "") or 0) for cell in cells]
+
+
 def with_tables(page: str) -> str:
     """The page with its tables made anew, between their marks."""
-    for mark, table in (("layers", layer_table()), ("modules", module_table())):
+    tables = {
+        "layers": layer_table(),
+        "modules": module_table(),
+        "sizes": size_table(room_sizes(ROOT), page),
+    }
+    for mark, table in tables.items():
         begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
         head, found, rest = page.partition(begin)
         assert found, f"docs/architecture.md has no mark {begin!r}"
@@ -432,6 +504,26 @@ def with_tables(page: str) -> str:
 def test_the_tables_of_the_page_are_those_of_the_source() -> None:
     page = PAGE.read_text()
     assert with_tables(page) == page, "run python tests/test_architecture.py"
+
+
+def test_the_table_of_lines_is_made_anew_where_a_room_has_grown(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "infer"
+    for file, lines in (("x.py", 90), ("y/a.cpp", 1020), ("y/b.js", 2), ("y/vendor/c.js", 999)):
+        path = package / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n" * lines)
+    sizes = room_sizes(tmp_path)
+    assert sizes == {"infer": [90, 0, 0], "y": [0, 1020, 2]}
+
+    def page(table: str) -> str:
+        return f"<!-- sizes -->\n{table}\n<!-- end of sizes -->"
+
+    table = size_table(sizes, page(""))
+    assert table.splitlines()[2:] == ["| `infer` | 100 |  |  |", "| `y` |  | 1,000 | 50 |"]
+    assert size_table({"infer": [190, 0, 0], "y": [0, 900, 90]}, page(table)) == table
+    for grown in ({**sizes, "infer": [210, 0, 0]}, {**sizes, "z": [1, 0, 0]}, {"y": sizes["y"]}):
+        assert size_table(grown, page(table)) != table
+    assert size_table({**sizes, "y": [0, 1020, 0]}, page(table)) != table
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.kernels.layer_stack import AttendsThrough, Parts, stack_layers
+from infer.kernels.layer_stack import Parts, attends_through, stack_layers
 from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear, of_head
 from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.models.model import Attend
@@ -130,7 +130,7 @@ class Decoder:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens)
         cos, sin = self.rope.at(positions)
-        if self.stack is not None and isinstance(attend, AttendsThrough):
+        if self.stack is not None and attends_through(attend):
             return attend.through(self.stack, x, cos, sin)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
