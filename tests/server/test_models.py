@@ -229,7 +229,7 @@ def test_json_lines_of_the_log_carry_the_model(capfd: pytest.CaptureFixture[str]
     async def body(app: App, models: ModelRouter) -> None:
         for name in ("a", "b", "c", None):
             await app.post(COMPLETIONS, completion_body(model=name))
-        _, b = models._engines()
+        _, b = models.engines()
         os.kill(pid_of(b), signal.SIGKILL)
         async with asyncio.timeout(10):
             while not b.stats()["num_restarts"] or not b.is_ready:
