@@ -1,7 +1,8 @@
 """The layering and the rules of `docs/architecture.md`, enforced.
 
 `LEVELS` is the only place where the order of the rooms is written; the tables of the page are made
-from it and from the modules' own docstrings: `python tests/test_architecture.py` writes them. The
+from it, from the modules' own docstrings and from the sizes of the files:
+`python tests/test_architecture.py` writes them. The
 checks read the source with `ast`, so an import inside a function or under TYPE_CHECKING counts too.
 They are functions of a tree of sources; the tests at the end run them on trees that are broken on
 purpose, to show that each of them can fail.
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,7 +70,10 @@ LEVELS = (
         "the core in a thread; what has arrived for a request; what a step did, as text; what fits"
         " into memory",
     ),
-    Level("engine.client.async_llm engine.process.messages", "the asyncio façade; frames"),
+    Level(
+        "engine.client.async_llm engine.process.messages cells",
+        "the asyncio façade; frames; an explicit batch over cells that the caller manages",
+    ),
     Level(
         "engine.build.assemble engine.process.child engine.process.engine_run",
         "the composition root; the engine process, from inside and from outside",
@@ -107,7 +111,7 @@ LIBRARIES = {
     **dict.fromkeys(("errors", "version", "schedule", "engine.core"), ()),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
-# Concrete parts that only the composition root may name.
+# Concrete parts that only the composition roots may name.
 CONCRETE = (
     "infer.attention.cpu",
     "infer.attention.sdpa",
@@ -116,7 +120,7 @@ CONCRETE = (
     "infer.runner.model_runner",
     "infer.runner.kv_storage",
 )
-COMPOSITION_ROOT = "engine.build.assemble"
+COMPOSITION_ROOTS = ("engine.build.assemble", "cells.cell_model")
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FUNCTION_LINES = 60
 TRITON = "kernels.cuda"
@@ -212,7 +216,7 @@ def ban_problems(root: Path) -> list[str]:
             for package, banned in BANNED:
                 if is_inside(name, package) and is_inside(target, banned):
                     problems.append(f"{name} imports {target}, which {package or 'infer'} must not")
-            if target in CONCRETE and name != COMPOSITION_ROOT:
+            if target in CONCRETE and name not in COMPOSITION_ROOTS:
                 problems.append(f"{name} names the concrete {target}")
             library = target.split(".")[0]
             if library in {*sys.stdlib_module_names, "infer", "__future__"}:
@@ -417,9 +421,79 @@ def module_table() -> str:
     return "\n".join(rows)
 
 
+LANGUAGES = {
+    "Python": (".py",),
+    "C++": (".cpp", ".h"),
+    "JavaScript": (".js", ".mjs"),
+}
+"""the columns of the table of lines, and the files that they count"""
+BESIDE = ("tests", "benchmarks", "examples", "training")
+"""folders beside the package, each counted as a whole"""
+UNCOUNTED = {"demo_model", "vendor", "node_modules", "__pycache__"}
+"""folders with files that were not written here"""
+
+
+def is_about(shown: int, lines: int) -> bool:
+    """Whether a number in the table still tells how much a room holds; an exact one would have to
+    be written with every change."""
+    return (shown > 0) is (lines > 0) and abs(shown - lines) <= max(100, lines // 5)
+
+
+def room_sizes(root: Path) -> dict[str, list[int]]:
+    """Lines by room (a folder of the package, or what is beside it), in each of `LANGUAGES`."""
+    sizes: dict[str, list[int]] = {}
+
+    def count(room: str, paths: Iterable[Path]) -> None:
+        for path in paths:
+            for i, suffixes in enumerate(LANGUAGES.values()):
+                inside = path.relative_to(root).parts
+                if path.suffix in suffixes and UNCOUNTED.isdisjoint(inside):
+                    row = sizes.setdefault(room, [0] * len(LANGUAGES))
+                    row[i] += path.read_bytes().count(b"\n")
+
+    package = root / "src" / "infer"
+    for folder in [package, *sorted(path for path in package.rglob("*") if path.is_dir())]:
+        room = ".".join(folder.relative_to(package).parts) or "infer"
+        count(room, folder.iterdir())
+    for name in BESIDE:
+        count(name, (root / name).rglob("*"))
+    return sizes
+
+
+def size_table(sizes: dict[str, list[int]], page: str) -> str:
+    """The lines of each room, to the next 50. A number of the page stays if it is about right."""
+    shown = dict(shown_sizes(page))
+
+    def rounded(room: str, i: int, lines: int) -> int:
+        before = shown.get(room, [])[i : i + 1]
+        if before and is_about(before[0], lines):
+            return before[0]
+        return max(50, round(lines / 50) * 50) if lines else 0
+
+    rows = [f"| room | {' | '.join(LANGUAGES)} |", "|---" * (1 + len(LANGUAGES)) + "|"]
+    for room, lines in sizes.items():
+        numbers = [rounded(room, i, number) for i, number in enumerate(lines)]
+        cells = " | ".join(f"{number:,}" if number else "" for number in numbers)
+        rows.append(f"| {room if room in BESIDE else f'`{room}`'} | {cells} |")
+    return "\n".join(rows)
+
+
+def shown_sizes(page: str) -> Iterator[tuple[str, list[int]]]:
+    """The rooms in the page's table of lines, with their numbers."""
+    table = page.partition("<!-- sizes -->\n")[2].partition("<!-- end of sizes -->")[0]
+    for row in table.splitlines()[2:]:
+        room, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        yield room.strip("`"), [int(cell.replace(",", "") or 0) for cell in cells]
+
+
 def with_tables(page: str) -> str:
     """The page with its tables made anew, between their marks."""
-    for mark, table in (("layers", layer_table()), ("modules", module_table())):
+    tables = {
+        "layers": layer_table(),
+        "modules": module_table(),
+        "sizes": size_table(room_sizes(ROOT), page),
+    }
+    for mark, table in tables.items():
         begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
         head, found, rest = page.partition(begin)
         assert found, f"docs/architecture.md has no mark {begin!r}"
@@ -430,6 +504,26 @@ def with_tables(page: str) -> str:
 def test_the_tables_of_the_page_are_those_of_the_source() -> None:
     page = PAGE.read_text()
     assert with_tables(page) == page, "run python tests/test_architecture.py"
+
+
+def test_the_table_of_lines_is_made_anew_where_a_room_has_grown(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "infer"
+    for file, lines in (("x.py", 90), ("y/a.cpp", 1020), ("y/b.js", 2), ("y/vendor/c.js", 999)):
+        path = package / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n" * lines)
+    sizes = room_sizes(tmp_path)
+    assert sizes == {"infer": [90, 0, 0], "y": [0, 1020, 2]}
+
+    def page(table: str) -> str:
+        return f"<!-- sizes -->\n{table}\n<!-- end of sizes -->"
+
+    table = size_table(sizes, page(""))
+    assert table.splitlines()[2:] == ["| `infer` | 100 |  |  |", "| `y` |  | 1,000 | 50 |"]
+    assert size_table({"infer": [190, 0, 0], "y": [0, 900, 90]}, page(table)) == table
+    for grown in ({**sizes, "infer": [210, 0, 0]}, {**sizes, "z": [1, 0, 0]}, {"y": sizes["y"]}):
+        assert size_table(grown, page(table)) != table
+    assert size_table({**sizes, "y": [0, 1020, 0]}, page(table)) != table
 
 
 if __name__ == "__main__":

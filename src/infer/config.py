@@ -108,10 +108,12 @@ _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
 
 @functools.cache
 def settings_of(config: type[Any]) -> tuple[Setting, ...]:
-    """The fields of a settings class, in their order."""
+    """The fields of a settings class that are options, in their order."""
     annotations = get_type_hints(config, include_extras=True)
     found = []
     for spec in dataclasses.fields(config):
+        if "help" not in spec.metadata:  # no option
+            continue
         kind: Any = inspect.type_info(annotations[spec.name])
         if isinstance(kind, inspect.UnionType):
             (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))

@@ -21,7 +21,7 @@ from infer.cli.plain import note, visible
 from infer.cli.terminal import write_stream
 from infer.errors import InferError
 from infer.types import TextDelta
-from tests.support.request_stories import STORY
+from tests.support.request_traces import TRACE
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"
 HOSTILE = {
@@ -73,7 +73,7 @@ def test_errors_of_the_start_read_no_markup(model: str) -> None:
 
 
 def test_a_story_reads_no_markup() -> None:
-    trace: dict[str, Any] = json.loads(json.dumps(STORY))
+    trace: dict[str, Any] = json.loads(json.dumps(TRACE))
     trace.update(id="[/x]", path="[bold]" + CLIPBOARD, outcome="[red]o")
     trace["events"][1]["behind"] = ["[/y]"]
     trace["slowest_gaps"][0]["slowest_step"]["prompts_of"] = ["[/z]" + CLIPBOARD]
@@ -92,10 +92,10 @@ ANSWERS: list[tuple[int, bytes]] = [
     (200, b"{}"),
     (200, b"\xff\xfe"),
     (200, b"[" * 100_000),
-    (200, json.dumps({**STORY, "events": 5}).encode()),
-    (200, json.dumps({**STORY, "events": [{}]}).encode()),
-    (200, json.dumps({**STORY, "slowest_gaps": ["x"]}).encode()),
-    (200, json.dumps({**STORY, "total_ms": "soon"}).encode()),
+    (200, json.dumps({**TRACE, "events": 5}).encode()),
+    (200, json.dumps({**TRACE, "events": [{}]}).encode()),
+    (200, json.dumps({**TRACE, "slowest_gaps": ["x"]}).encode()),
+    (200, json.dumps({**TRACE, "total_ms": "soon"}).encode()),
     (500, b"hello"),
     (500, b"[]"),
     (404, b'{"error": 5}'),

@@ -91,7 +91,7 @@ def test_leaving_aborts(how: str) -> None:
     run(body, step_s=0.002)
 
 
-def test_a_full_engine_refuses_at_the_door_and_takes_others_later() -> None:
+def test_a_full_engine_refuses_at_once_and_takes_others_later() -> None:
     async def body(llm: AsyncLLM) -> None:
         params = GREEDY.replace(max_tokens=400)
         async with llm.stream(llm.make_request("a", params)):

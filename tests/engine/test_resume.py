@@ -79,7 +79,7 @@ def token(name: str, token_id: int, reason: FinishReason | None = None) -> StepO
     return StepOutput(name, token_id, reason)
 
 
-def test_the_ledger_knows_what_goes_on_and_where() -> None:
+def test_the_journal_knows_what_goes_on_and_where() -> None:
     journal = RequestJournal()
     for name in "abcd":
         journal.add(request(name))

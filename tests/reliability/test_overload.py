@@ -97,12 +97,12 @@ def run_mixed_load(count: int, tmp_path: Path) -> None:
     Findings().note(1, "the ledger under load", load, **counted)
 
 
-def test_the_ledger(tmp_path: Path) -> None:
+def test_every_request_is_counted(tmp_path: Path) -> None:
     run_mixed_load(1000, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_ledger_for_longer(tmp_path: Path) -> None:
+def test_every_request_is_counted_for_longer(tmp_path: Path) -> None:
     run_mixed_load(40_000, tmp_path)
 
 

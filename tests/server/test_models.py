@@ -19,12 +19,12 @@ import pytest
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
-from infer.server import multi_model as module
 from infer.server.app import create_app, layers
 from infer.server.multi_model import ModelRouter, configs_of
 from infer.server.serve import _log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import launch_hash_llm, make_hash_llm, pid_of
 from tests.support.serving import (
     CHAT,
@@ -63,7 +63,7 @@ def used(
         app.app = models.make_app(layers(settings, (models.seen,)))
         async with app.app.router.lifespan_context(app.app):
             await body(app, models)
-        assert not any(engine.is_alive for engine in models._engines())
+        assert not any(engine.is_alive for engine in models.engines())
 
     asyncio.run(main())
 
@@ -159,11 +159,11 @@ def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
         many = [app.post(COMPLETIONS, completion_body(model="b")) for _ in range(10)]
         assert {reply.status for reply in await asyncio.gather(*many)} == {200}
         assert (loads, await statuses(app)) == (["b"], {"a": "unloaded", "b": "loaded"})
-        (engine,) = models._engines()
+        (engine,) = models.engines()
         long = await app.post(COMPLETIONS, completion_body(model="b", **LONG))  # 0.8 s
         assert (long.status, loads) == (200, ["b"])
         async with asyncio.timeout(3):
-            while models._engines():
+            while models.engines():
                 await asyncio.sleep(0.02)
         assert not engine.is_alive
         assert (await app.post(COMPLETIONS, completion_body(model="b"))).status == 200
@@ -174,9 +174,12 @@ def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
 
 
 def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "RETRY_LOAD_S", 0.3)
+    is_repaired = False
+
+    def repaired() -> AsyncLLM:
+        return make_hash_llm() if is_repaired else broken()
 
     async def body(app: App, models: ModelRouter) -> None:
         for _ in range(2):
@@ -188,11 +191,12 @@ def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
         assert (await app.post(COMPLETIONS, completion_body(model="good"))).status == 200
         assert await statuses(app) == {"bad": "failed", "good": "loaded"}
         assert (await app.get("/health/ready")).status == 200
-        models._models["bad"].launch = make_hash_llm
+        nonlocal is_repaired
+        is_repaired = True
         await asyncio.sleep(0.3)
         assert (await app.post(COMPLETIONS, completion_body(model="bad"))).status == 200
 
-    used(body, {"bad": broken, "good": make_hash_llm})
+    used(body, {"bad": repaired, "good": make_hash_llm}, limits=ServerLimits(retry_load_s=0.3))
     assert "/secret/path" in caplog.text
     with pytest.raises(LoadError, match="no such file"):
         used(body, {"bad": broken, "worse": broken})
@@ -204,7 +208,7 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
             asyncio.create_task(app.post(COMPLETIONS, completion_body(model=name, **LONG)))
             for name in "ab"
         ]
-        a, b = models._engines()
+        a, b = models.engines()
         async with asyncio.timeout(5):
             while not (a.stats()["num_running"] and b.stats()["num_running"]):
                 await asyncio.sleep(0.005)
@@ -225,7 +229,7 @@ def test_json_lines_of_the_log_carry_the_model(capfd: pytest.CaptureFixture[str]
     async def body(app: App, models: ModelRouter) -> None:
         for name in ("a", "b", "c", None):
             await app.post(COMPLETIONS, completion_body(model=name))
-        _, b = models._engines()
+        _, b = models.engines()
         os.kill(pid_of(b), signal.SIGKILL)
         async with asyncio.timeout(10):
             while not b.stats()["num_restarts"] or not b.is_ready:
@@ -286,7 +290,7 @@ def test_what_nobody_expected_reaches_the_edge(
         asking = asyncio.create_task(
             app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
         )
-        (engine,) = models._engines()
+        (engine,) = models.engines()
         async with asyncio.timeout(5):
             while not engine.stats()["num_running"]:
                 await asyncio.sleep(0.002)

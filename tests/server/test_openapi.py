@@ -52,7 +52,7 @@ def bodies(document: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 def test_every_field_that_is_read_is_in_the_document_and_no_other(tmp_path: Path) -> None:
     document = the_document()
-    names = {name for model in wire_models() for name in (*model.model_fields, *model.inert_fields)}
+    names = {name for model in wire_models() for name in (*model.model_fields, *model.ignored)}
     names |= {name for _, _, schema in bodies(document) for name in schema["properties"]}
     names |= {"zzz", *ignored_fields.REQUEST_FIELDS}
 

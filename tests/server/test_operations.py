@@ -125,17 +125,17 @@ def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture
     assert {context["model"] for context in visits.values()} == {"hash-model"}
 
 
-@pytest.mark.parametrize(("slow_ms", "num_tokens", "is_live"), [(2500, 1, False), (250, 9, True)])
+@pytest.mark.parametrize(("slow_ms", "num_tokens", "is_live"), [(1600, 1, False), (200, 8, True)])
 def test_an_engine_that_makes_no_progress_is_not_live(
     slow_ms: int, num_tokens: int, is_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soon as the soft limit has passed. An engine with slow steps or without work is live."""
-    monkeypatch.setattr(async_llm, "SOFT_LIMIT_S", 1.5)
+    monkeypatch.setattr(async_llm, "SOFT_LIMIT_S", 1.0)
     monkeypatch.setenv("INFER_WRAP_CORE", "tests.support.faults:wrapped")
     monkeypatch.setenv("INFER_FAULT_SLOW_STEP_MS", str(slow_ms))
 
     async def use(app: App) -> None:
-        await asyncio.sleep(1.7)
+        await asyncio.sleep(1.1)
         assert (await app.get("/health/live")).status == 200  # idle
         body = completion_body(max_tokens=num_tokens, ignore_eos=True)
         asking = asyncio.ensure_future(app.post(COMPLETIONS, body))

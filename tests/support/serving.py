@@ -272,9 +272,9 @@ def spelled(text: str) -> list[int]:
 @contextmanager
 def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
     """Run a server on a free port; yields its URL."""
-    with bind(port=0) as sock:
+    settings = ServerSettings(**how)
+    with bind(port=0, limits=settings.limits) as sock:
         listening = threading.Event()
-        settings = ServerSettings(**how)
         server = Server(engine, sock, settings, announce=lambda line: listening.set())
         thread = threading.Thread(target=server.serve_until_stopped)
         thread.start()

@@ -83,13 +83,13 @@ class Endpoints:
         self._settings = settings
         ignores_unknown = settings.unknown_params == "ignore"
         self._bodies = BodyReader(offload, engine.model_name, ignores_unknown=ignores_unknown)
-        self.traces = RequestTraces(engine)
+        self.traces = RequestTraces(engine, settings.limits)
         if settings.tracing:
             self.traces.on_end.append(make_tracing(engine.model_name))
         quota = Quota(
             settings.max_sessions, settings.max_session_messages, settings.max_session_bytes
         )
-        self.sessions = SessionRoutes(settings.sessions, offload, quota)
+        self.sessions = SessionRoutes(settings.sessions, offload, quota, settings.limits)
         self.generation = GenerationPipeline(
             engine,
             offload,
@@ -100,7 +100,7 @@ class Endpoints:
             settings,
         )
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
-        self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage)
+        self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage, settings.limits)
         self._started = int(time.time())
         self._document: bytes | None = None
         """the OpenAPI document, once somebody has asked for it"""
@@ -327,7 +327,7 @@ def create_app(
 
     settings = settings or ServerSettings()
     generating = generating_apis(settings) if generating is None else generating
-    offload = Offload()
+    offload = Offload(settings.limits)
     endpoints = Endpoints(engine, offload, settings)
     outer = layers(settings, (endpoints.metrics.seen,), engine.model_name)
     app = Starlette(

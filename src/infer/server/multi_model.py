@@ -39,11 +39,10 @@ from infer.server.observe.metrics import CONTENT_TYPE, text_of
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.offload import PARSED, Offload
 from infer.server.request_endpoints import cancelled, listed, shown
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
 
-RETRY_LOAD_S = 15.0
-"""The seconds for which a model that could not be loaded is not tried again."""
 _NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}=.+")
 
 
@@ -131,6 +130,7 @@ class ModelRouter:
         *,
         idle_unload_s: float | None = None,
         end_loads: Callable[[], None] = lambda: None,
+        limits: ServerLimits = SERVER_LIMITS,
         unknown_model_statuses: Mapping[str, int] | None = None,
     ) -> None:
         """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
@@ -147,7 +147,8 @@ class ModelRouter:
         self._ending = asyncio.Event()
         """Set when the server ends; from then on nothing is loaded."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool = Offload()
+        self._limits = limits
+        self._pool = Offload(limits)
         self._created = int(time.time())
         self._draining = False
 
@@ -161,14 +162,14 @@ class ModelRouter:
     @property
     def num_open(self) -> int:
         """The number of requests that run in all engines."""
-        return sum(engine.num_open for engine in self._engines())
+        return sum(engine.num_open for engine in self.engines())
 
     def drain(self) -> None:
         """Let running requests finish, and refuse new ones."""
         self._draining = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ending.set)
-        for engine in self._engines():
+        for engine in self.engines():
             engine.drain()
 
     async def close(self) -> None:
@@ -176,9 +177,10 @@ class ModelRouter:
         self._draining = True
         self._ending.set()
         await asyncio.to_thread(self._end_loads)
-        await asyncio.gather(*[engine.close() for engine in self._engines()])
+        await asyncio.gather(*[engine.close() for engine in self.engines()])
 
-    def _engines(self) -> list[AsyncLLM]:
+    def engines(self) -> list[AsyncLLM]:
+        """The engines that are loaded."""
         return [model.engine for model in self._models.values() if model.engine is not None]
 
     # ---- loading and unloading
@@ -197,7 +199,7 @@ class ModelRouter:
 
     def _note_failure(self, model: _Model, error: LoadError) -> None:
         log.error("the model %r cannot be loaded: %s", model.name, error)
-        model.refused_until_s = time.monotonic() + RETRY_LOAD_S
+        model.refused_until_s = time.monotonic() + self._limits.retry_load_s
 
     async def _app_of(self, model: _Model) -> Starlette:
         model.used_s = time.monotonic()
@@ -378,7 +380,7 @@ class ModelRouter:
         }
 
     async def _health(self, _: Request) -> Response:
-        engines = self._engines()
+        engines = self.engines()
         if len(engines) == len(self._models) and not any(engine.is_live for engine in engines):
             raise EngineDeadError("no engine is running")
         return JSONResponse({"status": "ok"})

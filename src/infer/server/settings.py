@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from infer.config import NonNegativeInt, at_least, check_fields, option
 from infer.errors import ConfigError
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,8 @@ class ServerSettings:
         "Names, separated by commas, that a Host header may have in addition to localhost, as"
         " behind a proxy; checked only without keys, on loopback.",
     )
+    limits: ServerLimits = SERVER_LIMITS
+    """no option"""
 
     def __post_init__(self) -> None:
         check_fields(self)

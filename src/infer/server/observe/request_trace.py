@@ -1,11 +1,11 @@
 """`RequestTraces`: what happened to each request and when, from the events of the engine's steps.
 
 An `Observer` of the engine. A trace is kept from the moment when a request is accepted until
-`MAX_RECENT` others of its owner have ended after it, or `MAX_RECENT_IN_ALL` of all owners, of whom
-the one with the most loses his oldest. It has at most `MAX_EVENTS` events and the `NUM_GAPS`
-longest gaps between two tokens, each with what the slowest step in it was doing. A token costs one
-look-up, one subtraction and two comparisons. Ids are those that the server makes; the names of
-other owners' requests are not shown.
+`max_traces_of_owner` others of its owner have ended after it, or `max_traces` of all owners, of
+whom the one with the most loses its oldest (`ServerLimits`). It has at most `max_trace_events`
+events and the `NUM_GAPS` longest gaps between two tokens, each with what the slowest step in it was
+doing. A token costs one look-up, one subtraction and two comparisons. Ids are those that the server
+makes; the names of other owners' requests are not shown.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.types import FinishReason, Request, StepOutput
 from infer.types.ends import outcome_of
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 from infer.types.step_events import (
     Admitted,
     ComputedChunk,
@@ -34,10 +35,6 @@ from infer.types.step_events import (
     StepEvents,
 )
 
-MAX_RECENT = 256
-"""number of ended traces that are kept for one owner"""
-MAX_RECENT_IN_ALL = 1024
-MAX_EVENTS = 128
 NUM_GAPS = 5
 MAX_STEPS = 256
 """number of latest steps that can explain a slow gap"""
@@ -77,6 +74,7 @@ class RequestTrace:
     context: RequestContext
     num_prompt: int
     max_tokens: int
+    max_events: int = SERVER_LIMITS.max_trace_events
     choices: dict[str, ChoiceTrace] = field(default_factory=dict)
     """engine's request id → choice"""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -90,7 +88,7 @@ class RequestTrace:
 
     def record(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
         """Add an event while there is room; the last place is kept for `finished`."""
-        if len(self.events) < MAX_EVENTS - (kind != "finished"):
+        if len(self.events) < self.max_events - (kind != "finished"):
             own = {"choice": choice} if choice else {}
             self.events.append({"at_ms": self.ms(at_s), "event": kind, **own, **details})
         else:
@@ -150,8 +148,9 @@ class Histogram:
 class RequestTraces:
     """See the module's docstring. Lives on the event loop."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, limits: ServerLimits = SERVER_LIMITS) -> None:
         self._engine = engine
+        self._limits = limits
         self._open: dict[str, RequestTrace] = {}
         self._ended: dict[str, RequestTrace] = {}
         self._ended_of: dict[str, dict[str, None]] = {}
@@ -174,7 +173,8 @@ class RequestTraces:
         num_prompt: int,
     ) -> RequestTrace:
         """Begin the trace of an accepted request; it ends with the answer to the HTTP request."""
-        trace = RequestTrace(answer_id, owner, context, num_prompt, requests[0].max_tokens)
+        max_tokens, max_events = requests[0].max_tokens, self._limits.max_trace_events
+        trace = RequestTrace(answer_id, owner, context, num_prompt, max_tokens, max_events)
         for index, request in enumerate(requests):
             choice_trace = ChoiceTrace(trace, index)
             trace.choices[request.request_id] = self._choices[request.request_id] = choice_trace
@@ -197,9 +197,9 @@ class RequestTraces:
         self._ended[trace.context.id] = trace
         own = self._ended_of.setdefault(trace.owner, {})
         own[trace.context.id] = None
-        if len(own) > MAX_RECENT:
+        if len(own) > self._limits.max_traces_of_owner:
             self._forget(trace.owner)
-        elif len(self._ended) > MAX_RECENT_IN_ALL:
+        elif len(self._ended) > self._limits.max_traces:
             self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
         trace.context.trace_summary = summary(trace)
         for listener in self.on_end:
@@ -357,8 +357,8 @@ class RequestTraces:
 
 def not_found() -> HttpError:
     """The error for an unknown id, or one of another owner."""
-    message = "there is no such request; the server remembers those that run and"
-    return HttpError(404, f"{message} {MAX_RECENT} more", code="request_not_found")
+    message = "there is no such request; the server remembers those that run and some that ended"
+    return HttpError(404, message, code="request_not_found")
 
 
 def summary(trace: RequestTrace) -> dict[str, Any]:

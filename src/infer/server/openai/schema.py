@@ -242,7 +242,7 @@ CONVERSATION: dict[str, dict[str, Any]] = {
 class StreamOptions(Wire):
     """Options of a streamed answer."""
 
-    inert_fields = ignored_fields.STREAM_FIELDS
+    ignored = ignored_fields.STREAM_FIELDS
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """whether every piece has the usage so far, if `include_usage` is true"""
@@ -359,7 +359,7 @@ class SampledBody(GeneratingBody):
 class Generation(SampledBody):
     """The fields that both of OpenAI's generating endpoints accept."""
 
-    inert_fields = ignored_fields.REQUEST_FIELDS
+    ignored = ignored_fields.REQUEST_FIELDS
 
     n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
     stream_options: StreamOptions | None = None
@@ -387,7 +387,7 @@ class Generation(SampledBody):
 class Message(Wire):
     """A message of a conversation; one that calls tools needs no content."""
 
-    inert_fields = ignored_fields.MESSAGE_FIELDS
+    ignored = ignored_fields.MESSAGE_FIELDS
     role: Role
     content: Annotated[str | None, plain(_content, str | list[dict[str, str]])] = None
     name: str | None = None
@@ -446,7 +446,7 @@ class Conversation(Body):
 class TokenizeChatBody(Conversation):
     """`POST /tokenize` of messages."""
 
-    inert_fields = ignored_fields.TOKENIZE_CHAT_FIELDS
+    ignored = ignored_fields.TOKENIZE_CHAT_FIELDS
     return_token_strs: bool = False
 
 

@@ -62,7 +62,7 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
     core.scheduler.check()
 
 
-def test_without_accounts_it_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shares_it_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FairShare, "several", False)
     with pytest.raises(AssertionError):
         test_a_flood_costs_the_other_one_step(400)
