@@ -21,6 +21,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
 from infer.server.multi_model import ModelRouter, configs_of
+from infer.server.serve import log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.types.server_limits import ServerLimits
@@ -222,6 +223,26 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
         assert (a.stats()["num_restarts"], b.stats()["num_restarts"]) == (1, 0)
 
     used(body, dict.fromkeys("ab", partial(launch_hash_llm, step_s=0.004)))
+
+
+def test_json_lines_of_the_log_carry_the_model(capfd: pytest.CaptureFixture[str]) -> None:
+    async def body(app: App, models: ModelRouter) -> None:
+        for name in ("a", "b", "c", None):
+            await app.post(COMPLETIONS, completion_body(model=name))
+        _, b = models.engines()
+        os.kill(pid_of(b), signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while not b.stats()["num_restarts"] or not b.is_ready:
+                await asyncio.sleep(0.005)
+
+    with log_on_stderr("json"):
+        used(body, {name: partial(launch_hash_llm, served_model_name=name) for name in "ab"})
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    requests = [line["model"] for line in lines if line["message"] == "request"]
+    assert requests == ["a", "b", None, "a"]
+    (died,) = [line for line in lines if "the engine process has died" in line["message"]]
+    (again,) = [line for line in lines if "another engine process" in line["message"]]
+    assert (died["model"], again["model"]) == ("b", "b")
 
 
 def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:

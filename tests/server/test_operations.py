@@ -121,6 +121,7 @@ def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture
     assert sorted(statuses) == [200, 200, 200, 200, 400, 404, 499]
     (last,) = [context for context in visits.values() if context["status"] == 404]
     assert (last["client_request_id"], last["path"]) == ("mine", "/no\nsuch")
+    assert {context["model"] for context in visits.values()} == {"hash-model"}
 
 
 @pytest.mark.parametrize(("slow_ms", "num_tokens", "is_live"), [(1600, 1, False), (200, 8, True)])

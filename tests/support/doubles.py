@@ -293,13 +293,16 @@ def pid_of(llm: AsyncLLM) -> int:
 
 
 def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
-    """The blueprint of a hash core for an engine process; `settings` as in `make_hash_core`."""
+    """The blueprint of a hash core for an engine process; `settings` as in `make_hash_core`, and
+    the model's name."""
+    settings = dict(settings)
+    name = settings.pop("served_model_name", "hash-model")
 
     def build(announce: Callable[[str | None], None]) -> tuple[EngineCore, EngineLimits]:
         core = make_hash_core(announce=announce, **settings)
         return core, limits_of(core)
 
-    return Blueprint("hash-model", small_text_files(), build)
+    return Blueprint(name, small_text_files(), build)
 
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:

@@ -43,6 +43,7 @@ from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.large_json import json_response, render
 from infer.server.openai.openapi import document, each, takes
 from infer.server.openai.schema import Body, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from infer.server.openai.typed_completions import TypedCompletionsApi
 from infer.server.request_endpoints import cancelled, listed, shown
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Quota
@@ -57,6 +58,20 @@ GENERATING: tuple[GeneratingApi[Any], ...] = (CompletionsApi(), ChatApi())
 """the endpoints that generate"""
 _BYTES_AN_ID = 8
 """size of a token id in an answer, about"""
+
+
+def generating_apis(settings: ServerSettings) -> tuple[GeneratingApi[Any], ...]:
+    """The rows of `GENERATING`, in the formats that the settings choose."""
+    if settings.completions_api == "openai":
+        return GENERATING
+    return tuple(
+        TypedCompletionsApi() if isinstance(api, CompletionsApi) else api for api in GENERATING
+    )
+
+
+def unknown_model_statuses(settings: ServerSettings) -> dict[str, int]:
+    """The status of a body that names an unknown model, by the path of the endpoint."""
+    return {api.path: api.body.unknown_model_status for api in generating_apis(settings)}
 
 
 class Endpoints:
@@ -251,12 +266,17 @@ class Endpoints:
 
 
 def layers(
-    settings: ServerSettings, on_end: Sequence[Callable[[RequestContext], None]] = ()
+    settings: ServerSettings,
+    on_end: Sequence[Callable[[RequestContext], None]] = (),
+    model: str = "",
 ) -> list[Middleware]:
-    """What is around an app, from the outside in."""
+    """What is around an app, from the outside in; `model`: name of the only one, if it is."""
     found = [
         Middleware(
-            RequestBoundary, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_request)
+            RequestBoundary,
+            write_stall_s=settings.write_stall_s,
+            on_end=(*on_end, log_request),
+            model=model,
         )
     ]
     found.append(
@@ -285,12 +305,13 @@ def create_app(
     engine: AsyncLLM,
     settings: ServerSettings | None = None,
     *,
-    generating: Sequence[GeneratingApi[Any]] = GENERATING,
+    generating: Sequence[GeneratingApi[Any]] | None = None,
     is_inner: bool = False,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. There are no paths but the ones below and those of `generating`, and no
-    redirects. `is_inner`: another app around this one has the outer layers, and starts and ends the
+    redirects. By default the settings choose the formats of `GENERATING`. `is_inner`: another app
+    around this one has the outer layers, and starts and ends the
     engine."""
 
     @asynccontextmanager
@@ -305,8 +326,10 @@ def create_app(
             offload.close()
 
     settings = settings or ServerSettings()
+    generating = generating_apis(settings) if generating is None else generating
     offload = Offload(settings.limits)
     endpoints = Endpoints(engine, offload, settings)
+    outer = layers(settings, (endpoints.metrics.seen,), engine.model_name)
     app = Starlette(
         routes=[
             *map(endpoints.generation.route, generating),
@@ -330,7 +353,7 @@ def create_app(
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
-        middleware=[] if is_inner else layers(settings, (endpoints.metrics.seen,)),
+        middleware=[] if is_inner else outer,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

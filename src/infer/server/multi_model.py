@@ -131,16 +131,19 @@ class ModelRouter:
         idle_unload_s: float | None = None,
         end_loads: Callable[[], None] = lambda: None,
         limits: ServerLimits = SERVER_LIMITS,
+        unknown_model_statuses: Mapping[str, int] | None = None,
     ) -> None:
         """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
         without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
         raise `LoadError`. `idle_unload_s` is the time after which an idle model is unloaded; None:
-        never."""
+        never. `unknown_model_statuses` are the statuses of requests for an unknown model, by path;
+        404 where a path is not named."""
         self._models = {name: _Model(name, launch) for name, launch in launches.items()}
         self._make_app = make_app
         self._idle_unload_s = idle_unload_s
         self._loader = _Loader()
         self._end_loads = end_loads
+        self._unknown_model_statuses = unknown_model_statuses or {}
         self._ending = asyncio.Event()
         """Set when the server ends; from then on nothing is loaded."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -317,17 +320,17 @@ class ModelRouter:
         if scope["method"] == "POST" and "content-type" in request.headers:
             scope[PARSED] = body = await self._pool.read_object(request)
             name = body.get("model", name)
-        model = self._find(name)
+        model = self._find(name, self._unknown_model_statuses.get(request.url.path, 404))
         RequestContext.of(scope).model = model.name
         app = await self._app_of(model)
         await app(scope, receive, send)
 
-    def _find(self, name: Any) -> _Model:
+    def _find(self, name: Any, unknown_status: int = 404) -> _Model:
         if name is None:
             return next(iter(self._models.values()))
         if not isinstance(name, str) or name not in self._models:
             message = f"there is no such model here; this server has {self.model_name}"
-            raise HttpError(404, message, param="model", code="model_not_found")
+            raise HttpError(unknown_status, message, param="model", code="model_not_found")
         return self._models[name]
 
     def _states(self, request: Request) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from infer.engine.loop import freeze_heap
 from infer.engine.process.launch import Loads
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
-from infer.server.app import create_app, layers
+from infer.server.app import create_app, layers, unknown_model_statuses
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.multi_model import ModelRouter
@@ -447,6 +447,7 @@ def serve_config(
                 idle_unload_s=settings.idle_unload_s,
                 end_loads=loads.end,
                 limits=settings.limits,
+                unknown_model_statuses=unknown_model_statuses(settings),
             )
             if not settings.load_on_first_use:
                 engine.load_all()

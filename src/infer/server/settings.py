@@ -33,6 +33,11 @@ class ServerSettings:
     load_timeout_s: Annotated[float, at_least(1)] = option(
         3600.0, "Seconds that an engine has to load."
     )
+    completions_api: Literal["openai", "typed"] = option(
+        "openai",
+        "typed = /v1/completions always streams typed events and has statuses and defaults of its"
+        " own.",
+    )
     unknown_params: Literal["refuse", "ignore"] = option(
         "refuse",
         "What happens to unknown fields of a body; ignore = they are listed in X-Ignored-Params.",

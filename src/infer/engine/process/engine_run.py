@@ -7,6 +7,7 @@ a soft limit without a report its stacks are logged; after the caller's limit it
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
 import queue
@@ -57,7 +58,10 @@ class EngineRun:
         self._channel = messages.Channel(ours)
         self._writer = threading.Thread(target=self._write, args=(begin,), daemon=True)
         self._writer.start()
-        self._listener = threading.Thread(target=self._listen, name="infer-stderr", daemon=True)
+        context = contextvars.copy_context()  # its lines carry `LOG_FIELDS`, too
+        self._listener = threading.Thread(
+            target=context.run, args=(self._listen,), name="infer-stderr", daemon=True
+        )
         self._listener.start()
 
     @property

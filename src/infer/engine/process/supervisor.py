@@ -25,6 +25,7 @@ from infer.engine.process.engine_run import STOP_S, EngineRun
 from infer.engine.process.journal import RequestJournal
 from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
 from infer.errors import EngineDeadError, LoadError
+from infer.log_fields import LOG_FIELDS
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits
@@ -64,6 +65,10 @@ class EngineProcess:
         self._soft_limit_s = soft_limit_s
         self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
+        self._log_fields: dict[str, str] = {}
+        """the model's name, as soon as it is known"""
+        if settings.get("served_model_name"):
+            self._log_fields["model"] = settings["served_model_name"]
         level = logging.getLogger("infer").getEffectiveLevel()
         self._begin = messages.Begin(factory, dict(settings), level)
         self._hang_s = hang_s
@@ -89,6 +94,13 @@ class EngineProcess:
         `on_text` is called while it loads its weights; what it raises ends the process.
         """
         self._lifecycle.move(SupervisorState.LOADING)
+        token = LOG_FIELDS.set(self._log_fields)
+        try:
+            return self._launch(on_text)
+        finally:
+            LOG_FIELDS.reset(token)
+
+    def _launch(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
         engine_run = self._new_run()
         try:
             ready = self._greet(engine_run, on_text)
@@ -190,6 +202,7 @@ class EngineProcess:
         return EngineStats(stats.gauges, counted.plus(stats.counters))
 
     def _run(self) -> None:
+        LOG_FIELDS.set(self._log_fields)
         engine_run = self._engine_run
         try:
             while engine_run is not None:
@@ -307,6 +320,7 @@ class EngineProcess:
         for event in engine_run.events(None, load_timeout_s=self._load_timeout_s):
             match event:
                 case messages.Text():
+                    self._log_fields.setdefault("model", event.model_name)
                     on_text(event)
                 case messages.Refused():
                     raise event.error.exception()

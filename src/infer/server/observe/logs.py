@@ -20,6 +20,7 @@ import time
 from collections import deque
 from typing import Any, TextIO
 
+from infer.log_fields import LOG_FIELDS
 from infer.server.http.context import RequestContext
 from infer.threads import BackgroundThread
 
@@ -35,7 +36,8 @@ access = logging.getLogger("infer.access")
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one JSON object in one line; the record's `fields` become members."""
+    """Formats a record as one JSON object in one line; `LOG_FIELDS` and the record's `fields` are
+    members of it."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -45,6 +47,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **LOG_FIELDS.get(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -184,6 +187,7 @@ def log_request(context: RequestContext) -> None:
         "client_request_id": context.client_id,
         "client": context.client,
         "key": context.key_name or None,
+        "model": context.model or None,
         "method": context.method,
         "path": context.path,
         "status": context.status or 499,
