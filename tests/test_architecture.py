@@ -55,9 +55,10 @@ LEVELS = (
         " over pages",
     ),
     Level(
-        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client",
+        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client"
+        " engine.build.processors",
         "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, the"
-        " states of a supervisor, an engine as its façade sees it",
+        " states of a supervisor, an engine as its façade sees it; the machine's processors",
     ),
     Level(
         "engine.core engine.client.input engine.client.output engine.process.journal"
@@ -71,8 +72,9 @@ LEVELS = (
         " into memory",
     ),
     Level(
-        "engine.client.async_llm engine.process.messages cells",
-        "the asyncio façade; frames; an explicit batch over cells that the caller manages",
+        "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
+        "the asyncio façade; frames; what a machine is good for; an explicit batch over cells that"
+        " the caller manages",
     ),
     Level(
         "engine.build.assemble engine.process.child engine.process.engine_run",
@@ -108,7 +110,9 @@ BANNED = [
 ]
 # Beside the standard library, these may import nothing, or what is named.
 LIBRARIES = {
-    **dict.fromkeys(("errors", "version", "schedule", "engine.core"), ()),
+    **dict.fromkeys(
+        ("errors", "version", "schedule", "engine.core", "engine.build.processors"), ()
+    ),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
 # Concrete parts that only the composition roots may name.
