@@ -328,7 +328,7 @@ class Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _log_on_stderr(log_format: str) -> Iterator[None]:
+def log_on_stderr(log_format: str) -> Iterator[None]:
     """Writes logs to stderr: those of `infer`, and warnings of the libraries it stands on.
 
     Does nothing where the program has set up logging.
@@ -417,7 +417,7 @@ def serve_config(
         place = unix_socket(settings.uds)
     else:
         place = bind(host, port, settings.write_stall_s, settings.limits)
-    with _log_on_stderr(settings.log_format), place as sock:
+    with log_on_stderr(settings.log_format), place as sock:
         if not settings.uds:
             _check_reach(host, sock, settings)
         launch: Callable[[EngineConfig], AsyncLLM]

@@ -116,11 +116,11 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         model_name=config.served_model_name or checkpoint.name,
         files=text_of(checkpoint, config),
         build=build,
-        pinned=lambda core: _pinned(core, device),
+        pinned=lambda core: pinned_settings(core, device),
     )
 
 
-def _pinned(core: EngineCore, device: torch.device) -> dict[str, Any]:
+def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
     """Settings that an engine which replaces this one must keep.
 
     On a GPU the size of the cache follows from the memory that was free. The next engine continues
