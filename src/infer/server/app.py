@@ -27,6 +27,7 @@ from starlette.routing import BaseRoute, Route
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server.body_reader import BodyReader
+from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
@@ -51,6 +52,7 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
+from infer.server.viewers import EngineViewers
 
 W = TypeVar("W", bound=Body)
 
@@ -99,6 +101,7 @@ class Endpoints:
             self.sessions,
             settings,
         )
+        self.about_engine = EngineEndpoints(EngineViewers(engine, self.traces))
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
         self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage, settings.limits)
         self._started = int(time.time())
@@ -347,6 +350,7 @@ def create_app(
             Route("/health/live", endpoints.health, methods=["GET"]),
             Route("/health/ready", endpoints.ready, methods=["GET"]),
             *endpoints.sessions.routes(),
+            *endpoints.about_engine.routes(),
             Route("/metrics", endpoints.metrics_text, methods=["GET"]),
             Route("/stats", endpoints.stats, methods=["GET"]),
             Route("/openapi.json", endpoints.openapi, methods=["GET"]),

@@ -185,6 +185,8 @@ def _build(
         max_seq_len=plan.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=config.max_waiting_requests,
+        batching_mode=config.batching_mode,
+        page_size=plan.page_size,
     )
     held = None if before is None or after is None else after - before
     _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)
