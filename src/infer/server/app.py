@@ -50,6 +50,7 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
+from infer.server.ui.page import Page, PageLayer
 
 W = TypeVar("W", bound=Body)
 
@@ -231,9 +232,9 @@ class Endpoints:
         """Queue depth, batch sizes, waiting times."""
         return JSONResponse(self.metrics.stats())
 
-    @takes(answers=("text/plain",))
+    @takes(answers=("text/plain", "text/html"))
     async def index(self, http: HttpRequest) -> Response:
-        """This page."""
+        """This page; for browsers a page to chat with the model."""
         found = [
             f"{how:6} {route.path_format:28} {text}" for how, route, text in each(http.app.routes)
         ]
@@ -251,9 +252,11 @@ class Endpoints:
 
 
 def layers(
-    settings: ServerSettings, on_end: Sequence[Callable[[RequestContext], None]] = ()
+    settings: ServerSettings,
+    on_end: Sequence[Callable[[RequestContext], None]] = (),
+    page: Page | None = None,
 ) -> list[Middleware]:
-    """What is around an app, from the outside in."""
+    """What is around an app, from the outside in. `page`: for browsers; None = there is none."""
     found = [
         Middleware(
             RequestBoundary, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_request)
@@ -277,6 +280,8 @@ def layers(
                 expose_headers=["x-request-id", "x-warning", "retry-after"],
             )
         )
+    if page is not None:
+        found.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
     return [*found, Middleware(AuthMiddleware, keys=keys)]
 
@@ -287,11 +292,12 @@ def create_app(
     *,
     generating: Sequence[GeneratingApi[Any]] = GENERATING,
     is_inner: bool = False,
+    page: Page | None = None,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
-    it at the end. There are no paths but the ones below and those of `generating`, and no
-    redirects. `is_inner`: another app around this one has the outer layers, and starts and ends the
-    engine."""
+    it at the end. There are no paths but the ones below, those of `generating` and those of `page`,
+    and no redirects. `is_inner`: another app around this one has the outer layers, and starts and
+    ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -330,7 +336,7 @@ def create_app(
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
-        middleware=[] if is_inner else layers(settings, (endpoints.metrics.seen,)),
+        middleware=[] if is_inner else layers(settings, (endpoints.metrics.seen,), page),
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
