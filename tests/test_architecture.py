@@ -84,7 +84,7 @@ LEVELS = (
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
-    Level("server.observe", "traces, metrics, logs, spans"),
+    Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
     Level("server.tenancy", "keys, limits, shared prefixes"),
     Level("server.openai", "OpenAI's formats"),
     Level("server.offload", "long work beside the event loop"),

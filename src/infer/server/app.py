@@ -52,6 +52,7 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
+from infer.server.ui.page import Page, PageLayer
 from infer.server.viewers import EngineViewers
 
 W = TypeVar("W", bound=Body)
@@ -249,9 +250,9 @@ class Endpoints:
         """Queue depth, batch sizes, waiting times."""
         return JSONResponse(self.metrics.stats())
 
-    @takes(answers=("text/plain",))
+    @takes(answers=("text/plain", "text/html"))
     async def index(self, http: HttpRequest) -> Response:
-        """This page."""
+        """This page; for browsers a page to chat with the model."""
         found = [
             f"{how:6} {route.path_format:28} {text}" for how, route, text in each(http.app.routes)
         ]
@@ -272,8 +273,10 @@ def layers(
     settings: ServerSettings,
     on_end: Sequence[Callable[[RequestContext], None]] = (),
     model: str = "",
+    page: Page | None = None,
 ) -> list[Middleware]:
-    """What is around an app, from the outside in; `model`: name of the only one, if it is."""
+    """What is around an app, from the outside in. `model`: name of the only one, if it is; `page`:
+    for browsers, None = there is none."""
     found = [
         Middleware(
             RequestBoundary,
@@ -300,6 +303,8 @@ def layers(
                 expose_headers=["x-request-id", "x-warning", "retry-after"],
             )
         )
+    if page is not None:
+        found.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
     return [*found, Middleware(AuthMiddleware, keys=keys)]
 
@@ -310,12 +315,12 @@ def create_app(
     *,
     generating: Sequence[GeneratingApi[Any]] | None = None,
     is_inner: bool = False,
+    page: Page | None = None,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
-    it at the end. There are no paths but the ones below and those of `generating`, and no
-    redirects. By default the settings choose the formats of `GENERATING`. `is_inner`: another app
-    around this one has the outer layers, and starts and ends the
-    engine."""
+    it at the end. There are no paths but the ones below, those of `generating` and those of `page`,
+    and no redirects. By default the settings choose the formats of `GENERATING`. `is_inner`: another
+    app around this one has the outer layers, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -332,7 +337,7 @@ def create_app(
     generating = generating_apis(settings) if generating is None else generating
     offload = Offload(settings.limits)
     endpoints = Endpoints(engine, offload, settings)
-    outer = layers(settings, (endpoints.metrics.seen,), engine.model_name)
+    outer = layers(settings, (endpoints.metrics.seen,), engine.model_name, page)
     app = Starlette(
         routes=[
             *map(endpoints.generation.route, generating),

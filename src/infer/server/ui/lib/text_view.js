@@ -1,0 +1,159 @@
+/** `<text-view>`: a text in Markdown that may still grow. Finished blocks are never parsed again:
+ * a new piece costs the parsing of the last block, at most once a frame. */
+
+import { blocksOf, finish, MAX_BLOCK, rendered } from "./markdown.js";
+import { t } from "./i18n.js";
+
+/** Longest unfinished block, in characters, that is shown as Markdown while it grows. */
+const MAX_LIVE = 8000;
+
+class TextView extends HTMLElement {
+  constructor() {
+    super();
+    this._text = "";
+    this._isOpen = false;
+    /** How much of the text stands in finished blocks, in characters. */
+    this._numDone = 0;
+    /** @type {HTMLElement | null} */
+    this._tail = null;
+    this._frame = 0;
+    this._restMs = 0;
+    this._drawnAt = 0;
+  }
+
+  /** @param {{text: string, isOpen: boolean}} value */
+  set value({ text, isOpen }) {
+    if (text === this._text && isOpen === this._isOpen) return;
+    if (!text.startsWith(this._text) || text.length < this._numDone) this._clear();
+    this._text = text;
+    this._isOpen = isOpen;
+    if (isOpen) this._later();
+    else {
+      cancelAnimationFrame(this._frame);
+      this._frame = 0;
+      this._draw();
+    }
+  }
+
+  _clear() {
+    this.replaceChildren();
+    this._tail = null;
+    this._numDone = 0;
+  }
+
+  /** Draw in the next frame, and rest longer where drawing takes long. */
+  _later() {
+    if (this._frame) return;
+    this._frame = requestAnimationFrame(() => {
+      this._frame = 0;
+      const now = performance.now();
+      if (now - this._drawnAt < this._restMs) return this._later();
+      this._draw();
+      this._drawnAt = performance.now();
+      this._restMs = Math.min(500, 4 * (this._drawnAt - now));
+      return undefined;
+    });
+  }
+
+  _draw() {
+    let rest = this._text.slice(this._numDone);
+    const isLong = this._tail?.classList.contains("plain-text");
+    if (this._isOpen && (rest.length > MAX_LIVE || isLong)) {
+      rest = this._cut(rest);
+      if (rest.length > MAX_LIVE) return this._growPlain(rest);
+    }
+    const blocks = rest.length > MAX_BLOCK ? [rest] : blocksOf(rest);
+    const numDone = this._isOpen ? blocks.length - 1 : blocks.length;
+    for (const block of blocks.slice(0, Math.max(0, numDone))) this._finish(block);
+    const last = blocks[numDone];
+    if (last === undefined) {
+      this._tail?.remove();
+      this._tail = null;
+      return undefined;
+    }
+    this._tail ??= this.appendChild(document.createElement("div"));
+    this._tail.className = "block";
+    this._tail.replaceChildren(rendered(last));
+    this.append(this._tail);
+    return undefined;
+  }
+
+  /** Finish what stands before the last empty line of a long rest. @param {string} rest */
+  _cut(rest) {
+    const end = rest.lastIndexOf("\n\n") + 2;
+    const isCode = (rest.slice(0, end).match(/^ {0,3}(```|~~~)/gm) ?? []).length % 2 === 1;
+    if (end < 2 || isCode) return rest;
+    for (const block of blocksOf(rest.slice(0, end))) this._finish(block);
+    return rest.slice(end);
+  }
+
+  /** A block that is too long to be parsed again and again grows as plain text.
+   * @param {string} rest */
+  _growPlain(rest) {
+    if (!this._tail?.classList.contains("plain-text")) {
+      this._tail?.remove();
+      this._tail = this.appendChild(document.createElement("div"));
+      this._tail.className = "block plain-text";
+      this._tail.append(document.createTextNode(""));
+    }
+    const node = /** @type {Text} */ (this._tail.firstChild);
+    node.appendData(rest.slice(node.length));
+    return undefined;
+  }
+
+  /** @param {string} block */
+  _finish(block) {
+    const made = document.createElement("div");
+    made.className = "block";
+    made.append(rendered(block));
+    if (this._tail) {
+      this._tail.replaceWith(made);
+      this._tail = null;
+    } else this.append(made);
+    this._numDone += block.length;
+    void finish(made, dress);
+  }
+}
+
+/** A block of code gets its language and a button that copies it. @param {HTMLElement} pre */
+function dress(pre) {
+  const head = document.createElement("div");
+  head.className = "code-head";
+  const name = document.createElement("span");
+  name.textContent = pre.dataset.lang || t("code.text");
+  const copy = document.createElement("button");
+  copy.type = "button";
+  copy.textContent = t("act.copy");
+  copy.setAttribute("aria-label", t("act.copy-code"));
+  copy.addEventListener("click", () => {
+    void copyText(pre.querySelector("code")?.textContent ?? "").then((done) => {
+      copy.textContent = done ? t("act.copied") : t("act.not-copied");
+      setTimeout(() => { copy.textContent = t("act.copy"); }, 1500);
+    });
+  });
+  head.append(name, copy);
+  pre.tabIndex = 0;
+  const frame = document.createElement("div");
+  frame.className = "code";
+  pre.replaceWith(frame);
+  frame.append(head, pre);
+}
+
+/** @param {string} text @returns {Promise<boolean>} whether it was copied */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const field = document.createElement("textarea");
+    field.value = text;
+    field.className = "unseen";
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    return done;
+  }
+}
+
+customElements.define("text-view", TextView);
