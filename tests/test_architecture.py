@@ -404,6 +404,8 @@ TESTS = ROOT / "tests"
 MUTANTS = "it breaks private rules on purpose, to see that the workloads notice"
 ON_A_GPU = "it checks a kernel's own choices on a device"
 REACHES = {
+    "cells/test_cells_reference.py": (1, "compares the keys in the cells"),
+    "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
     "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
     "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
@@ -418,6 +420,10 @@ REACHES = {
     "schedule/test_ahead.py": (8, MUTANTS),
     "schedule/test_fairness.py": (1, MUTANTS),
     "schedule/test_workloads.py": (4, MUTANTS),
+    "server/test_engine_events.py": (
+        4,
+        "short waits; nobody watches when the last viewer has left",
+    ),
     "server/test_ends.py": (1, "a metric whose counter has gone"),
     "support/device_runners.py": (1, "counts the graphs that were captured"),
     "test_libraries.py": (1, "looks for the private parts that are used of gguf"),
