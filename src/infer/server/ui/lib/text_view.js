@@ -11,7 +11,10 @@ class TextView extends HTMLElement {
   constructor() {
     super();
     this._text = "";
+    /** The text as it is to be drawn next. */
+    this._next = "";
     this._isOpen = false;
+    this._wasOpen = false;
     /** How much of the text stands in finished blocks, in characters. */
     this._numDone = 0;
     /** @type {HTMLElement | null} */
@@ -23,9 +26,7 @@ class TextView extends HTMLElement {
 
   /** @param {{text: string, isOpen: boolean}} value */
   set value({ text, isOpen }) {
-    if (text === this._text && isOpen === this._isOpen) return;
-    if (!text.startsWith(this._text) || text.length < this._numDone) this._clear();
-    this._text = text;
+    this._next = text;
     this._isOpen = isOpen;
     if (isOpen) this._later();
     else {
@@ -56,6 +57,11 @@ class TextView extends HTMLElement {
   }
 
   _draw() {
+    const text = this._next.includes("\r") ? this._next.replace(/\r\n?/g, "\n") : this._next;
+    if (text === this._text && this._isOpen === this._wasOpen) return undefined;
+    if (!text.startsWith(this._text.slice(0, this._numDone))) this._clear();
+    this._text = text;
+    this._wasOpen = this._isOpen;
     let rest = this._text.slice(this._numDone);
     const isLong = this._tail?.classList.contains("plain-text");
     if (this._isOpen && (rest.length > MAX_LIVE || isLong)) {
