@@ -108,10 +108,12 @@ _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
 
 @functools.cache
 def settings_of(config: type[Any]) -> tuple[Setting, ...]:
-    """The fields of a settings class, in their order."""
+    """The fields of a settings class that are options, in their order."""
     annotations = get_type_hints(config, include_extras=True)
     found = []
     for spec in dataclasses.fields(config):
+        if "help" not in spec.metadata:  # no option
+            continue
         kind: Any = inspect.type_info(annotations[spec.name])
         if isinstance(kind, inspect.UnionType):
             (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
@@ -264,7 +266,14 @@ class EngineConfig:
         None, "Share pages between prompts that begin alike; default: yes if paged."
     )
     num_threads: PositiveInt | None = option(
-        None, "CPU threads; default: one for each physical core (one less to serve a small model)."
+        None,
+        "CPU threads; default: one for each physical performance core, within the CPU quota of a"
+        " container (one less to serve a small model).",
+    )
+    numa: Literal["one", "all"] = option(
+        "one",
+        "On a machine with several NUMA nodes: one = threads and memory of one node; all = threads"
+        " on the cores of all nodes.",
     )
     attention_backend: Literal["auto", "native", "triton", "sdpa"] = option(
         "auto",

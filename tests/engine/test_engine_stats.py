@@ -40,7 +40,7 @@ def test_a_counter_is_added_to_itself_alone(name: str) -> None:
     assert one.plus(one) == EngineCounters(**{name: twice})  # type: ignore[arg-type]
 
 
-def test_whatever_the_scheduler_counts_is_told() -> None:
+def test_whatever_the_scheduler_counts_is_reported() -> None:
     stats = SchedulerStats()
     for i, field in enumerate(fields(SchedulerStats)):
         if field.name == "num_finished":

@@ -39,7 +39,11 @@ class Row:
 
 
 ROWS = (
-    Row("1", "ledger under load", (f"{HERE}/test_overload.py::test_the_ledger_for_longer",)),
+    Row(
+        "1",
+        "ledger under load",
+        (f"{HERE}/test_overload.py::test_every_request_is_counted_for_longer",),
+    ),
     Row(
         "2",
         "batch independence",
@@ -125,7 +129,7 @@ ROWS = (
     Row(
         "22",
         "noisy neighbour",
-        ("tests/schedule/test_accounts.py", "tests/server/test_tenants.py::test_limits"),
+        ("tests/schedule/test_fair_share.py", "tests/server/test_tenants.py::test_limits"),
         "Hash model: bounds of what one key gets while another floods, and the limits of a key; the"
         " times to the first token are in the log, by `benchmarks/tenants.py`",
     ),

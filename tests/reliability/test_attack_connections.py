@@ -28,7 +28,13 @@ from infer.errors import ConfigError, OverloadedError
 from infer.server import serve
 from infer.server.http import bounded_protocol, connections
 from infer.server.http.body_budget import BodyBudget
-from infer.server.http.connections import ConnectionLimits, Connections, Use
+from infer.server.http.connections import (
+    ConnectionLimits,
+    Connections,
+    Descriptors,
+    Use,
+    connection_limits,
+)
 from infer.server.http.hosts import HostGuard
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
@@ -156,16 +162,19 @@ def test_who_gives_way() -> None:
     ("limit", "used", "places"),
     [(1024, 30, 1024 - 46 - 72), (4096, 30, 1024), (96, 20, 40), (64, 20, 16), (48, 20, None)],
 )
-def test_places_fit_into_the_descriptors(
-    monkeypatch: pytest.MonkeyPatch, limit: int, used: int, places: int | None
-) -> None:
-    monkeypatch.setattr(connections, "_num_open_descriptors", lambda: used)
-    monkeypatch.setattr(connections, "_raised_descriptor_limit", lambda wanted: min(limit, wanted))
+def test_places_fit_into_the_descriptors(limit: int, used: int, places: int | None) -> None:
+    class Few(Descriptors):
+        def num_open(self) -> int:
+            return used
+
+        def raise_limit(self, wanted: int) -> int:
+            return min(limit, wanted)
+
     if places is None:
         with pytest.raises(ConfigError, match="ulimit -n"):
-            connections.connection_limits()
+            connection_limits(descriptors=Few())
         return
-    limits = connections.connection_limits()
+    limits = connection_limits(descriptors=Few())
     assert limits.places == places
     open_at_most = limits.places + limits.probe_places + 4 * limits.accepted_at_once
     assert used + open_at_most < limit

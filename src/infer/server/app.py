@@ -27,6 +27,7 @@ from starlette.routing import BaseRoute, Route
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server.body_reader import BodyReader
+from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
@@ -43,6 +44,7 @@ from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.large_json import json_response, render
 from infer.server.openai.openapi import document, each, takes
 from infer.server.openai.schema import Body, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from infer.server.openai.typed_completions import TypedCompletionsApi
 from infer.server.request_endpoints import cancelled, listed, shown
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Quota
@@ -51,6 +53,7 @@ from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.server.ui.page import Page, PageLayer
+from infer.server.viewers import EngineViewers
 
 W = TypeVar("W", bound=Body)
 
@@ -58,6 +61,20 @@ GENERATING: tuple[GeneratingApi[Any], ...] = (CompletionsApi(), ChatApi())
 """the endpoints that generate"""
 _BYTES_AN_ID = 8
 """size of a token id in an answer, about"""
+
+
+def generating_apis(settings: ServerSettings) -> tuple[GeneratingApi[Any], ...]:
+    """The rows of `GENERATING`, in the formats that the settings choose."""
+    if settings.completions_api == "openai":
+        return GENERATING
+    return tuple(
+        TypedCompletionsApi() if isinstance(api, CompletionsApi) else api for api in GENERATING
+    )
+
+
+def unknown_model_statuses(settings: ServerSettings) -> dict[str, int]:
+    """The status of a body that names an unknown model, by the path of the endpoint."""
+    return {api.path: api.body.unknown_model_status for api in generating_apis(settings)}
 
 
 class Endpoints:
@@ -69,13 +86,13 @@ class Endpoints:
         self._settings = settings
         ignores_unknown = settings.unknown_params == "ignore"
         self._bodies = BodyReader(offload, engine.model_name, ignores_unknown=ignores_unknown)
-        self.traces = RequestTraces(engine)
+        self.traces = RequestTraces(engine, settings.limits)
         if settings.tracing:
             self.traces.on_end.append(make_tracing(engine.model_name))
         quota = Quota(
             settings.max_sessions, settings.max_session_messages, settings.max_session_bytes
         )
-        self.sessions = SessionRoutes(settings.sessions, offload, quota)
+        self.sessions = SessionRoutes(settings.sessions, offload, quota, settings.limits)
         self.generation = GenerationPipeline(
             engine,
             offload,
@@ -85,8 +102,9 @@ class Endpoints:
             self.sessions,
             settings,
         )
+        self.about_engine = EngineEndpoints(EngineViewers(engine, self.traces))
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
-        self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage)
+        self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage, settings.limits)
         self._started = int(time.time())
         self._document: bytes | None = None
         """the OpenAPI document, once somebody has asked for it"""
@@ -254,12 +272,17 @@ class Endpoints:
 def layers(
     settings: ServerSettings,
     on_end: Sequence[Callable[[RequestContext], None]] = (),
+    model: str = "",
     page: Page | None = None,
 ) -> list[Middleware]:
-    """What is around an app, from the outside in. `page`: for browsers; None = there is none."""
+    """What is around an app, from the outside in. `model`: name of the only one, if it is; `page`:
+    for browsers, None = there is none."""
     found = [
         Middleware(
-            RequestBoundary, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_request)
+            RequestBoundary,
+            write_stall_s=settings.write_stall_s,
+            on_end=(*on_end, log_request),
+            model=model,
         )
     ]
     found.append(
@@ -290,14 +313,14 @@ def create_app(
     engine: AsyncLLM,
     settings: ServerSettings | None = None,
     *,
-    generating: Sequence[GeneratingApi[Any]] = GENERATING,
+    generating: Sequence[GeneratingApi[Any]] | None = None,
     is_inner: bool = False,
     page: Page | None = None,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. There are no paths but the ones below, those of `generating` and those of `page`,
-    and no redirects. `is_inner`: another app around this one has the outer layers, and starts and
-    ends the engine."""
+    and no redirects. By default the settings choose the formats of `GENERATING`. `is_inner`: another
+    app around this one has the outer layers, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -311,8 +334,10 @@ def create_app(
             offload.close()
 
     settings = settings or ServerSettings()
-    offload = Offload()
+    generating = generating_apis(settings) if generating is None else generating
+    offload = Offload(settings.limits)
     endpoints = Endpoints(engine, offload, settings)
+    outer = layers(settings, (endpoints.metrics.seen,), engine.model_name, page)
     app = Starlette(
         routes=[
             *map(endpoints.generation.route, generating),
@@ -330,13 +355,14 @@ def create_app(
             Route("/health/live", endpoints.health, methods=["GET"]),
             Route("/health/ready", endpoints.ready, methods=["GET"]),
             *endpoints.sessions.routes(),
+            *endpoints.about_engine.routes(),
             Route("/metrics", endpoints.metrics_text, methods=["GET"]),
             Route("/stats", endpoints.stats, methods=["GET"]),
             Route("/openapi.json", endpoints.openapi, methods=["GET"]),
             Route("/", endpoints.index, methods=["GET"]),
         ],
         exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
-        middleware=[] if is_inner else layers(settings, (endpoints.metrics.seen,), page),
+        middleware=[] if is_inner else outer,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

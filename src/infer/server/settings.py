@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from infer.config import NonNegativeInt, at_least, check_fields, option
 from infer.errors import ConfigError
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,11 @@ class ServerSettings:
     )
     load_timeout_s: Annotated[float, at_least(1)] = option(
         3600.0, "Seconds that an engine has to load."
+    )
+    completions_api: Literal["openai", "typed"] = option(
+        "openai",
+        "typed = /v1/completions always streams typed events and has statuses and defaults of its"
+        " own.",
     )
     unknown_params: Literal["refuse", "ignore"] = option(
         "refuse",
@@ -90,6 +96,8 @@ class ServerSettings:
         "Names, separated by commas, that a Host header may have in addition to localhost, as"
         " behind a proxy; checked only without keys, on loopback.",
     )
+    limits: ServerLimits = SERVER_LIMITS
+    """no option"""
 
     ui: bool = option(True, "Answer browsers at / with a page to chat with the model.")
 
