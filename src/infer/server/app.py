@@ -319,8 +319,8 @@ def create_app(
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. There are no paths but the ones below, those of `generating` and those of `page`,
-    and no redirects. By default the settings choose the formats of `GENERATING`. `is_inner`: another
-    app around this one has the outer layers, and starts and ends the engine."""
+    and no redirects. By default the settings choose the formats of `GENERATING`. `is_inner`:
+    another app around this one has the outer layers, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
