@@ -178,7 +178,7 @@ def test_the_live_region_says_when_it_answers_and_when_it_is_done(reader: Reader
         " {childList: true, characterData: true, subtree: true})"
     )
     reader.ask("Tell me a story.")
-    page.wait_for_function("window.said.at(-1) === 'Done'")
+    reader.until("window.said.at(-1) === 'Done'")
     assert [text for text in page.evaluate("window.said") if text] == ["Answering", "Done"]
 
 

@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.support.server_process import Served
 
 pytestmark = pytest.mark.browser
 
+T = TypeVar("T")
 NewReader = Callable[..., Reader]
 LONG = {"max_tokens": 600, "seed": 3}
 """settings of an answer that takes a while"""
@@ -29,6 +32,12 @@ def long_settings(reader: Reader) -> None:
     page.check("#setting-ignore_eos")
     page.click("dialog footer button.main")
     page.wait_for_selector("dialog", state="detached")
+
+
+def in_thread(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """The result of a coroutine; Playwright runs an event loop in this thread already."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(work())).result()
 
 
 def test_first_visit_to_first_answer(reader: Reader) -> None:
@@ -62,7 +71,13 @@ def test_by_keyboard_alone(reader: Reader) -> None:
     keys.press("Escape")
     keys.press("Control+k")
     page.wait_for_selector(".sidebar .search:focus")
+    keys.type("nothing")
+    reader.until("!document.querySelector('.conversations button.open')")
+    keys.press("Control+A")
     keys.type("what")
+    page.wait_for_selector(".conversations button.open")
+    keys.press("Control+A")
+    keys.press("Backspace")
     keys.press("Control+Shift+O")
     page.wait_for_selector(".composer textarea:focus")
     page.wait_for_selector(".welcome")
@@ -72,7 +87,7 @@ def test_by_keyboard_alone(reader: Reader) -> None:
     keys.press("Control+A")
     keys.type("Sums")
     keys.press("Enter")
-    page.wait_for_function("document.querySelector('.conversations button.open')?.title == 'Sums'")
+    reader.until("document.querySelector('.conversations button.open')?.title == 'Sums'")
     page.focus(".conversations button.open")
     keys.press("Enter")
     page.wait_for_selector(".message.user")
@@ -104,15 +119,15 @@ def test_enter_inside_a_composition_does_not_send(reader: Reader) -> None:
 def test_stop_frees_the_pages(reader: Reader, server: Served, way: str) -> None:
     page = reader.page
     long_settings(reader)
-    before = asyncio.run(server.stats())
+    before = in_thread(server.stats)
     reader.send("Tell me a story.")
-    page.wait_for_function("document.querySelector('text-view')?.innerText.length > 20")
+    reader.until("document.querySelector('text-view')?.innerText.length > 20")
     if way == "button":
         page.click("button.stop")
     else:
         page.keyboard.press("Escape")
     page.wait_for_selector(".ending")
-    asyncio.run(server.is_back({**before, "fds": 10**6, "tasks": 10**6}, 5))
+    in_thread(lambda: server.is_back({**before, "fds": 10**6, "tasks": 10**6}, 5))
     kept = reader.answers()[0]
     assert len(kept) > 20
     page.reload()
@@ -125,7 +140,7 @@ def test_a_reload_keeps_the_answer_so_far_and_it_goes_on_without_a_seam(reader: 
     reader.settings({"max_tokens": 300, "temperature": 0})
     whole = reader.ask("Tell me a story about a fox.")
     page.click(".message.assistant .again")
-    page.wait_for_function("document.querySelector('text-view')?.innerText.length > 60")
+    reader.until("document.querySelector('text-view')?.innerText.length > 60")
     page.wait_for_timeout(200)
     page.click("button.stop")
     page.wait_for_selector(".ending")
@@ -133,7 +148,7 @@ def test_a_reload_keeps_the_answer_so_far_and_it_goes_on_without_a_seam(reader: 
     assert whole.startswith(begun.removesuffix("…"))
     page.reload()
     page.click(".ending button")
-    page.wait_for_function("document.querySelector('.siblings')?.innerText.includes('3/3')")
+    reader.until("document.querySelector('.siblings')?.innerText.includes('3/3')")
     page.wait_for_selector(".message.assistant .again:enabled")
     assert reader.answers()[0] == whole
 
@@ -146,7 +161,7 @@ def test_two_tabs_see_the_same_conversations(reader: Reader) -> None:
     other.wait_for_selector(".message.assistant .figures")
     assert reader.answers(other) == reader.answers()
     reader.ask("What is 4 + 4?", other)
-    reader.page.wait_for_function("document.querySelectorAll('.message.user').length == 2")
+    reader.until("document.querySelectorAll('.message.user').length == 2")
     assert reader.questions() == ["What is 2 + 3?", "What is 4 + 4?"]
 
 
@@ -158,14 +173,12 @@ def test_two_conversations_stream_at_once_and_do_not_mix(reader: Reader) -> None
     page.keyboard.press("Control+Shift+O")
     page.wait_for_selector(".welcome")
     reader.send("Tell me a story about a boat.")
-    page.wait_for_function("document.querySelectorAll('.busy-dot').length == 2")
-    page.wait_for_function("!document.querySelector('.busy-dot')")
+    reader.until("document.querySelectorAll('.busy-dot').length == 2")
+    reader.until("!document.querySelector('.busy-dot')")
     texts = {}
     for title in ("a fox.", "a boat."):
         page.click(f".conversations button.open:has-text('{title}')")
-        page.wait_for_function(
-            f"document.querySelector('.own-text')?.innerText.includes('{title}')"
-        )
+        reader.until(f"document.querySelector('.own-text')?.innerText.includes('{title}')")
         page.wait_for_selector(".message.assistant .figures")
         texts[title] = reader.answers()[0]
     assert len(set(texts.values())) == 2
@@ -180,13 +193,13 @@ def test_edit_regenerate_and_walk_the_branches(reader: Reader) -> None:
     page.click(".message.user .main")
     page.wait_for_selector(".message.assistant .figures")
     page.click(".message.assistant .again")
-    page.wait_for_function(
+    reader.until(
         "document.querySelector('.message.assistant .siblings')?.innerText.includes('2/2')"
     )
     page.wait_for_selector(".message.assistant .again:enabled")
     assert "2/2" in page.inner_text(".message.user .siblings")
     page.click(".message.user .siblings button >> nth=0")
-    page.wait_for_function("document.querySelector('.own-text').innerText == 'What is 5 + 6?'")
+    reader.until("document.querySelector('.own-text').innerText == 'What is 5 + 6?'")
     assert reader.answers() == [first]
     page.reload()
     page.wait_for_selector(".message.assistant .figures")
@@ -203,7 +216,7 @@ def test_go_on_from_a_token(reader: Reader) -> None:
     page.wait_for_selector(".alternatives")
     kept = "".join(page.locator(".tokens button").all_inner_texts()[:8])
     page.click(".alternatives button >> nth=0")
-    page.wait_for_function(
+    reader.until(
         "document.querySelector('.message.assistant .siblings')?.innerText.includes('2/2')"
     )
     page.wait_for_selector(".message.assistant .again:enabled")
@@ -330,7 +343,7 @@ def test_an_engine_that_dies_leaves_no_seam(reader: Reader, server: Served) -> N
     reader.settings({"max_tokens": 400, "temperature": 0})
     whole = reader.ask("Tell me a story about a fox.")
     page.click(".message.assistant .again")
-    page.wait_for_function("document.querySelector('text-view')?.innerText.length > 40")
+    reader.until("document.querySelector('text-view')?.innerText.length > 40")
     engine = server.engine_pid()
     assert engine
     os.kill(engine, signal.SIGKILL)
@@ -350,7 +363,7 @@ def test_offline_and_back(reader: Reader) -> None:
     reader.context.set_offline(False)
     page.wait_for_selector("button.send:enabled")
     page.click("button.send")
-    page.wait_for_function("document.querySelectorAll('.message.assistant .figures').length == 2")
+    reader.until("document.querySelectorAll('.message.assistant .figures').length == 2")
     assert reader.questions() == ["What is 1 + 2?", "What is 3 + 3?"]
 
 
@@ -359,7 +372,7 @@ def test_raw_text_is_continued(reader: Reader) -> None:
     page.click("text=Text >> nth=0")
     page.fill("raw-view textarea", "Once upon a time")
     page.click("raw-view button.main")
-    page.wait_for_function("document.querySelector('raw-view textarea').value.length > 100")
+    reader.until("document.querySelector('raw-view textarea').value.length > 100")
     page.wait_for_selector("raw-view button.plain:enabled")
     assert page.input_value("raw-view textarea").startswith("Once upon a time")
     page.click("raw-view button.plain >> nth=0")

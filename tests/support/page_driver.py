@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,16 @@ DESKTOP = {"width": 1280, "height": 800}
 
 
 @contextmanager
-def chromium() -> Iterator[Any]:
-    """A running Chromium; skips where Playwright or the browser is not installed."""
+def chromium(flags: Sequence[str] = ()) -> Iterator[Any]:
+    """A running Chromium, with more `flags`; skips where Playwright or a browser is missing."""
     api = pytest.importorskip("playwright.sync_api", reason="pip install 'infer[browser]'")
     path = os.environ.get("INFER_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("there is no Chromium here; INFER_CHROMIUM may name one")
     with api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, headless=True, args=FLAGS)
+        browser = playwright.chromium.launch(
+            executable_path=path, headless=True, args=[*FLAGS, *flags]
+        )
         try:
             yield browser
         finally:
@@ -52,7 +55,7 @@ class Reader:
     def __init__(self, browser: Any, url: str, **context: Any) -> None:
         """`context`: of Playwright's `new_context`, such as `viewport` and `locale`."""
         self.url = url
-        self.context = browser.new_context(viewport=DESKTOP, **{"locale": "en-GB", **context})
+        self.context = browser.new_context(**{"viewport": DESKTOP, "locale": "en-GB", **context})
         self.context.set_default_timeout(WAIT_MS)
         self.problems: list[str] = []
         """errors and policy violations that the browser reported"""
@@ -103,10 +106,18 @@ class Reader:
         page = page or self.page
         before = page.locator(".message.assistant .figures").count()
         self.send(text, page)
-        page.wait_for_function(
-            "n => document.querySelectorAll('.message.assistant .figures').length > n", arg=before
+        self.until(
+            f"document.querySelectorAll('.message.assistant .figures').length > {before}", page
         )
         return self.answers(page)[-1]
+
+    def until(self, condition: str, page: Any = None, timeout_s: float = WAIT_MS / 1000) -> None:
+        """Wait until an expression of JavaScript is true. Playwright's own way of waiting needs
+        `eval`, which the page's policy forbids."""
+        deadline = time.monotonic() + timeout_s
+        while not (page or self.page).evaluate(f"Boolean({condition})"):
+            assert time.monotonic() < deadline, f"not true within {timeout_s} s: {condition}"
+            (page or self.page).wait_for_timeout(30)
 
     def answers(self, page: Any = None) -> list[str]:
         """The texts of the answers that are shown."""

@@ -91,7 +91,6 @@ export default {
   "files.many": "{name} was left out: a message may have {n} files.",
   "files.remove": "Remove {name}",
   "files.unreadable": "{name} cannot be read.",
-  "happened.after": "after {time}",
   "happened.cached": "{n} of {of} prompt tokens from the cache",
   "happened.cached-label": "Prompt tokens from the cache",
   "happened.cached-share": "{cached} of {all} prompt tokens ({share}) were in the cache. They are the first ones of the prompt.",

@@ -91,7 +91,6 @@ export default {
   "files.many": "未添加 {name}：每条消息最多 {n} 个文件。",
   "files.remove": "移除 {name}",
   "files.unreadable": "无法读取 {name}。",
-  "happened.after": "{time} 后",
   "happened.cached": "{of} 个提示词元中 {n} 个来自缓存",
   "happened.cached-label": "来自缓存的提示词元",
   "happened.cached-share": "{all} 个提示词元中有 {cached} 个（{share}）已在缓存中，位于提示的开头。",

@@ -3,7 +3,7 @@
 import { ApiError, askJson, server } from "./api.js";
 import { Generation } from "./generation.js";
 import { Tree, newConversation, newId, titleOf } from "./records.js";
-import { chatBody, completionBody, parsed, streaming } from "./request.js";
+import { chatBody, completionBody, modelOf, parsed, streaming } from "./request.js";
 import { addTurn, forkSession, listSessions, readSession, removeSession, renameSession, startSession } from "./sessions.js";
 import { storage } from "./storage.js";
 import { keep, recall } from "./local.js";
@@ -28,6 +28,8 @@ class Chats extends EventTarget {
     /** Why the last message of a conversation was not taken. @type {Map<string, ApiError>} */
     this.errors = new Map();
     this.isLoaded = false;
+    /** Whether another conversation is being opened. */
+    this.isOpening = false;
     storage.addEventListener("problem", () => this.changed());
     storage.addEventListener("elsewhere", () => void this._reload());
   }
@@ -61,14 +63,17 @@ class Chats extends EventTarget {
     this.all = new Map(fresh.map((each) => [each.id, each]));
     const now = this.tree?.conversation;
     const known = now && this.all.get(now.id);
-    if (now && known && known !== now && !known.session) Object.assign(now, known);
+    if (now && known && known !== now) this.all.set(now.id, known.session ? now : Object.assign(now, known));
   }
 
   /** Another tab has written. */
   async _reload() {
     await this._readList();
     const now = this.tree?.conversation;
-    if (now && !this.isBusy(now.id) && this.all.has(now.id)) await this._read(now);
+    if (now && !this.isBusy(now.id)) {
+      if (this.all.has(now.id)) await this._read(now);
+      else if (this.tree?.byId.size) await this.open("");
+    }
     this.changed();
   }
 
@@ -98,11 +103,14 @@ class Chats extends EventTarget {
   async open(id) {
     const known = this.all.get(id);
     if (known) {
+      this.isOpening = true;
       try {
         await this._read(known);
       } catch (error) {
         this.tree = new Tree(known, []);
         this.errors.set(known.id, error instanceof ApiError ? error : new ApiError("failed", String(error)));
+      } finally {
+        this.isOpening = false;
       }
     } else if (!this.current || this.all.has(this.current.id)) {
       const last = recall("defaults", /** @type {Record<string, any>} */ ({}));
@@ -178,6 +186,7 @@ class Chats extends EventTarget {
     if (!tree.conversation.title) tree.conversation.title = titleOf(text || files[0]?.name || "");
     const given = () => {
       tree.remove(question);
+      if (!this.all.has(tree.conversation.id)) tree.conversation.title = "";
       tree.conversation.chosen = before;
       this.drafts.set(tree.conversation.id, { text, files });
     };
@@ -252,18 +261,20 @@ class Chats extends EventTarget {
     const { conversation } = tree;
     const ids = from?.ids ?? answer.tokenIds ?? [];
     const isExact = answer.promptIds?.length && ids.length && !answer.reasoning && !answer.toolCalls?.length && !conversation.session;
+    if (from && !isExact) return;
     const undo = () => tree.choose(answer);
     if (!isExact) {
       const path = tree.pathTo(answer);
       const body = { ...chatBody(conversation, path), ...streaming(true), continue_final_message: true };
-      const message = from ? answer : this._new(tree, answer.parent, "assistant", { content: answer.content });
+      const message = this._new(tree, answer.parent, "assistant", { content: answer.content });
       await this._run(tree, message, "/v1/chat/completions", body, 0, [], undo);
       return;
     }
     const prompt = /** @type {number[]} */ (answer.promptIds);
     const text = from?.text ?? answer.content;
     const message = this._new(tree, answer.parent, "assistant", { content: text, promptIds: prompt, tokenIds: [...ids] });
-    const body = { ...completionBody(conversation, [...prompt, ...ids]), ...streaming(true) };
+    const model = server.models.find((each) => each.id === answer.figures?.model)?.id ?? modelOf(conversation);
+    const body = { ...completionBody(conversation, [...prompt, ...ids], model), ...streaming(true) };
     await this._run(tree, message, "/v1/completions", body, ids.length, [], undo);
   }
 
@@ -273,6 +284,7 @@ class Chats extends EventTarget {
     const { conversation } = tree;
     const generation = new Generation(message, path, body, (each) => void this._write(null, [each]));
     generation.numGiven = numGiven;
+    message.finish = "running";
     this.running.set(message.id, generation);
     this._busy.set(conversation.id, tree);
     this.errors.delete(conversation.id);

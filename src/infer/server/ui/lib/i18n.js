@@ -52,6 +52,11 @@ export function number(value, options = {}) {
   return new Intl.NumberFormat(language.code, { maximumFractionDigits: 1, ...options }).format(value);
 }
 
+/** Tokens a second. @param {number} value */
+export function rate(value) {
+  return number(value, { maximumFractionDigits: value < 100 ? 1 : 0 });
+}
+
 /** A duration in the unit that suits it. @param {number} ms */
 export function duration(ms) {
   if (ms < 1000) return t("unit.ms", { value: number(ms, { maximumFractionDigits: ms < 10 ? 1 : 0 }) });

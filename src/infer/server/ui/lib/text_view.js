@@ -4,14 +4,19 @@
 import { blocksOf, finish, MAX_BLOCK, rendered } from "./markdown.js";
 import { t } from "./i18n.js";
 
-/** Longest unfinished block, in characters, that is shown as Markdown while it grows. */
-const MAX_LIVE = 8000;
+/** Characters that are parsed at once. A block that is longer while it grows is plain text. */
+const CHUNK = 8000;
 
 class TextView extends HTMLElement {
   constructor() {
     super();
     this._text = "";
+    /** The text as it is to be drawn next. */
+    this._next = "";
     this._isOpen = false;
+    this._wasOpen = false;
+    /** Whether more of the text is to be drawn in the next frame. */
+    this._isPartial = false;
     /** How much of the text stands in finished blocks, in characters. */
     this._numDone = 0;
     /** @type {HTMLElement | null} */
@@ -23,9 +28,7 @@ class TextView extends HTMLElement {
 
   /** @param {{text: string, isOpen: boolean}} value */
   set value({ text, isOpen }) {
-    if (text === this._text && isOpen === this._isOpen) return;
-    if (!text.startsWith(this._text) || text.length < this._numDone) this._clear();
-    this._text = text;
+    this._next = text;
     this._isOpen = isOpen;
     if (isOpen) this._later();
     else {
@@ -50,41 +53,41 @@ class TextView extends HTMLElement {
       if (now - this._drawnAt < this._restMs) return this._later();
       this._draw();
       this._drawnAt = performance.now();
-      this._restMs = Math.min(500, 4 * (this._drawnAt - now));
+      this._restMs = this._isPartial ? 0 : Math.min(500, 4 * (this._drawnAt - now));
       return undefined;
     });
   }
 
   _draw() {
-    let rest = this._text.slice(this._numDone);
-    const isLong = this._tail?.classList.contains("plain-text");
-    if (this._isOpen && (rest.length > MAX_LIVE || isLong)) {
-      rest = this._cut(rest);
-      if (rest.length > MAX_LIVE) return this._growPlain(rest);
-    }
-    const blocks = rest.length > MAX_BLOCK ? [rest] : blocksOf(rest);
+    const text = this._next.includes("\r") ? this._next.replace(/\r\n?/g, "\n") : this._next;
+    if (text === this._text && this._isOpen === this._wasOpen && !this._isPartial) return;
+    if (!text.startsWith(this._text.slice(0, this._numDone))) this._clear();
+    this._text = text;
+    this._wasOpen = this._isOpen;
+    const rest = text.slice(this._numDone);
+    const end = rest.length > CHUNK ? cutAt(rest) : 0;
+    this._isPartial = end > 0;
+    if (end) {
+      for (const block of partsOf(rest.slice(0, end))) this._finish(block);
+      this._later();
+    } else if (this._isOpen && rest.length > CHUNK) this._growPlain(rest);
+    else this._drawEnd(partsOf(rest));
+  }
+
+  /** Draw the last blocks. @param {string[]} blocks */
+  _drawEnd(blocks) {
     const numDone = this._isOpen ? blocks.length - 1 : blocks.length;
     for (const block of blocks.slice(0, Math.max(0, numDone))) this._finish(block);
     const last = blocks[numDone];
     if (last === undefined) {
       this._tail?.remove();
       this._tail = null;
-      return undefined;
+      return;
     }
     this._tail ??= this.appendChild(document.createElement("div"));
     this._tail.className = "block";
     this._tail.replaceChildren(rendered(last));
     this.append(this._tail);
-    return undefined;
-  }
-
-  /** Finish what stands before the last empty line of a long rest. @param {string} rest */
-  _cut(rest) {
-    const end = rest.lastIndexOf("\n\n") + 2;
-    const isCode = (rest.slice(0, end).match(/^ {0,3}(```|~~~)/gm) ?? []).length % 2 === 1;
-    if (end < 2 || isCode) return rest;
-    for (const block of blocksOf(rest.slice(0, end))) this._finish(block);
-    return rest.slice(end);
   }
 
   /** A block that is too long to be parsed again and again grows as plain text.
@@ -98,7 +101,6 @@ class TextView extends HTMLElement {
     }
     const node = /** @type {Text} */ (this._tail.firstChild);
     node.appendData(rest.slice(node.length));
-    return undefined;
   }
 
   /** @param {string} block */
@@ -113,6 +115,26 @@ class TextView extends HTMLElement {
     this._numDone += block.length;
     void finish(made, dress);
   }
+}
+
+/** Where a long text can be cut: after an empty line that is not inside of code. 0 = nowhere.
+ * @param {string} text */
+function cutAt(text) {
+  let isCode = false;
+  let at = 0;
+  for (const found of text.matchAll(/^ {0,3}(?:```|~~~)|\n\n+/gm)) {
+    if (found[0][0] !== "\n") isCode = !isCode;
+    else if (!isCode && found.index > 0) {
+      at = found.index + found[0].length;
+      if (at >= CHUNK / 2) return at < text.length ? at : 0;
+    }
+  }
+  return at < text.length ? at : 0;
+}
+
+/** @param {string} text */
+function partsOf(text) {
+  return text.length > MAX_BLOCK ? [text] : blocksOf(text);
 }
 
 /** A block of code gets its language and a button that copies it. @param {HTMLElement} pre */

@@ -92,7 +92,8 @@ function isTree(messages) {
 }
 
 /** llama.cpp's web UI: `{conv: {id, name, currNode, lastModified}, messages: [{id, parent, role,
- * content, timestamp, type}]}`. @param {any} each */
+ * content, timestamp, type}]}`.
+ * @param {any} each */
 function llamaOf(each) {
   const { conv, messages } = each ?? {};
   if (!conv || typeof conv.name !== "string" || !Array.isArray(messages)) return null;

@@ -26,10 +26,14 @@ class InferApp extends PageElement {
     this._shown = null;
     this.hears(server, "change");
     this.hears(chats, "change");
+    /** Id of the open conversation while it is answered. */
+    this._busy = "";
     this.hears(speech, "change");
     addEventListener("hashchange", () => void this._moved());
     addEventListener("keydown", (event) => this._key(event));
     this.addEventListener("ask", (event) => this._open(/** @type {CustomEvent<string>} */ (event).detail));
+    chats.addEventListener("change", () => this._track());
+    chats.addEventListener("ended", (event) => this._ended(/** @type {CustomEvent} */ (event).detail));
     const theme = recall("theme", "");
     if (theme) document.documentElement.dataset.theme = theme;
   }
@@ -51,6 +55,26 @@ class InferApp extends PageElement {
     }
     this.requestUpdate();
     if (!isFirst && view.name === "chat") await chats.open(id);
+  }
+
+  /** Say that an answer begins, and let the address name the conversation. */
+  _track() {
+    const now = chats.current;
+    if (!now) return;
+    const busy = chats.isBusy(now.id) ? now.id : "";
+    if (busy && busy !== this._busy) speech.say(t("said.answering"));
+    this._busy = busy;
+    const { view, id } = place();
+    if (view.name === "chat" && chats.all.has(now.id) && id !== now.id && !chats.isOpening) {
+      history.replaceState(null, "", `#/chat/${encodeURIComponent(now.id)}`);
+    }
+  }
+
+  /** @param {import("../lib/records.js").Message} message */
+  _ended(message) {
+    if (message.conversation !== chats.current?.id || !message.finish) return;
+    const endings = ["stopped", "lost", "error"];
+    speech.say(t(endings.includes(message.finish) ? `said.${message.finish}` : "said.done"));
   }
 
   /** Open a dialog; its module is loaded when it is first needed. @param {string} name */

@@ -5,9 +5,8 @@ import { server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { t } from "../lib/i18n.js";
-import { speech } from "../lib/speech.js";
 import { storage } from "../lib/storage.js";
-import { go, place } from "../routes.js";
+import { go } from "../routes.js";
 import "./composer.js";
 import "./message.js";
 
@@ -24,28 +23,10 @@ class ChatView extends PageElement {
     this.numMore = 0;
     this._follows = true;
     this._shownId = "";
-    this._wasBusy = false;
     this.hears(chats, "change");
     this.hears(server, "change");
     this.hears(storage, "problem");
     this.addEventListener("grown", () => this._follow());
-    chats.addEventListener("change", () => this._track());
-    chats.addEventListener("ended", (event) => {
-      const message = /** @type {CustomEvent<import("../lib/records.js").Message>} */ (event).detail;
-      if (message.conversation === chats.current?.id) speech.say(t(`said.${message.finish ?? ""}`, {}).startsWith("said.") ? t("said.done") : t(`said.${message.finish ?? ""}`));
-    });
-  }
-
-  /** Say that an answer begins, and let the address name the conversation. */
-  _track() {
-    const now = chats.current;
-    if (!now) return;
-    const isBusy = chats.isBusy(now.id);
-    if (isBusy && !this._wasBusy) speech.say(t("said.answering"));
-    this._wasBusy = isBusy;
-    if (place().view.name === "chat" && chats.all.has(now.id) && place().id !== now.id && !place().id) {
-      history.replaceState(null, "", `#/chat/${encodeURIComponent(now.id)}`);
-    }
   }
 
   _follow() {

@@ -1,7 +1,7 @@
 /** `<chat-composer>`: the field for the next message, its files, its size in tokens, and errors. */
 
 import { html, live, nothing } from "../vendor/core.js";
-import { server } from "../lib/api.js";
+import { apiKey, server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { sentence } from "../lib/errors.js";
@@ -131,7 +131,8 @@ class ChatComposer extends PageElement {
   _measureSoon() {
     clearTimeout(this._timer);
     this._measuring?.abort();
-    this._timer = setTimeout(() => void this._measure(), MEASURE_MS);
+    // With a key, each measurement counts against its limits.
+    this._timer = setTimeout(() => void this._measure(), apiKey.value ? 4 * MEASURE_MS : MEASURE_MS);
   }
 
   async _measure() {

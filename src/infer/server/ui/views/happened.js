@@ -3,7 +3,7 @@
 import { html, nothing } from "../vendor/core.js";
 import { ApiError, askJson } from "../lib/api.js";
 import { PageElement } from "../lib/element.js";
-import { duration, number, t } from "../lib/i18n.js";
+import { duration, number, rate, t } from "../lib/i18n.js";
 import { sentence } from "../lib/errors.js";
 import { plainLine } from "../lib/records.js";
 import { picture } from "./timeline.js";
@@ -24,7 +24,7 @@ class WhatHappened extends PageElement {
   }
 
   firstUpdated() {
-    void this._read();
+    void this._read().then(() => this.updateComplete).then(() => this.scrollIntoView({ block: "nearest" }));
   }
 
   async _read() {
@@ -51,12 +51,12 @@ class WhatHappened extends PageElement {
   /** @param {NonNullable<Message["figures"]>} figures */
   _figures(figures) {
     const { completionTokens, promptTokens, firstMs, totalMs, cachedTokens } = figures;
-    const rate = totalMs !== null && firstMs !== null && completionTokens > 1 && totalMs > firstMs
-      ? number(((completionTokens - 1) / (totalMs - firstMs)) * 1000) : "–";
+    const speed = totalMs !== null && firstMs !== null && completionTokens > 1 && totalMs > firstMs
+      ? rate(((completionTokens - 1) / (totalMs - firstMs)) * 1000) : "–";
     const rows = [
       ["happened.tokens-label", t("happened.tokens", { n: completionTokens })],
       ["happened.first-label", firstMs === null ? "–" : duration(firstMs)],
-      ["happened.rate-label", t("happened.rate", { rate })],
+      ["happened.rate-label", t("happened.rate", { rate: speed })],
       ["happened.total-label", totalMs === null ? "–" : duration(totalMs)],
       ["happened.prompt-label", number(promptTokens)],
       ["happened.cached-label", number(cachedTokens)],

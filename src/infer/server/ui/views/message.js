@@ -4,7 +4,7 @@ import { html, live, nothing } from "../vendor/core.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { glyphs } from "../lib/glyphs.js";
-import { duration, number, size, t } from "../lib/i18n.js";
+import { duration, number, rate, size, t } from "../lib/i18n.js";
 import { plainLine } from "../lib/records.js";
 import { copyText } from "../lib/text_view.js";
 import "./tools.js";
@@ -133,7 +133,7 @@ class ChatMessage extends PageElement {
     const key = texts[message.finish ?? ""];
     const said = !key ? nothing : html`<p class="ending ${message.finish === "lost" || message.finish === "error" ? "bad" : "quiet"} small">
       ${t(key, { problem: plainLine(message.problem ?? "") })}
-      <button class="plain" @click=${() => chats.goOn(message)}>${t("act.continue")}</button></p>`;
+      ${chats.current?.session ? nothing : html`<button class="plain" @click=${() => chats.goOn(message)}>${t("act.continue")}</button>`}</p>`;
     const verdict = !this.verdict ? nothing : html`<p class="small ${this.verdict.fits ? "fits" : "bad"}">
       ${this.verdict.fits ? t("schema.fits") : t("schema.differs", { why: this.verdict.why })}</p>`;
     return html`${said}${verdict}`;
@@ -204,9 +204,9 @@ class ChatMessage extends PageElement {
   _figures(message) {
     const figures = /** @type {NonNullable<Message["figures"]>} */ (message.figures);
     const { completionTokens, firstMs, totalMs, cachedTokens, promptTokens } = figures;
-    const rate = totalMs !== null && firstMs !== null && completionTokens > 1 ? ((completionTokens - 1) / (totalMs - firstMs)) * 1000 : null;
+    const speed = totalMs !== null && firstMs !== null && completionTokens > 1 ? ((completionTokens - 1) / (totalMs - firstMs)) * 1000 : null;
     const parts = [t("happened.tokens", { n: completionTokens })];
-    if (rate !== null && Number.isFinite(rate)) parts.push(t("happened.rate", { rate: number(rate) }));
+    if (speed !== null && Number.isFinite(speed)) parts.push(t("happened.rate", { rate: rate(speed) }));
     if (firstMs !== null) parts.push(t("happened.first", { time: duration(firstMs) }));
     if (cachedTokens) parts.push(t("happened.cached", { n: cachedTokens, of: number(promptTokens) }));
     return parts.join(" · ");

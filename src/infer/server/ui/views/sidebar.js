@@ -46,12 +46,18 @@ class SideBar extends PageElement {
       <div class="conversations">${this._groups()}</div>
       <footer>
         <ul class="views">
-          ${VIEWS.map((each) => html`<li><a href=${`#/${each.name}`} aria-current=${each === view ? "page" : nothing}
+          ${VIEWS.map((each) => html`<li><a href=${this._address(each.name)} aria-current=${each === view ? "page" : nothing}
             @click=${() => this._say("close")}>${t(each.title)}</a></li>`)}
         </ul>
         <button @click=${() => this._ask("help")}>${glyphs.help()} ${t("help.title")}</button>
       </footer>
     `;
+  }
+
+  /** The address of a view; that of the chat is the open conversation's. @param {string} name */
+  _address(name) {
+    const now = chats.current;
+    return name === "chat" && now && chats.all.has(now.id) ? `#/chat/${encodeURIComponent(now.id)}` : `#/${name}`;
   }
 
   /** @param {string} name */

@@ -34,6 +34,7 @@ class TokenView extends PageElement {
   }
 
   firstUpdated() {
+    this.scrollIntoView({ block: "nearest" });
     void this._read();
   }
 
@@ -100,8 +101,9 @@ class TokenView extends PageElement {
 
   /** @param {Token} token @param {number} at */
   _alternatives(token, at) {
-    const canGoOn = this.message && at >= this.numPrompt && !chats.isBusy(this.message.conversation) && !chats.current?.session;
-    return html`<div>
+    const canGoOn = this.message && at >= this.numPrompt && !chats.isBusy(this.message.conversation)
+      && !chats.current?.session && !this.message.reasoning && !this.message.toolCalls?.length;
+    return html`<div class="choices">
       <h3>${t("tokens.alternatives", { n: at - this.numPrompt + 1 })}</h3>
       <table class="alternatives small"><thead><tr><th scope="col">${t("tokens.text")}</th><th scope="col">${t("tokens.id")}</th><th scope="col" colspan="2">${t("tokens.chance")}</th><td></td></tr></thead>
       <tbody>${token.others.map((each) => html`<tr>
