@@ -55,9 +55,10 @@ LEVELS = (
         " over pages",
     ),
     Level(
-        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client",
+        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client"
+        " engine.build.processors",
         "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, the"
-        " states of a supervisor, an engine as its façade sees it",
+        " states of a supervisor, an engine as its façade sees it; the machine's processors",
     ),
     Level(
         "engine.core engine.client.input engine.client.output engine.process.journal"
@@ -66,13 +67,15 @@ LEVELS = (
         " received; what is on the disk and in the machine",
     ),
     Level(
-        "engine.loop engine.client.mailbox engine.client.step_lines engine.build.memory_plan",
-        "the core in a thread; what has arrived for a request; what a step did, as text; what fits"
-        " into memory",
+        "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
+        " engine.build.memory_plan",
+        "the core in a thread; what has arrived for a request; what a step did, as text and for"
+        " viewers; what fits into memory",
     ),
     Level(
-        "engine.client.async_llm engine.process.messages cells",
-        "the asyncio façade; frames; an explicit batch over cells that the caller manages",
+        "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
+        "the asyncio façade; frames; what a machine is good for; an explicit batch over cells that"
+        " the caller manages",
     ),
     Level(
         "engine.build.assemble engine.process.child engine.process.engine_run",
@@ -81,7 +84,7 @@ LEVELS = (
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
-    Level("server.observe", "traces, metrics, logs, spans"),
+    Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
     Level("server.tenancy", "keys, limits, shared prefixes"),
     Level("server.openai", "OpenAI's formats"),
     Level("server.offload", "long work beside the event loop"),
@@ -108,7 +111,9 @@ BANNED = [
 ]
 # Beside the standard library, these may import nothing, or what is named.
 LIBRARIES = {
-    **dict.fromkeys(("errors", "version", "schedule", "engine.core"), ()),
+    **dict.fromkeys(
+        ("errors", "version", "schedule", "engine.core", "engine.build.processors"), ()
+    ),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
 # Concrete parts that only the composition roots may name.
@@ -399,6 +404,8 @@ TESTS = ROOT / "tests"
 MUTANTS = "it breaks private rules on purpose, to see that the workloads notice"
 ON_A_GPU = "it checks a kernel's own choices on a device"
 REACHES = {
+    "cells/test_cells_reference.py": (1, "compares the keys in the cells"),
+    "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
     "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
     "cells/test_cells_reference.py": (1, "compares the keys and values of every cell"),
@@ -414,6 +421,10 @@ REACHES = {
     "schedule/test_ahead.py": (8, MUTANTS),
     "schedule/test_fairness.py": (1, MUTANTS),
     "schedule/test_workloads.py": (4, MUTANTS),
+    "server/test_engine_events.py": (
+        4,
+        "short waits; nobody watches when the last viewer has left",
+    ),
     "server/test_ends.py": (1, "a metric whose counter has gone"),
     "support/device_runners.py": (1, "counts the graphs that were captured"),
     "test_libraries.py": (1, "looks for the private parts that are used of gguf"),

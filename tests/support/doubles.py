@@ -238,6 +238,8 @@ def limits_of(core: EngineCore) -> EngineLimits:
         max_seq_len=scheduler.config.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=scheduler.config.max_waiting_requests,
+        batching_mode=scheduler.config.batching_mode,
+        page_size=scheduler.allocator.page_size,
     )
 
 

@@ -130,6 +130,9 @@ class AsyncLLM:
         """number of token ids"""
         self.num_seats = input_processor.limits.num_seats
         """maximum number of requests in the batch"""
+        self.batching_mode = input_processor.limits.batching_mode
+        self.page_size = input_processor.limits.page_size
+        """tokens in a page of the KV cache"""
         self.engine_client = worker
         """the engine: a thread or a process"""
         self._input_processor = input_processor
@@ -167,6 +170,11 @@ class AsyncLLM:
     def is_live(self) -> bool:
         """Whether it is alive and does not hang: with open requests, the engine is not silent."""
         return self.is_alive and not (self.num_open > 0 and self.engine_client.is_silent)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no further request will ever be accepted, because it drains or is closed."""
+        return self._draining or self._closed
 
     @property
     def num_open(self) -> int:
