@@ -408,7 +408,6 @@ REACHES = {
     "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
     "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
-    "cells/test_cells_reference.py": (1, "compares the keys and values of every cell"),
     "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
     "engine/test_threads.py": (1, "a model counts as small by its bytes"),
     "gpu/test_attention_kernels.py": (2, ON_A_GPU),
@@ -422,7 +421,7 @@ REACHES = {
     "schedule/test_fairness.py": (1, MUTANTS),
     "schedule/test_workloads.py": (4, MUTANTS),
     "server/test_engine_events.py": (
-        4,
+        5,
         "short waits; nobody watches when the last viewer has left",
     ),
     "server/test_ends.py": (1, "a metric whose counter has gone"),
