@@ -147,6 +147,8 @@ def _text(event: Fields) -> str:
             return f"behind {event['waiting_before']} waiting, {event['running']} running{behind}"
         case "admitted":
             return f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
+        case "speculated":
+            return f"{event['accepted']} of {event['proposed']} proposed tokens were accepted"
         case "preempted":
             needed = f"; its pages went to {event['needed_by'][0]}" if event["needed_by"] else ""
             return f"{event['lost_tokens']} computed tokens lost{needed}"
