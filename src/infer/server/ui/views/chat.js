@@ -26,7 +26,16 @@ class ChatView extends PageElement {
     this.hears(chats, "change");
     this.hears(server, "change");
     this.hears(storage, "problem");
-    this.addEventListener("grown", () => this._follow());
+    this._sizes = new ResizeObserver(() => this._follow());
+  }
+
+  firstUpdated() {
+    this._sizes.observe(/** @type {Element} */ (this.querySelector(".messages")));
+  }
+
+  disconnectedCallback() {
+    super.disconnectedCallback();
+    this._sizes.disconnect();
   }
 
   _follow() {
