@@ -56,6 +56,8 @@ def test_300_conversations(reader: Reader, tmp_path: Path) -> None:
     reader.until("document.querySelectorAll('.conversations button.open').length == 1")
     page.click(".conversations button.open")
     page.wait_for_selector("text=answer 217")
+    page.fill(".sidebar .search", "answer 118")  # in a message, not in a title
+    reader.until("document.querySelector('.conversations button.open')?.title == 'Number 118'")
     page.reload()
     reader.until("document.querySelectorAll('.conversations button.open').length == 300")
     page.wait_for_selector("text=answer 217")

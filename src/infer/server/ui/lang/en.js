@@ -208,7 +208,7 @@ export default {
   "settings.tools-hint": "A JSON list of function definitions, as OpenAI has them.",
   "side.label": "Conversations",
   "side.none": "No conversations yet.",
-  "side.none-found": "No title has these words.",
+  "side.none-found": "No conversation has these words.",
   "side.older": "Older",
   "side.on-server": "On the server",
   "side.pin": "Pin {title}",

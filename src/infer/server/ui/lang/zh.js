@@ -208,7 +208,7 @@ export default {
   "settings.tools-hint": "OpenAI 格式的函数定义 JSON 列表。",
   "side.label": "对话",
   "side.none": "还没有对话。",
-  "side.none-found": "没有匹配的标题。",
+  "side.none-found": "没有匹配的对话。",
   "side.older": "更早",
   "side.on-server": "在服务器上",
   "side.pin": "置顶 {title}",
