@@ -37,8 +37,9 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads",
-        "exceptions that users see; the version; threads that end before the interpreter",
+        "errors version threads main_memory",
+        "exceptions that users see; the version; threads that end before the interpreter; main"
+        " memory",
     ),
     Level(
         "types config files kernels.loader",
@@ -73,6 +74,7 @@ LEVELS = (
         "engine.build.assemble engine.process.child engine.process.engine_run",
         "the composition root; the engine process, from inside and from outside",
     ),
+    Level("engine.process.standby", "a process that becomes the next engine"),
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),

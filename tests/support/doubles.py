@@ -299,5 +299,5 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    how = {name: settings.pop(name) for name in ("hang_s", "seed") if name in settings}
+    how = {name: settings.pop(name) for name in ("hang_s", "seed", "standby") if name in settings}
     return launch_factory(factory, settings, **how)

@@ -34,7 +34,7 @@ import uvicorn
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
-from infer.engine.process.launch import Loads
+from infer.engine.process.launch import Loads, standing_by
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers
@@ -413,7 +413,11 @@ def serve_config(
     _open_standard_streams()
     check_certificate(settings)
     place = unix_socket(settings.uds) if settings.uds else bind(host, port, settings.write_stall_s)
-    with _log_on_stderr(settings.log_format), place as sock:
+    with (
+        _log_on_stderr(settings.log_format),
+        place as sock,
+        standing_by(settings.standby and not in_thread) as standby,
+    ):
         if not settings.uds:
             _check_reach(host, sock, settings)
         launch: Callable[[EngineConfig], AsyncLLM]
@@ -428,6 +432,7 @@ def serve_config(
                 hang_s=settings.hang_s,
                 load_timeout_s=settings.load_timeout_s,
                 loads=loads,
+                standby=standby,
             )
         engine: AsyncLLM | ModelRouter
         if isinstance(config, EngineConfig):

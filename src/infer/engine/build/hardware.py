@@ -17,6 +17,7 @@ from infer.config import EngineConfig
 from infer.errors import ConfigError
 from infer.kernels.linear import bfloat16_obstacle, quantization_obstacle
 from infer.kernels.loader import chosen_instruction_set, int8_cache_obstacle
+from infer.main_memory import available_bytes, proc_bytes
 from infer.models.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -170,18 +171,7 @@ def free_bytes(device: torch.device) -> int:
     and within the limit of the process's control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _proc_status("/proc/meminfo", "MemAvailable:")
-    if free is None:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text())
-            free = min(free, max(0, int(limit) - used))
-    except (OSError, ValueError):
-        pass
-    return free
+    return available_bytes()
 
 
 def used_bytes(device: torch.device) -> int | None:
@@ -194,14 +184,4 @@ def used_bytes(device: torch.device) -> int | None:
 def resident_bytes() -> int | None:
     """Bytes of main memory that this process holds and that no file backs; None if the operating
     system does not say."""
-    return _proc_status("/proc/self/status", "RssAnon:")
-
-
-def _proc_status(file: str, key: str) -> int | None:
-    try:
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(key):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+    return proc_bytes("/proc/self/status", "RssAnon:")

@@ -2,10 +2,10 @@
 
 This is the API side of the boundary; it needs no torch. `launch` starts the first process and
 raises the error that keeps it from starting. Then one thread reads the reports of the process; when
-the process has ended it starts the next one and sends it every unfinished request with its tokens
-so far (`RequestJournal`). New requests wait meanwhile. An engine that does not start is tried again
-after pauses that grow. After `MAX_FAILURES` in a row requests are refused, and those that wait are
-failed, until an engine starts.
+the process has ended it starts the next one, or takes the `Standby`, and sends it every unfinished
+request with its tokens so far (`RequestJournal`). New requests wait meanwhile. An engine that does
+not start is tried again after pauses that grow. After `MAX_FAILURES` in a row requests are refused,
+and those that wait are failed, until an engine starts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from infer.engine.commands import Abort, Add, Stop
 from infer.engine.process.blame import was_from_outside
 from infer.engine.process.engine_run import STOP_S, EngineRun
 from infer.engine.process.journal import RequestJournal
+from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
 from infer.errors import EngineDeadError, LoadError
 from infer.threads import BackgroundThread
@@ -39,6 +40,8 @@ LOAD_TIMEOUT_S = 3600.0
 """seconds after which an engine that is not ready is given up; a checkpoint may be downloaded"""
 MAX_FAILURES = 5
 """number of processes in a row without a token for any request, before requests are refused"""
+STANDBY_ANSWER_S = 5.0
+"""seconds that a standby has to say that it begins; it may be importing modules"""
 _MAX_PAUSE_S = 30.0
 
 
@@ -56,9 +59,12 @@ class EngineProcess:
         *,
         hang_s: float = HANG_S,
         load_timeout_s: float = LOAD_TIMEOUT_S,
+        standby: Standby | None = None,
     ) -> None:
-        """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process."""
+        """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process.
+        `standby`: where the next process comes from, if there is one."""
         self._load_timeout_s = load_timeout_s
+        self._standby = standby
         level = logging.getLogger("infer").getEffectiveLevel()
         self._begin = messages.Begin(factory, dict(settings), level)
         self._hang_s = hang_s
@@ -84,7 +90,7 @@ class EngineProcess:
         `on_text` is called while it loads its weights; what it raises ends the process.
         """
         self._lifecycle.move(SupervisorState.LOADING)
-        engine_run = self._new_run()
+        engine_run = self._next_run()
         try:
             ready = self._greet(engine_run, on_text)
             if not self._lifecycle.move(SupervisorState.LOADED):
@@ -106,6 +112,7 @@ class EngineProcess:
         self._deliver, self._died = deliver, died
         self._thread = BackgroundThread(self._run, self._end, "infer-engine")
         self._thread.start()
+        self._want_standby()
 
     @property
     def is_alive(self) -> bool:
@@ -212,7 +219,7 @@ class EngineProcess:
                             step = self._journal.record(scores.complete(event.outputs))
                     if step or event.step_events:
                         self._deliver(step, event.step_events)
-                case messages.Text() | messages.Ready() | messages.Refused():
+                case messages.HasBegun() | messages.Text() | messages.Ready() | messages.Refused():
                     log.warning("the engine process says twice how it has started")
                 case _:
                     assert_never(event)
@@ -240,7 +247,7 @@ class EngineProcess:
         """The next process, when it takes commands; None when it is time to stop."""
         started_s = time.monotonic()
         while not self._lifecycle.wait_for_stop(self._pause_s()):
-            engine_run = self._new_run()
+            engine_run = self._next_run()
             try:
                 ready = self._greet(engine_run, lambda text: None)
                 requests = self._hand_over(engine_run, ready)
@@ -266,7 +273,12 @@ class EngineProcess:
             requests = self._journal.resumed()
             for request in requests:
                 engine_run.send(Add(request))
+        self._want_standby()
         return len(requests)
+
+    def _want_standby(self) -> None:
+        if self._standby is not None:
+            self._standby.want()
 
     def _pause_s(self) -> float:
         num = self._num_failures
@@ -282,9 +294,19 @@ class EngineProcess:
                 ends = self._journal.fail_all(reason)
             self._deliver(ends, None)
 
-    def _new_run(self) -> EngineRun:
-        """A process that is starting, which `stop` ends."""
-        engine_run = EngineRun(self._begin)
+    def _next_run(self) -> EngineRun:
+        """A process that builds its engine: the standby if it answers, else a new one."""
+        if self._standby is not None and (standby := self._standby.take()) is not None:
+            if self._hold(standby).begin(self._begin, STANDBY_ANSWER_S):
+                return standby
+            if not self._lifecycle.state.is_ending:
+                log.warning("the standby does not answer: a new process is started")
+            standby.kill()
+            standby.reap()
+        return self._hold(EngineRun(self._begin))
+
+    def _hold(self, engine_run: EngineRun) -> EngineRun:
+        """Make a process that is starting one that `stop` ends."""
         with self._lock:
             self._engine_run = engine_run
             if self._lifecycle.state.is_ending:
@@ -296,6 +318,8 @@ class EngineProcess:
     ) -> messages.Ready:
         for event in engine_run.events(None, load_timeout_s=self._load_timeout_s):
             match event:
+                case messages.HasBegun():
+                    pass
                 case messages.Text():
                     on_text(event)
                 case messages.Refused():
