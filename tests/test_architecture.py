@@ -420,7 +420,7 @@ REACHES = {
     "kernels/test_fusion.py": (2, "replaces a product by one that saturates"),
     "models/test_gguf.py": (1, "a tensor in many parts"),
     "runner/test_storage.py": (1, "prepares less memory"),
-    "schedule/test_ahead.py": (8, MUTANTS),
+    "schedule/test_ahead.py": (10, MUTANTS),
     "schedule/test_fairness.py": (1, MUTANTS),
     "schedule/test_workloads.py": (4, MUTANTS),
     "server/test_engine_events.py": (
