@@ -122,6 +122,7 @@ def test_stop_frees_the_pages(reader: Reader, server: Served, way: str) -> None:
     before = in_thread(server.stats)
     reader.send("Tell me a story.")
     reader.until("document.querySelector('text-view')?.innerText.length > 20")
+    assert not page.locator(".waiting").count()
     if way == "button":
         page.click("button.stop")
     else:
