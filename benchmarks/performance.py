@@ -29,6 +29,9 @@ SHAPES = {
     "qwen3-0.6b": "Qwen3 0.6B",
     "qwen3-1.7b": "Qwen3 1.7B",
     "gemma-3-1b": "Gemma 3 1B",
+    "llama-3.2-3b": "Llama 3.2 3B",
+    "qwen3-4b": "Qwen3 4B",
+    "gemma-3-4b": "Gemma 3 4B",
 }
 MODES = {"sequential": "#888888", "static": "#E69F00", "continuous": "#0072B2"}
 WANTED_SHARE = 1 / 5
@@ -221,6 +224,18 @@ def batching(file: Path) -> str:
     )
 
 
+def plans() -> str:
+    """A table of what `infer plan --json` has said."""
+    rows = []
+    for file in sorted(RESULTS.glob("plan-*.json")):
+        plan = load(file.name)
+        sizes = [f"{plan[name] / 2**30:.2f}" for name in ("weight_bytes", "kv_bytes")]
+        fits = f"{plan['sequences_that_fit']['2048']} of 2,048 tokens" if plan["fits"] else "no"
+        count = f"{plan['num_parameters'] / 1e9:.2f}"
+        rows.append([SHAPES[plan["model"]], count, *sizes, fits])
+    return table(["", "10⁹ weights", "weights GiB", "cache GiB", "sequences"], rows)
+
+
 def main() -> None:
     PLOTS.mkdir(exist_ok=True)
     text = (HERE / "performance.template.md").read_text()
@@ -231,6 +246,7 @@ def main() -> None:
     text = text.replace("{{floors}}", floors())
     sections = [batching(file) for file in sorted(RESULTS.glob("batching-*.json"))]
     text = text.replace("{{batching}}", "\n".join(sections))
+    text = text.replace("{{plans}}", plans())
     text = text.replace("{{modes-zen4}}", summaries(sorted(RESULTS.glob("modes-zen4-*.json"))))
     while "{{" in text:
         before, _, rest = text.partition("{{")

@@ -137,7 +137,7 @@ def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
     if (folder / "model.safetensors.index.json").is_file():
         return
     write_config(folder, name)
-    names = _tensor_shapes(SHAPES[name])
+    names = tensor_shapes(SHAPES[name])
     source = dummy_source(torch.bfloat16, torch.device("cpu"))
     shards: list[list[str]] = [[]]
     size = 0
@@ -157,7 +157,7 @@ def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the decoder's weights, found by building it without memory."""
     shapes = {}
 

@@ -55,9 +55,10 @@ LEVELS = (
         " over pages",
     ),
     Level(
-        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client",
+        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client"
+        " engine.build.processors",
         "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, the"
-        " states of a supervisor, an engine as its façade sees it",
+        " states of a supervisor, an engine as its façade sees it; the machine's processors",
     ),
     Level(
         "engine.core engine.client.input engine.client.output engine.process.journal"
@@ -66,13 +67,15 @@ LEVELS = (
         " received; what is on the disk and in the machine",
     ),
     Level(
-        "engine.loop engine.client.mailbox engine.client.step_lines engine.build.memory_plan",
-        "the core in a thread; what has arrived for a request; what a step did, as text; what fits"
-        " into memory",
+        "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
+        " engine.build.memory_plan",
+        "the core in a thread; what has arrived for a request; what a step did, as text and for"
+        " viewers; what fits into memory",
     ),
     Level(
-        "engine.client.async_llm engine.process.messages cells",
-        "the asyncio façade; frames; an explicit batch over cells that the caller manages",
+        "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
+        "the asyncio façade; frames; what a machine is good for; an explicit batch over cells that"
+        " the caller manages",
     ),
     Level(
         "engine.build.assemble engine.process.child engine.process.engine_run",
@@ -81,7 +84,7 @@ LEVELS = (
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
-    Level("server.observe", "traces, metrics, logs, spans"),
+    Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
     Level("server.tenancy", "keys, limits, shared prefixes"),
     Level("server.openai", "OpenAI's formats"),
     Level("server.offload", "long work beside the event loop"),
@@ -108,7 +111,9 @@ BANNED = [
 ]
 # Beside the standard library, these may import nothing, or what is named.
 LIBRARIES = {
-    **dict.fromkeys(("errors", "version", "schedule", "engine.core"), ()),
+    **dict.fromkeys(
+        ("errors", "version", "schedule", "engine.core", "engine.build.processors"), ()
+    ),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
 # Concrete parts that only the composition roots may name.
@@ -391,6 +396,124 @@ def test_the_api_side_needs_no_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# What tests may reach into.
+
+TESTS = ROOT / "tests"
+MUTANTS = "it breaks private rules on purpose, to see that the workloads notice"
+ON_A_GPU = "it checks a kernel's own choices on a device"
+REACHES = {
+    "cells/test_cells_reference.py": (1, "compares the keys in the cells"),
+    "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
+    "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
+    "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
+    "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
+    "engine/test_threads.py": (1, "a model counts as small by its bytes"),
+    "gpu/test_attention_kernels.py": (2, ON_A_GPU),
+    "gpu/test_compiled.py": (2, ON_A_GPU),
+    "gpu/test_layer_kernels.py": (3, ON_A_GPU),
+    "gpu/test_on_device.py": (1, ON_A_GPU),
+    "kernels/test_fusion.py": (2, "replaces a product by one that saturates"),
+    "models/test_gguf.py": (1, "a tensor in many parts"),
+    "runner/test_storage.py": (1, "prepares less memory"),
+    "schedule/test_ahead.py": (10, MUTANTS),
+    "schedule/test_fairness.py": (1, MUTANTS),
+    "schedule/test_speculation.py": (5, f"{MUTANTS}; looks at all earlier places"),
+    "schedule/test_workloads.py": (4, MUTANTS),
+    "server/test_engine_events.py": (
+        5,
+        "short waits; nobody watches when the last viewer has left",
+    ),
+    "server/test_ends.py": (1, "a metric whose counter has gone"),
+    "support/device_runners.py": (1, "counts the graphs that were captured"),
+    "test_libraries.py": (1, "looks for the private parts that are used of gguf"),
+    "text/test_grammar_checker.py": (1, "a deadline of 10 ms in the process that checks"),
+    "text/test_text_template.py": (1, "a prompt of more than 10 characters is too long"),
+}
+"""file below tests/ → number of reaches into private members and constants of `infer`, and why"""
+
+
+def private_names(root: Path) -> set[str]:
+    """Names with one leading underscore that a tree defines or uses."""
+    found = set()
+    for _, _, tree in modules(root):
+        for node in ast.walk(tree):
+            for name in (getattr(node, each, None) for each in ("attr", "name", "id")):
+                if isinstance(name, str) and re.match("_[^_]", name):
+                    found.add(name)
+    return found
+
+
+def reaches(tree: ast.AST, private: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and text of each use of a private member, import of a private name, and constant that is
+    set in a module of `infer` (`setattr` with a name in capitals)."""
+    own = {each.asname or each.name for each in _aliases(tree, "infer")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in private:
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "super()", "os", "sys") and node.attr != "_replace":
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infer"):
+            yield from (
+                (node.lineno, each.name) for each in node.names if re.match("_[^_]", each.name)
+            )
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            target, *names = [ast.unparse(each).strip("'") for each in node.args[:2]]
+            where, _, name = target.rpartition(".") if "infer." in target else (target, "", "")
+            name = name or next(iter(names), "")
+            if name.isupper() and (where in own or where.startswith("infer.")):
+                yield node.lineno, f"{where}.{name}"
+
+
+def _aliases(tree: ast.AST, package: str) -> Iterator[ast.alias]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
+            yield from node.names
+
+
+def reach_problems(tests: Path, allowed: dict[str, tuple[int, str]]) -> list[str]:
+    """Files with more or fewer reaches than are allowed, with what they reach."""
+    private, problems = private_names(SOURCE), []
+    for path in sorted(tests.rglob("*.py")):
+        name = path.relative_to(tests).as_posix()
+        if name.startswith("clients/drivers"):
+            continue
+        found = [
+            f"line {line}: {what}" for line, what in reaches(parsed(path.read_text()), private)
+        ]
+        count = allowed.get(name, (0, ""))[0]
+        if len(found) > count:
+            problems.append(
+                f"{name} reaches into what is private or constant {len(found)} times ({count} are"
+                f" allowed): {'; '.join(found)}. Use or make a public way, such as a setting that"
+                " comes through a constructor"
+            )
+        elif len(found) < count:
+            problems.append(f"{name} has {len(found)} reaches: lower its number in REACHES")
+    return problems
+
+
+def test_tests_use_public_ways() -> None:
+    assert reach_problems(TESTS, REACHES) == []
+    assert set(REACHES) <= {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py")}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test(engine):\n    assert not engine._mailboxes",
+        "from infer.models.gguf_file import _Reader",
+        "from infer.engine import loop\ndef test(patch):\n    patch.setattr(loop, 'STOP_S', 1)",
+        "def test(patch):\n    patch.setattr('infer.engine.loop.STOP_S', 1)",
+    ],
+)
+def test_a_reach_is_found(source: str, tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(source)
+    (problem,) = reach_problems(tmp_path, {})
+    assert "test_x.py reaches" in problem
+    assert reach_problems(tmp_path, {"test_x.py": (1, "why")}) == []
+    assert "lower its number" in reach_problems(tmp_path, {"test_x.py": (2, "why")})[0]
 
 
 # The tables of the page.

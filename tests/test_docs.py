@@ -114,7 +114,7 @@ def test_every_row_of_the_designs_is_shown_by_a_test() -> None:
     assert text.count("\n## ") == 5
     for broken in (
         text.replace("test_scheduler.py::test_sequential_runs", "test_scheduler.py::test_no", 1),
-        text.replace("tests/cache/test_allocator.py", "tests/cache/test_no.py", 1),
+        text.replace("tests/schedule/test_page_allocator.py", "tests/schedule/test_no.py", 1),
         text + "| a | b | no test |\n",
     ):
         assert len(unshown_rows(broken)) == 1

@@ -298,7 +298,14 @@ class EngineConfig:
         None, "Share pages between prompts that begin alike; default: yes if paged."
     )
     num_threads: PositiveInt | None = option(
-        None, "CPU threads; default: one for each physical core (one less to serve a small model)."
+        None,
+        "CPU threads; default: one for each physical performance core, within the CPU quota of a"
+        " container (one less to serve a small model).",
+    )
+    numa: Literal["one", "all"] = option(
+        "one",
+        "On a machine with several NUMA nodes: one = threads and memory of one node; all = threads"
+        " on the cores of all nodes.",
     )
     attention_backend: Literal["auto", "native", "triton", "sdpa"] = option(
         "auto",

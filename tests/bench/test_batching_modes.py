@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -47,6 +48,26 @@ def test_published_checkpoints(tmp_path: Path) -> None:
         if each["workload"] == "continuous_batching"
     ]
     assert arrivals == [[0.0, 0.25]] * 3
+
+
+def test_the_shapes_are_those_of_the_real_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The published numbers of weights, in billions; a tied head counts once."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from benchmarks import shapes
+
+    counts = {
+        name: round(sum(map(math.prod, shapes.tensor_shapes(raw).values())) / 1e9, 2)
+        for name, raw in shapes.SHAPES.items()
+    }
+    assert counts == {
+        "llama-3.2-1b": 1.24,
+        "llama-3.2-3b": 3.21,
+        "qwen3-0.6b": 0.60,
+        "qwen3-1.7b": 1.72,
+        "qwen3-4b": 4.02,
+        "gemma-3-1b": 1.00,
+        "gemma-3-4b": 3.88,
+    }
 
 
 def test_answers_that_differ_between_modes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

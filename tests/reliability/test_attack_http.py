@@ -422,7 +422,7 @@ def test_sessions_of_before_there_were_quotas_are_measured(tmp_path: Path) -> No
     old = SessionStore(url)
     name = old.create("a", "t", [{"role": "user", "content": "é" * 100}, MESSAGE])["id"]
     empty = old.create("a")["id"]
-    with old._engine.begin() as db:
+    with sql.create_engine(url).begin() as db:
         (size,) = db.execute(sql.text("select bytes from session_sizes where messages = 2")).one()
         db.execute(sql.text("drop table session_sizes"))
     old.close()

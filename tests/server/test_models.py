@@ -20,8 +20,9 @@ from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
+from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.multi_model import ModelRouter, configs_of
-from infer.server.serve import _log_on_stderr
+from infer.server.serve import log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.types.server_limits import ServerLimits
@@ -139,11 +140,34 @@ def test_requests_and_numbers_are_those_of_all() -> None:
         assert counts == [1, 3]
         one = (await app.get("/stats?model=b")).json()
         assert one["engine"]["num_requests_admitted"] == 3
+        for query, model in (("", "a"), ("?model=b", "b")):
+            gone = asyncio.Event()
+            watching = asyncio.ensure_future(app.send("GET", EVENTS_PATH + query, leave=gone))
+            await asyncio.sleep(0.02)
+            gone.set()
+            assert f'"model":"{model}"' in (await watching).body.decode()
+        assert (await app.get(f"{EVENTS_PATH}?model=c")).error()["code"] == "model_not_found"
 
     engines: dict[str, Callable[[], AsyncLLM]] = {
         name: partial(make_hash_llm, step_s=0.002) for name in "ab"
     }
     used(body, engines)
+
+
+def test_watching_loads_no_model() -> None:
+    loads: list[str] = []
+
+    def launch(name: str) -> AsyncLLM:
+        loads.append(name)
+        return make_hash_llm()
+
+    async def body(app: App, models: ModelRouter) -> None:
+        refused = await app.get(f"{EVENTS_PATH}?model=b")
+        assert refused.status == 503
+        assert "'b' is not loaded" in refused.error()["message"]
+        assert loads == []
+
+    used(body, {name: partial(launch, name) for name in "ab"}, load=False)
 
 
 def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
@@ -229,13 +253,13 @@ def test_json_lines_of_the_log_carry_the_model(capfd: pytest.CaptureFixture[str]
     async def body(app: App, models: ModelRouter) -> None:
         for name in ("a", "b", "c", None):
             await app.post(COMPLETIONS, completion_body(model=name))
-        _, b = models._engines()
+        _, b = models.engines()
         os.kill(pid_of(b), signal.SIGKILL)
         async with asyncio.timeout(10):
             while not b.stats()["num_restarts"] or not b.is_ready:
                 await asyncio.sleep(0.005)
 
-    with _log_on_stderr("json"):
+    with log_on_stderr("json"):
         used(body, {name: partial(launch_hash_llm, served_model_name=name) for name in "ab"})
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     requests = [line["model"] for line in lines if line["message"] == "request"]

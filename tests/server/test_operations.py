@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.engine.client import async_llm
 from infer.errors import ConfigError
 from infer.server.observe.logs import JsonLines
 from infer.server.settings import ServerSettings
@@ -130,7 +129,6 @@ def test_an_engine_that_makes_no_progress_is_not_live(
     slow_ms: int, num_tokens: int, is_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soon as the soft limit has passed. An engine with slow steps or without work is live."""
-    monkeypatch.setattr(async_llm, "SOFT_LIMIT_S", 1.0)
     monkeypatch.setenv("INFER_WRAP_CORE", "tests.support.faults:wrapped")
     monkeypatch.setenv("INFER_FAULT_SLOW_STEP_MS", str(slow_ms))
 
@@ -148,7 +146,7 @@ def test_an_engine_that_makes_no_progress_is_not_live(
         assert (await asking).status == 200
         assert (await app.get("/health/live")).status == 200
 
-    with_app(launch_hash_llm(), use)
+    with_app(launch_hash_llm(soft_limit_s=1.0), use)
 
 
 @pytest.mark.parametrize("keep_alive_s", [0.0, 0.05])

@@ -247,13 +247,13 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
     tenant, context = Tenant(key, lambda: 0.0), RequestContext()
     request = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=700)
     settle = tenant.reserve([request], context)
-    assert tenant._buckets["tokens"].level() == 200
+    assert tenant.level("tokens") == 200
     with pytest.raises(RequestError, match="tokens a minute"):
         tenant.reserve([request], context)
     trace = RequestTrace("r", "k", context, 100, 700)
     trace.choices["r-0"] = ChoiceTrace(trace, 0, num_tokens=30)
     settle(trace)
-    assert tenant._buckets["tokens"].level() == 870
+    assert tenant.level("tokens") == 870
     huge = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=10**6)
     with pytest.raises(RequestError, match="tokens a minute"):
         tenant.reserve([huge], context)
@@ -262,13 +262,13 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
 
 def test_a_refused_request_leaves_nothing() -> None:
     tenant = Tenant(Key(id="k", name="n", sha256="", limits=KeyLimits(requests_per_minute=1)))
-    visits = [RequestContext(), RequestContext()]
-    tenant.enter(visits[0])
+    contexts = [RequestContext(), RequestContext()]
+    tenant.enter(contexts[0])
     with pytest.raises(Exception, match="requests a minute"):
-        tenant.enter(visits[1])
-    for context in visits:
+        tenant.enter(contexts[1])
+    for context in contexts:
         context.cleanup.close()
-    assert tenant._num_open == 0
+    assert tenant.num_open == 0
 
 
 def test_the_command(file: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from infer.config import SchedulerConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
+from infer.engine.client.mailbox import MailboxLimits
 from infer.engine.core import EngineCore
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
@@ -246,16 +247,22 @@ def limits_of(core: EngineCore) -> EngineLimits:
         max_seq_len=scheduler.config.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=scheduler.config.max_waiting_requests,
+        batching_mode=scheduler.config.batching_mode,
+        page_size=scheduler.allocator.page_size,
     )
 
 
 def make_hash_llm(
-    *, tokenizer: Tokenizer | None = None, seed: int = 0, **settings: Any
+    *,
+    tokenizer: Tokenizer | None = None,
+    seed: int = 0,
+    mailbox_limits: MailboxLimits | None = None,
+    **settings: Any,
 ) -> AsyncLLM:
     """The real asyncio façade over a hash core; `settings` go to `make_hash_core`."""
     core = make_hash_core(**settings)
     input_processor = InputProcessor(tokenizer or small_tokenizer(), limits_of(core), seed)
-    return AsyncLLM(EngineThread(core), input_processor, "hash-model")
+    return AsyncLLM(EngineThread(core), input_processor, "hash-model", mailbox_limits)
 
 
 def held_runner() -> tuple[type[HashRunner], threading.Event, threading.Event]:
@@ -311,5 +318,6 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    how = {name: settings.pop(name) for name in ("hang_s", "seed") if name in settings}
+    names = ("hang_s", "soft_limit_s", "max_pause_s", "seed")
+    how = {name: settings.pop(name) for name in names if name in settings}
     return launch_factory(factory, settings, **how)

@@ -25,7 +25,7 @@ NO_WINDOWS = (
     "infer: does not run on Windows itself: the engine process needs sockets and signals that"
     " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
 )
-COMMANDS = ("serve", "generate", "chat", "plan", "explain", "models", "bench", "keys")
+COMMANDS = ("serve", "generate", "chat", "plan", "doctor", "explain", "models", "bench", "keys")
 """The subcommands, in the order of `infer --help`."""
 _IN_MODULES = {
     "serve": "infer.cli.serving",
@@ -140,6 +140,18 @@ def plan(
 
     if not run_plan(EngineConfig.from_kwargs(model=model, **settings), as_json, free_gib):
         raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    numa: Annotated[str, typer.Option(help="one or all: which NUMA nodes are used.")] = "one",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
+) -> None:
+    """Say what this machine has, what will be used of it, and what would be faster."""
+    from infer.cli.doctor import run_doctor
+
+    run_doctor(EngineConfig.from_kwargs(device=device, numa=numa), as_json)
 
 
 @app.command()

@@ -240,9 +240,15 @@ class EngineCore:
     def _collect_events(self, started_s: float, plan: Plan) -> None:
         scheduler, self.step_events = self.scheduler, None
         if plan or scheduler.pending_events:
-            number, pending_events = scheduler.stats.num_steps, tuple(scheduler.pending_events)
+            allocator = scheduler.allocator
             self.step_events = StepEvents(
-                number, started_s, scheduler.clock(), len(plan), pending_events
+                scheduler.stats.num_steps,
+                started_s,
+                scheduler.clock(),
+                len(plan),
+                tuple(scheduler.pending_events),
+                allocator.num_free,
+                allocator.num_indexed,
             )
             scheduler.pending_events.clear()
 

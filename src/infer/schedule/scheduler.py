@@ -73,7 +73,8 @@ class Scheduler:
         }
         self.pending_events: list[StepEvent] = []
         """events since the last step; the caller that steps takes them and clears the list"""
-        self._fair_share = FairShare()
+        self.fair_share = FairShare()
+        """counts the tokens computed for each tenant"""
         self._admission = make_admission(config)
         self._policy = find_policy(config.scheduler_policy)
         self._recomputes = not config.keep_computed
@@ -132,7 +133,7 @@ class Scheduler:
         sequence = Sequence.from_request(request, self._num_arrived)
         self._num_arrived += 1
         self.by_id[request.request_id] = sequence
-        self._fair_share.join(sequence)
+        self.fair_share.join(sequence)
         self.pending_events.append(queued(sequence, self.waiting, len(self.running)))
         insort(self.waiting, sequence, key=_rank)
         self.stats.num_submitted += 1
@@ -197,8 +198,8 @@ class Scheduler:
             while sequence.status is Status.RUNNING and not grow(
                 sequence.table, len(sequence.tokens)
             ):
-                several = self._fair_share.several
-                victim = self._fair_share.richest(running)[0] if several else running[-1]
+                several = self.fair_share.several
+                victim = self.fair_share.richest(running)[0] if several else running[-1]
                 self.preempt(victim, sequence)
 
     def preempt(self, sequence: Sequence, needed_by: Sequence | None = None) -> None:
@@ -216,7 +217,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
-        if self._fair_share.several and self.config.batching_mode != "static":
+        if self.fair_share.several and self.config.batching_mode != "static":
             sequence.status = Status.WAITING
             insort(self.waiting, sequence, key=_rank)
         else:
@@ -234,8 +235,8 @@ class Scheduler:
         if flush and seats == 0 and not self.running:
             seats = self.num_seats
         while self.waiting:
-            several = self._fair_share.several
-            sequence = self._fair_share.next_of(self.waiting) if several else self.waiting[0]
+            several = self.fair_share.several
+            sequence = self.fair_share.next_of(self.waiting) if several else self.waiting[0]
             while seats <= 0 or not self._seat(sequence):
                 if not several or not self._free_seat(sequence):
                     return
@@ -249,7 +250,7 @@ class Scheduler:
         take the same seat from each other in turn."""
         if not self.running or self.config.batching_mode == "static":
             return False
-        victim, seats = self._fair_share.richest(self.running)
+        victim, seats = self.fair_share.richest(self.running)
         if seats[victim.tenant_share] < seats[sequence.tenant_share] + 2:
             return False
         self.preempt(victim, sequence)
@@ -336,7 +337,7 @@ class Scheduler:
         prompt_limit, num_prompt = budget, 0
         computing = self._keys_being_computed()
         chunks = []
-        several, ordered = self._fair_share.several, self._fair_share.ordered
+        several, ordered = self.fair_share.several, self.fair_share.ordered
         offered = ordered(self._policy(running)) if several else self._policy(running)
         first: TenantShare | None = None
         for sequence in offered:
@@ -550,7 +551,7 @@ class Scheduler:
             self.allocator.release(sequence.table)
         sequence.status = Status.FINISHED
         del self.by_id[sequence.request_id]
-        self._fair_share.leave(sequence)
+        self.fair_share.leave(sequence)
         self.stats.num_finished[reason] += 1
 
     def _end_batch(self) -> None:

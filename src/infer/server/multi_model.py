@@ -32,6 +32,7 @@ from starlette.types import Receive, Scope, Send
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, InferError, LoadError
+from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, respond
@@ -322,6 +323,8 @@ class ModelRouter:
             name = body.get("model", name)
         model = self._find(name, self._unknown_model_statuses.get(request.url.path, 404))
         RequestContext.of(scope).model = model.name
+        if model.app is None and scope["path"] == EVENTS_PATH:
+            raise EngineDeadError(f"the model {model.name!r} is not loaded: there are no steps")
         app = await self._app_of(model)
         await app(scope, receive, send)
 

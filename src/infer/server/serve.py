@@ -44,6 +44,7 @@ from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
 from infer.server.settings import ServerSettings
 from infer.server.turn_away import TurnAway
+from infer.server.ui.page import Page
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
@@ -205,15 +206,16 @@ class Server(uvicorn.Server):
         settings: ServerSettings | None = None,
         *,
         announce: Callable[[str], None] | None = None,
+        page: Page | None = None,
     ) -> None:
         settings = settings or ServerSettings()
         most = settings.limits
         limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
         turn_away: TurnAway | None = None
         if isinstance(engine, ModelRouter):
-            app = engine.make_app(layers(settings, (engine.seen,)))
+            app = engine.make_app(layers(settings, (engine.seen,), page=page))
         else:
-            app = create_app(engine, settings)
+            app = create_app(engine, settings, page=page)
             if settings.api_keys is None:
                 on_end = (app.state.metrics.seen, log_request)
                 turn_away = TurnAway(engine, app.state.generating_paths, on_end)
@@ -328,7 +330,7 @@ class Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _log_on_stderr(log_format: str) -> Iterator[None]:
+def log_on_stderr(log_format: str) -> Iterator[None]:
     """Writes logs to stderr: those of `infer`, and warnings of the libraries it stands on.
 
     Does nothing where the program has set up logging.
@@ -417,7 +419,7 @@ def serve_config(
         place = unix_socket(settings.uds)
     else:
         place = bind(host, port, settings.write_stall_s, settings.limits)
-    with _log_on_stderr(settings.log_format), place as sock:
+    with log_on_stderr(settings.log_format), place as sock:
         if not settings.uds:
             _check_reach(host, sock, settings)
         launch: Callable[[EngineConfig], AsyncLLM]
@@ -465,7 +467,8 @@ def run(
     """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has bound."""
     sys.setswitchinterval(0.001)  # the seconds that the event loop waits for a parsing thread
     with sock:
-        server = Server(engine, sock, settings, announce=_announce)
+        page = Page() if settings is not None and settings.ui else None
+        server = Server(engine, sock, settings, announce=_announce, page=page)
         freeze_heap()
         gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # `on_tick` does the full collections
         server.serve_until_stopped()

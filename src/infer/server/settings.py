@@ -99,6 +99,8 @@ class ServerSettings:
     limits: ServerLimits = SERVER_LIMITS
     """no option"""
 
+    ui: bool = option(True, "Answer browsers at / with a page to chat with the model.")
+
     def __post_init__(self) -> None:
         check_fields(self)
         if not re.fullmatch("[a-zA-Z_][a-zA-Z0-9_]*", self.metrics_prefix):

@@ -82,3 +82,7 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     """sequences that were computed in the step"""
     events: tuple[StepEvent, ...] = ()
     """in the order in which they happened"""
+    num_free_pages: int = 0
+    """pages that no request uses after the step; their content may still be found"""
+    num_indexed_pages: int = 0
+    """pages whose content the prefix index knows after the step"""

@@ -40,7 +40,8 @@ LOAD_TIMEOUT_S = 3600.0
 """seconds after which an engine that is not ready is given up; a checkpoint may be downloaded"""
 MAX_FAILURES = 5
 """number of processes in a row without a token for any request, before requests are refused"""
-_MAX_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
+"""longest pause in seconds between two attempts to start a process"""
 
 
 def _stopped_while_loading() -> LoadError:
@@ -57,8 +58,12 @@ class EngineProcess:
         *,
         hang_s: float = HANG_S,
         load_timeout_s: float = LOAD_TIMEOUT_S,
+        soft_limit_s: float = SOFT_LIMIT_S,
+        max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process."""
+        self._soft_limit_s = soft_limit_s
+        self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
         self._log_fields: dict[str, str] = {}
         """the model's name, as soon as it is known"""
@@ -126,9 +131,14 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process works on requests and has reported within `SOFT_LIMIT_S`."""
+        """Whether a process works on requests and is not silent."""
         is_serving = self._lifecycle.state is SupervisorState.SERVING
-        return is_serving and self.silence_s < SOFT_LIMIT_S
+        return is_serving and not self.is_silent
+
+    @property
+    def is_silent(self) -> bool:
+        """See `EngineClient`."""
+        return self.silence_s >= self._soft_limit_s
 
     @property
     def silence_s(self) -> float:
@@ -209,7 +219,7 @@ class EngineProcess:
     def _follow(self, engine_run: EngineRun) -> None:
         """Deliver the reports of a process until it ends; then account for its end."""
         scores = messages.ScoreCollector()
-        for event in engine_run.events(self._hang_s):
+        for event in engine_run.events(self._hang_s, soft_limit_s=self._soft_limit_s):
             match event:
                 case messages.ComputingAlone():
                     engine_run.computes_alone(event.request_id)
@@ -283,7 +293,7 @@ class EngineProcess:
 
     def _pause_s(self) -> float:
         num = self._num_failures
-        return 0.0 if num < 2 else min(_MAX_PAUSE_S, 0.5 * 2.0 ** (num - 2))
+        return 0.0 if num < 2 else min(self._max_pause_s, 0.5 * 2.0 ** (num - 2))
 
     def _count_failure(self) -> None:
         self._num_failures += 1

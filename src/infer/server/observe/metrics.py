@@ -188,7 +188,8 @@ class Metrics:
             self._waits_s.append(points["admitted_s"] - trace.context.received_s)
         self._outcomes[trace.outcome] += 1
         if trace.context.key_name:
-            self._by_key.setdefault(trace.context.key_name, Counter()).update(
+            self.add_usage(
+                trace.context.key_name,
                 requests=1,
                 prompt_tokens=trace.num_prompt,
                 cached_tokens=trace.sum_of("num_cached"),
@@ -196,6 +197,10 @@ class Metrics:
             )
             if time.monotonic() > self._saved_s + self._limits.save_usage_s:
                 self.save()
+
+    def add_usage(self, key_name: str, **counts: int) -> None:
+        """Add to the totals of a key, by the names that `/stats` has for them."""
+        self._by_key.setdefault(key_name, Counter()).update(counts)
 
     def _saved(self) -> dict[str, dict[str, dict[str, int]]]:
         if self._usage is None or not self._usage.exists():

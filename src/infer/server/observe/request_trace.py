@@ -16,9 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, Protocol, assert_never
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.step_frames import FollowedRequest, RequestFacts
 from infer.errors import CancelledError, RequestError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
@@ -41,7 +42,7 @@ MAX_STEPS = 256
 """number of latest steps that can explain a slow gap"""
 GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
-ChoiceState = Literal["queued", "running", "preempted"]
+ChoiceState = Literal["queued", "running", "preempted", "finished"]
 
 
 @dataclass(slots=True)
@@ -50,6 +51,8 @@ class ChoiceTrace:
 
     trace: RequestTrace
     index: int
+    num_prompt: int = 0
+    """tokens of its prompt"""
     state: ChoiceState = "queued"
     """the latest that the engine has reported"""
     num_tokens: int = 0
@@ -127,6 +130,19 @@ class RequestTrace:
         return min((time_s for time_s in times if time_s is not None), default=None)
 
 
+class EngineWatcher(Protocol):
+    """Gets what the engine reports, as long as somebody watches."""
+
+    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+        """See `Observer`."""
+
+    def left(self, request_id: str, reason: FinishReason | None) -> None:
+        """See `Observer`."""
+
+    def ended(self, trace: RequestTrace) -> None:
+        """Called when a trace has ended, and with it all of its choices."""
+
+
 class Histogram:
     """Counts of values by size."""
 
@@ -161,7 +177,42 @@ class RequestTraces:
         self.on_step: list[Callable[[StepEvents], None]] = []
         self.on_end: list[Callable[[RequestTrace], None]] = []
         self.gaps = Histogram(GAP_BUCKETS_S)
+        self._watchers: list[EngineWatcher] = []
         engine.observe(self)
+
+    # ---- from those who watch the engine
+
+    def watch(self, watcher: EngineWatcher) -> None:
+        """Call `watcher` from now on."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: EngineWatcher) -> None:
+        """Call `watcher` no more."""
+        self._watchers.remove(watcher)
+
+    def facts_of(self, request_id: str) -> RequestFacts | None:
+        """What does not change about a choice, by the engine's id; None once its trace has
+        ended."""
+        choice_trace = self._choices.get(request_id)
+        return None if choice_trace is None else _facts(choice_trace)
+
+    def followed(self) -> Iterator[tuple[str, FollowedRequest]]:
+        """The engine's ids of the choices that it has not finished, and their present state."""
+        for request_id, choice in self._choices.items():
+            if choice.reason is not None or choice.state == "finished":
+                continue
+            has_output = choice.first_s is not None
+            yield (
+                request_id,
+                FollowedRequest(
+                    _facts(choice),
+                    "waiting" if choice.state == "queued" else choice.state,
+                    num_cached=choice.num_cached,
+                    num_computed=choice.num_prompt if has_output else 0,
+                    num_output=choice.num_tokens,
+                    last_s=choice.last_s if has_output else None,
+                ),
+            )
 
     # ---- from the server
 
@@ -177,7 +228,7 @@ class RequestTraces:
         max_tokens, max_events = requests[0].max_tokens, self._limits.max_trace_events
         trace = RequestTrace(answer_id, owner, context, num_prompt, max_tokens, max_events)
         for index, request in enumerate(requests):
-            choice_trace = ChoiceTrace(trace, index)
+            choice_trace = ChoiceTrace(trace, index, len(request.prompt_token_ids))
             trace.choices[request.request_id] = self._choices[request.request_id] = choice_trace
         self._open[context.id] = trace
         trace.record(context.received_s, 0, "received")
@@ -203,6 +254,8 @@ class RequestTraces:
         elif len(self._ended) > self._limits.max_traces:
             self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
         trace.context.trace_summary = summary(trace)
+        for watcher in self._watchers:
+            watcher.ended(trace)
         for listener in self.on_end:
             listener(trace)
 
@@ -258,6 +311,8 @@ class RequestTraces:
 
     def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         """See `Observer`. This is a hot path: it runs for each sequence of each step."""
+        for watcher in self._watchers:
+            watcher.stepped(outputs, step_events)
         if step_events is None:
             return
         self._steps.append(step_events)
@@ -268,7 +323,11 @@ class RequestTraces:
         known_s, bucket = -1.0, 0
         for output in outputs:
             choice_trace = choices.get(output.request_id)
-            if choice_trace is None or output.token_id is None:
+            if choice_trace is None:
+                continue
+            if output.finish_reason is not None:
+                choice_trace.state = "finished"
+            if output.token_id is None:
                 continue
             choice_trace.num_tokens += 1
             if choice_trace.first_s is None:
@@ -288,6 +347,8 @@ class RequestTraces:
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
         """See `Observer`."""
+        for watcher in self._watchers:
+            watcher.left(request_id, reason)
         if (choice_trace := self._choices.get(request_id)) is not None:
             choice_trace.reason = reason
 
@@ -357,6 +418,18 @@ class RequestTraces:
         trace.gaps.append((gap_s, details))
         trace.gaps.sort(key=lambda gap: -gap[0])
         del trace.gaps[NUM_GAPS:]
+
+
+def _facts(choice: ChoiceTrace) -> RequestFacts:
+    trace = choice.trace
+    return RequestFacts(
+        trace.id,
+        choice.index,
+        trace.owner,
+        choice.num_prompt,
+        trace.max_tokens,
+        trace.context.received_s,
+    )
 
 
 def not_found() -> HttpError:
