@@ -422,6 +422,7 @@ REACHES = {
     "runner/test_storage.py": (1, "prepares less memory"),
     "schedule/test_ahead.py": (10, MUTANTS),
     "schedule/test_fairness.py": (1, MUTANTS),
+    "schedule/test_speculation.py": (5, f"{MUTANTS}; looks at all earlier places"),
     "schedule/test_workloads.py": (4, MUTANTS),
     "schedule/test_speculation.py": (5, MUTANTS),
     "server/test_engine_events.py": (
