@@ -424,7 +424,6 @@ REACHES = {
     "schedule/test_fairness.py": (1, MUTANTS),
     "schedule/test_speculation.py": (5, f"{MUTANTS}; looks at all earlier places"),
     "schedule/test_workloads.py": (4, MUTANTS),
-    "schedule/test_speculation.py": (5, MUTANTS),
     "server/test_engine_events.py": (
         5,
         "short waits; nobody watches when the last viewer has left",
