@@ -38,13 +38,14 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads log_fields",
+        "errors version threads log_fields control_groups",
         "exceptions that users see; the version; threads that end before the interpreter;"
-        " what lines of the log carry",
+        " what lines of the log carry; the limits of a container",
     ),
     Level(
-        "types config files kernels.loader",
-        "records that cross a boundary; settings; files that strangers wrote; the native library",
+        "types config files kernels.loader main_memory",
+        "records that cross a boundary; settings; files that strangers wrote; the native library;"
+        " main memory",
     ),
     Level(
         "kernels text", "packed and native operations; tokenizers, templates, grammars, tool calls"
@@ -81,6 +82,7 @@ LEVELS = (
         "engine.build.assemble engine.process.child engine.process.engine_run",
         "the composition root; the engine process, from inside and from outside",
     ),
+    Level("engine.process.standby", "a process that becomes the next engine"),
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
@@ -404,6 +406,7 @@ TESTS = ROOT / "tests"
 MUTANTS = "it breaks private rules on purpose, to see that the workloads notice"
 ON_A_GPU = "it checks a kernel's own choices on a device"
 REACHES = {
+    "engine/test_standby.py": (5, "short waits of the thread that watches a standby"),
     "cells/test_cells_reference.py": (1, "compares the keys in the cells"),
     "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
@@ -417,9 +420,11 @@ REACHES = {
     "kernels/test_fusion.py": (2, "replaces a product by one that saturates"),
     "models/test_gguf.py": (1, "a tensor in many parts"),
     "runner/test_storage.py": (1, "prepares less memory"),
-    "schedule/test_ahead.py": (8, MUTANTS),
+    "schedule/test_ahead.py": (10, MUTANTS),
     "schedule/test_fairness.py": (1, MUTANTS),
+    "schedule/test_speculation.py": (5, f"{MUTANTS}; looks at all earlier places"),
     "schedule/test_workloads.py": (4, MUTANTS),
+    "schedule/test_speculation.py": (5, MUTANTS),
     "server/test_engine_events.py": (
         5,
         "short waits; nobody watches when the last viewer has left",
