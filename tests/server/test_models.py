@@ -22,7 +22,7 @@ from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
 from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.multi_model import ModelRouter, configs_of
-from infer.server.serve import _log_on_stderr
+from infer.server.serve import log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.types.server_limits import ServerLimits
@@ -259,7 +259,7 @@ def test_json_lines_of_the_log_carry_the_model(capfd: pytest.CaptureFixture[str]
             while not b.stats()["num_restarts"] or not b.is_ready:
                 await asyncio.sleep(0.005)
 
-    with _log_on_stderr("json"):
+    with log_on_stderr("json"):
         used(body, {name: partial(launch_hash_llm, served_model_name=name) for name in "ab"})
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     requests = [line["model"] for line in lines if line["message"] == "request"]

@@ -29,7 +29,7 @@ from infer.engine.process.launch import launch_factory
 from infer.engine.process.supervisor import EngineProcess
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
-from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence
+from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence, verified
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
@@ -109,11 +109,16 @@ class HashRunner:
             if not chunk.samples:
                 self.num_chunks += 1
                 continue
-            token = sample_cell(cell, sequence.request, self.vocab_size)
-            logprobs = fake_logprobs(sequence.request, token, self.vocab_size)
-            results.append(Sampled(token, logprobs))
+            results.append(self._sample(cell, sequence.request))
+            for place, guess in enumerate(chunk.proposed, chunk.start + chunk.num_tokens):
+                cell = self._write(sequence, place, cell, guess)
+                results.append(self._sample(cell, sequence.request))
         self.max_rows = max(self.max_rows, len(plan))
-        return results
+        return verified(plan, results)
+
+    def _sample(self, cell: int, request: Request) -> Sampled:
+        token = sample_cell(cell, request, self.vocab_size)
+        return Sampled(token, fake_logprobs(request, token, self.vocab_size))
 
     def launch_now(self, plan: Plan, resolve: Callable[[Sequence, int], int]) -> list[Sampled]:
         """`execute`, with `resolve` for the values of pending tokens."""
@@ -139,14 +144,18 @@ class HashRunner:
     def _compute(self, sequence: Sequence, start: int, num_tokens: int) -> int:
         cell = self._read(sequence, start - 1) if start else _ROOT
         for position in range(start, start + num_tokens):
-            cell = hash_cell(cell, sequence.tokens[position])
-            page = sequence.table.pages[position // self.page_size]
-            assert page != 0
-            self.cells[page][position % self.page_size] = cell
+            cell = self._write(sequence, position, cell, sequence.tokens[position])
             count = sequence.request.sampling.prompt_logprobs
             if count is not None and position + 1 < sequence.num_prompt:
                 sequence.prompt_scores[position + 1] = TokenLogprobs(-0.5, ((0, -0.5),) * count)
         return self._read(sequence, start + num_tokens - 1)
+
+    def _write(self, sequence: Sequence, position: int, before: int, token: int) -> int:
+        cell = hash_cell(before, token)
+        page = sequence.table.pages[position // self.page_size]
+        assert page != 0
+        self.cells[page][position % self.page_size] = cell
+        return cell
 
     def _read(self, sequence: Sequence, position: int) -> int:
         page = sequence.table.pages[position // self.page_size]
@@ -309,6 +318,6 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    names = ("hang_s", "soft_limit_s", "max_pause_s", "seed")
+    names = ("hang_s", "soft_limit_s", "max_pause_s", "seed", "standby")
     how = {name: settings.pop(name) for name in names if name in settings}
     return launch_factory(factory, settings, **how)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeGuard
 
 from infer.engine.process.blame import is_suspect
@@ -304,6 +304,8 @@ class EngineCore:
         if middle:
             self._execute(plan[:middle], computed, sampled, failed)
             self._execute(plan[middle:], computed, sampled, failed)
+        elif only.proposed:  # proposals must not be the reason why a request fails
+            self._execute((replace(only, proposed=()),), computed, sampled, failed)
         elif is_memory and only.num_tokens > 1:
             shorter = Chunk(only.sequence, only.start, only.num_tokens // 2)
             self._execute((shorter,), computed, sampled, failed)

@@ -183,6 +183,12 @@ class PageAllocator:
         table.num_indexed = 0
         table.version += 1
 
+    def shrink(self, table: PageTable, num_tokens: int) -> None:
+        """Give back the pages behind those of `num_tokens` tokens, the last one first."""
+        while len(table.pages) > max(self.pages_for(num_tokens), table.num_indexed):
+            self._release_page(table.pages.pop())
+            table.version += 1
+
     def _set_indexed_page(self, table: PageTable, page: int) -> None:
         """Put an indexed page at the table's first position that is not indexed; the page that was
         there is given back."""

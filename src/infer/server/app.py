@@ -268,6 +268,30 @@ class Endpoints:
     def _made_document(self, routes: Sequence[BaseRoute]) -> bytes:
         return render(document(routes, has_keys=self._settings.api_keys is not None))
 
+    def routes(self) -> list[BaseRoute]:
+        """The routes of all endpoints but those that generate."""
+        return [
+            Route("/v1/chat/completions/render", self.render, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/requests", self.requests, methods=["GET"]),
+            Route("/v1/requests/{id}", self.request, methods=["GET"]),
+            Route("/v1/requests/{id}", self.cancel, methods=["DELETE"]),
+            Route("/v1/requests/{id}/cancel", self.cancel, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/health/live", self.health, methods=["GET"]),
+            Route("/health/ready", self.ready, methods=["GET"]),
+            *self.sessions.routes(),
+            *self.about_engine.routes(),
+            Route("/metrics", self.metrics_text, methods=["GET"]),
+            Route("/stats", self.stats, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/", self.index, methods=["GET"]),
+        ]
+
 
 def layers(
     settings: ServerSettings,
@@ -339,28 +363,7 @@ def create_app(
     endpoints = Endpoints(engine, offload, settings)
     outer = layers(settings, (endpoints.metrics.seen,), engine.model_name, page)
     app = Starlette(
-        routes=[
-            *map(endpoints.generation.route, generating),
-            Route("/v1/chat/completions/render", endpoints.render, methods=["POST"]),
-            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
-            Route("/v1/models", endpoints.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-            Route("/v1/requests", endpoints.requests, methods=["GET"]),
-            Route("/v1/requests/{id}", endpoints.request, methods=["GET"]),
-            Route("/v1/requests/{id}", endpoints.cancel, methods=["DELETE"]),
-            Route("/v1/requests/{id}/cancel", endpoints.cancel, methods=["POST"]),
-            Route("/health", endpoints.health, methods=["GET"]),
-            Route("/health/live", endpoints.health, methods=["GET"]),
-            Route("/health/ready", endpoints.ready, methods=["GET"]),
-            *endpoints.sessions.routes(),
-            *endpoints.about_engine.routes(),
-            Route("/metrics", endpoints.metrics_text, methods=["GET"]),
-            Route("/stats", endpoints.stats, methods=["GET"]),
-            Route("/openapi.json", endpoints.openapi, methods=["GET"]),
-            Route("/", endpoints.index, methods=["GET"]),
-        ],
+        routes=[*map(endpoints.generation.route, generating), *endpoints.routes()],
         exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
         middleware=[] if is_inner else outer,
         lifespan=lifespan,

@@ -92,6 +92,10 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
     )
     device = machine.choose_device(config)
+    if device.type != "cpu" and config.speculative:
+        raise ConfigError(
+            "speculative_config", f"runs on CPUs, not on {device.type}; use device='cpu'"
+        )
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
@@ -103,6 +107,8 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         plan = make_plan(config, checkpoint.config, checkpoint.name)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
+    if plan.products:
+        log.info("linear layers: %s", plan.products)
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
     torch.set_num_threads(
         config.num_threads or machine.default_threads(spare, all_nodes=config.numa == "all")
@@ -167,6 +173,8 @@ def _build(
     after = machine.used_bytes(device)
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)
+        if config.speculative:
+            log.warning("speculation changes the rows of a step, so it may change tokens, too")
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
@@ -238,6 +246,7 @@ def _scheduler_config(
         scheduler_policy=config.scheduler_policy,
         batch_wait_timeout_s=config.batch_wait_timeout_s,
         max_step_ms=config.max_step_ms,
+        speculative=config.speculative,
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
         keep_computed=keep_computed,
     )

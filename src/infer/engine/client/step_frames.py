@@ -29,6 +29,7 @@ from infer.types.step_events import (
     Preempted,
     Queued,
     Resumed,
+    Speculated,
     StepEvent,
     StepEvents,
 )
@@ -306,6 +307,8 @@ class FrameBuilder:
                 request.state, request.num_computed, request.num_cached = "preempted", 0, 0
                 other = None if event.needed_by is None else self._followed.get(event.needed_by)
                 self._note("preempted", request, at_s, event.num_lost, other)
+            case Speculated():
+                self._note("speculated", request, at_s, event.num_proposed, event.num_accepted)
             case _:
                 assert_never(event)
 

@@ -73,6 +73,9 @@ _COUNTERS: dict[str, Callable[[EngineCounters], float]] = {
     "prefix_cache_hits": lambda counters: counters.num_cached_tokens,
     "generation_tokens": lambda counters: counters.num_sampled_tokens,
     "num_preemptions": lambda counters: counters.num_preemptions,
+    "spec_decode_num_drafts": lambda counters: counters.num_drafts,
+    "spec_decode_num_draft_tokens": lambda counters: counters.num_draft_tokens,
+    "spec_decode_num_accepted_tokens": lambda counters: counters.num_accepted_tokens,
     "engine_steps": lambda counters: counters.num_steps,
     "engine_restarts": lambda counters: counters.num_restarts,
 }
@@ -263,6 +266,8 @@ class Metrics:
             yield self._one(GaugeMetricFamily, name, gauge(stats.gauges))
         for name, counter in _COUNTERS.items():
             yield self._one(CounterMetricFamily, name, counter(stats.counters))
+        at = {str(place): n for place, n in sorted(stats.counters.num_accepted_at.items())}
+        yield self._labelled("spec_decode_num_accepted_tokens_per_pos", "position", at)
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):

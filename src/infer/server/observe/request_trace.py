@@ -32,6 +32,7 @@ from infer.types.step_events import (
     Preempted,
     Queued,
     Resumed,
+    Speculated,
     StepEvent,
     StepEvents,
 )
@@ -380,6 +381,9 @@ class RequestTraces:
                 needed_by = () if event.needed_by is None else (event.needed_by,)
                 shown = [self._shown(name, trace) for name in needed_by]
                 details = {"lost_tokens": event.num_lost, "needed_by": shown}
+            case Speculated():
+                kind, at_s = "speculated", step_events.ended_s
+                details = {"proposed": event.num_proposed, "accepted": event.num_accepted}
             case _:
                 assert_never(event)
         details["step"] = step_events.number

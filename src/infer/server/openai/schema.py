@@ -313,6 +313,8 @@ class SampledBody(GeneratingBody):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     reuse_prefix: bool = True
     """whether the prompt may take pages from the prefix cache and leave its own there for others"""
+    speculation: bool = True
+    """whether tokens may be proposed for the answer, which changes its speed and no token"""
 
     response_format: Annotated[Grammar | None, plain(grammar_fields.response_format, Object)] = None
     structured_outputs: Annotated[Grammar | None, plain(grammar_fields.outputs, Object)] = None
