@@ -67,7 +67,7 @@ def tokens(reader: Reader) -> None:
     reader.settings({"temperature": 0.7, "seed": 4})
     reader.ask("Tell me a story about a fox.")
     reader.page.click(".message.assistant .toggle:not(.figures)")
-    reader.page.click(".tokens button >> nth=4")
+    reader.page.click(".tokens button >> nth=13")
     reader.page.wait_for_selector(".alternatives")
     reader.page.evaluate("document.querySelector('token-view').scrollIntoView()")
 

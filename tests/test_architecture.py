@@ -38,13 +38,14 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads log_fields",
+        "errors version threads log_fields control_groups",
         "exceptions that users see; the version; threads that end before the interpreter;"
-        " what lines of the log carry",
+        " what lines of the log carry; the limits of a container",
     ),
     Level(
-        "types config files kernels.loader",
-        "records that cross a boundary; settings; files that strangers wrote; the native library",
+        "types config files kernels.loader main_memory",
+        "records that cross a boundary; settings; files that strangers wrote; the native library;"
+        " main memory",
     ),
     Level(
         "kernels text", "packed and native operations; tokenizers, templates, grammars, tool calls"
@@ -81,6 +82,7 @@ LEVELS = (
         "engine.build.assemble engine.process.child engine.process.engine_run",
         "the composition root; the engine process, from inside and from outside",
     ),
+    Level("engine.process.standby", "a process that becomes the next engine"),
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
@@ -404,6 +406,7 @@ TESTS = ROOT / "tests"
 MUTANTS = "it breaks private rules on purpose, to see that the workloads notice"
 ON_A_GPU = "it checks a kernel's own choices on a device"
 REACHES = {
+    "engine/test_standby.py": (5, "short waits of the thread that watches a standby"),
     "cells/test_cells_reference.py": (1, "compares the keys in the cells"),
     "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),

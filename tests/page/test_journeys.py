@@ -20,7 +20,7 @@ pytestmark = pytest.mark.browser
 
 T = TypeVar("T")
 NewReader = Callable[..., Reader]
-LONG = {"max_tokens": 600, "seed": 3}
+LONG = {"max_tokens": 1800, "temperature": 0}
 """settings of an answer that takes a while"""
 
 
@@ -96,7 +96,7 @@ def test_by_keyboard_alone(reader: Reader) -> None:
     page.wait_for_selector("button.sure:focus")
     keys.press("Enter")
     page.wait_for_selector(".conversations button.open", state="detached")
-    page.focus("h1, .menu-button, .topbar button")
+    page.focus("header.topbar button:last-child")
     keys.press("?")
     page.wait_for_selector("help-dialog dialog[open]")
     keys.press("Escape")
@@ -122,6 +122,7 @@ def test_stop_frees_the_pages(reader: Reader, server: Served, way: str) -> None:
     before = in_thread(server.stats)
     reader.send("Tell me a story.")
     reader.until("document.querySelector('text-view')?.innerText.length > 20")
+    assert not page.locator(".waiting").count()
     if way == "button":
         page.click("button.stop")
     else:
@@ -365,6 +366,23 @@ def test_offline_and_back(reader: Reader) -> None:
     page.click("button.send")
     reader.until("document.querySelectorAll('.message.assistant .figures').length == 2")
     assert reader.questions() == ["What is 1 + 2?", "What is 3 + 3?"]
+
+
+def test_a_connection_that_is_lost_in_mid_answer(reader: Reader) -> None:
+    page = reader.page
+    long_settings(reader)
+    whole = reader.ask("Tell me a story about a fox.")
+    page.click(".message.assistant .again")
+    reader.until("document.querySelector('text-view')?.innerText.length > 40")
+    reader.context.set_offline(True)
+    page.wait_for_selector(".ending")
+    assert "connection was lost" in page.inner_text(".ending")
+    reader.context.set_offline(False)
+    assert len(reader.answers()[0]) < len(whole)
+    page.click(".ending button")
+    reader.until("document.querySelector('.siblings')?.innerText.includes('3/3')")
+    page.wait_for_selector(".message.assistant .again:enabled")
+    assert reader.answers()[0] == whole
 
 
 def test_raw_text_is_continued(reader: Reader) -> None:

@@ -20,6 +20,7 @@ import pytest
 
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import launch_hash_llm, make_hash_llm
+from tests.support.raw_http import connect, read_all
 from tests.support.serving import COMPLETIONS, completion_body, is_idle, live, until
 
 ROOT = Path(__file__).parents[2]
@@ -27,22 +28,10 @@ ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
 LONG = {"max_tokens": 400, "ignore_eos": True, "stream": True}
 
 
-def connect(url: str) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
-
-
 def post(sock: socket.socket, body: Any) -> None:
     data = json.dumps(body).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-
-
-def read_all(sock: socket.socket) -> bytes:
-    received = bytearray()
-    while piece := sock.recv(65536):
-        received += piece
-    return bytes(received)
 
 
 def check(reply: bytes, status: int, code: str) -> None:

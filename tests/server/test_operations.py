@@ -113,15 +113,15 @@ def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture
     lines = [JsonLines().format(record) for record in caplog.records]
     assert all("\n" not in line and SECRET not in line for line in lines)
     entries = [json.loads(line) for line in lines]
-    visits = {e["request_id"]: e for e in entries if e["message"] == "request"}
-    traces = [context for context in visits.values() if "outcome" in context]
+    by_id = {e["request_id"]: e for e in entries if e["message"] == "request"}
+    traces = [context for context in by_id.values() if "outcome" in context]
     assert [trace["outcome"] for trace in traces].count("length") == 4
     assert all(trace["total_ms"] >= trace["first_token_ms"] > 0 for trace in traces[:4])
-    statuses = [context["status"] for context in visits.values()]
+    statuses = [context["status"] for context in by_id.values()]
     assert sorted(statuses) == [200, 200, 200, 200, 400, 404, 499]
-    (last,) = [context for context in visits.values() if context["status"] == 404]
+    (last,) = [context for context in by_id.values() if context["status"] == 404]
     assert (last["client_request_id"], last["path"]) == ("mine", "/no\nsuch")
-    assert {context["model"] for context in visits.values()} == {"hash-model"}
+    assert {context["model"] for context in by_id.values()} == {"hash-model"}
 
 
 @pytest.mark.parametrize(("slow_ms", "num_tokens", "is_live"), [(1600, 1, False), (200, 8, True)])

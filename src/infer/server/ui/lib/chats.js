@@ -273,8 +273,11 @@ class Chats extends EventTarget {
     const prompt = /** @type {number[]} */ (answer.promptIds);
     const text = from?.text ?? answer.content;
     const message = this._new(tree, answer.parent, "assistant", { content: text, promptIds: prompt, tokenIds: [...ids] });
-    const model = server.models.find((each) => each.id === answer.figures?.model)?.id ?? modelOf(conversation);
-    const body = { ...completionBody(conversation, [...prompt, ...ids], model), ...streaming(true) };
+    const asked = answer.figures?.model ?? "";
+    const isThere = !server.models.length || server.models.some((each) => each.id === asked);
+    const model = asked && isThere ? asked : modelOf(conversation);
+    const numMade = from || answer.finish === "length" ? 0 : ids.length;
+    const body = { ...completionBody(conversation, [...prompt, ...ids], model, numMade), ...streaming(true) };
     await this._run(tree, message, "/v1/completions", body, ids.length, [], undo);
   }
 
@@ -300,6 +303,7 @@ class Chats extends EventTarget {
       if (navigator.locks) await navigator.locks.request(`infer-${message.id}`, run);
       else await run();
       if (!generation.hasBegun) this._takeBack(tree, message, undo);
+      else void this._readSpeed(message);
     } catch (error) {
       this._takeBack(tree, message, undo);
       this._refused(conversation, error);
@@ -310,6 +314,24 @@ class Chats extends EventTarget {
       this.changed();
       this.dispatchEvent(new CustomEvent("ended", { detail: message }));
     }
+  }
+
+  /** Take the time of decoding from the server's trace: the browser's clock sees when pieces were
+   * read, which is late and all at once while the page is busy. @param {Message} message */
+  async _readSpeed(message) {
+    const { figures } = message;
+    if (!figures?.requestId) return;
+    const query = figures.model ? `?model=${encodeURIComponent(figures.model)}` : "";
+    const read = () => askJson(`/v1/requests/${encodeURIComponent(figures.requestId)}${query}`).catch(() => null);
+    let trace = await read();
+    if (trace?.total_ms === null) {
+      await new Promise((done) => setTimeout(done, 200));
+      trace = await read();
+    }
+    if (!trace?.first_token_ms || !trace.total_ms) return;
+    figures.decodeMs = trace.total_ms - trace.first_token_ms;
+    await this._write(null, [message]);
+    this.changed();
   }
 
   /** @param {Tree} tree @param {Message} message @param {() => void} undo */

@@ -5,7 +5,8 @@
 /** @typedef {{id: string, type: "function", function: {name: string, arguments: string}}} ToolCall */
 /** @typedef {{requestId: string, model: string, promptTokens: number, cachedTokens: number,
  *   completionTokens: number, firstMs: number | null, totalMs: number | null,
- *   startedAt: number}} Figures */
+ *   decodeMs?: number, startedAt: number}} Figures decodeMs: from the first to the last token, by the
+ *   server's clock */
 /**
  * @typedef {object} Message
  * @property {string} id
@@ -153,6 +154,12 @@ export function plainLine(text) {
   // eslint-disable-next-line no-control-regex
   return text.slice(0, 2000).replace(/[\u0000-\u001f\u007f-\u009f\u2028\u2029]+/g, " ")
     .replace(/[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]/g, "").replace(/ +/g, " ").trim();
+}
+
+/** Tokens a second after the first one; null where there are too few. @param {Figures} figures */
+export function speedOf({ completionTokens, decodeMs, firstMs, totalMs }) {
+  const ms = decodeMs ?? (totalMs ?? 0) - (firstMs ?? totalMs ?? 0);
+  return completionTokens > 1 && ms > 0 ? ((completionTokens - 1) / ms) * 1000 : null;
 }
 
 /** The content of a message as the model gets it: the text, and its files before it.

@@ -85,7 +85,7 @@ export function samplingOf(conversation) {
   for (const name of SAMPLING) {
     const value = conversation.sampling[name];
     const field = fieldOf(name);
-    if (value !== undefined && value !== null && value !== "" && field && !faultOf(field, value)) {
+    if (value !== undefined && value !== null && value !== "" && !(field && faultOf(field, value))) {
       if (!(Array.isArray(value) && !value.length)) body[name] = value;
     }
   }
@@ -132,10 +132,11 @@ export function streaming(isStreamed) {
 }
 
 /** The body that goes on from token ids, so that the text has no seam.
- * @param {Conversation} conversation @param {number[]} ids @param {string} model */
-export function completionBody(conversation, ids, model) {
+ * @param {Conversation} conversation @param {number[]} ids @param {string} model
+ * @param {number} numMade tokens that count towards the most that an answer may have */
+export function completionBody(conversation, ids, model, numMade) {
   const { max_tokens: most, reasoning_effort: _, ...sampling } = samplingOf(conversation);
   const room = server.models.find((each) => each.id === model)?.max_model_len ?? ids.length + 256;
   const left = Math.max(1, room - ids.length);
-  return { model, prompt: ids, ...sampling, max_tokens: Math.min(most ?? left, left) };
+  return { model, prompt: ids, ...sampling, max_tokens: Math.max(1, Math.min(most ? most - numMade : left, left)) };
 }

@@ -79,6 +79,26 @@ class Storage extends EventTarget {
     return found;
   }
 
+  /** Ids of the conversations with a message that has all words.
+   * @param {string[]} words in lower case @param {AbortSignal} signal @returns {Promise<Set<string>>} */
+  async matching(words, signal) {
+    /** @type {Set<string>} */
+    const found = new Set();
+    /** @param {any} each */
+    const look = (each) => {
+      const text = String(each?.content ?? "").toLowerCase();
+      if (words.every((word) => text.includes(word))) found.add(String(each.conversation));
+    };
+    this._messages.forEach(look);
+    const database = await this._database();
+    let cursor = await database?.transaction("messages").store.openCursor();
+    while (cursor && !signal.aborted) {
+      look(cursor.value);
+      cursor = await cursor.continue();
+    }
+    return found;
+  }
+
   /** Write records; those that do not fit stay in memory.
    * @param {Conversation | null} conversation @param {Message[]} [messages] */
   async write(conversation, messages = []) {

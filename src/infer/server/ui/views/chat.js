@@ -22,11 +22,21 @@ class ChatView extends PageElement {
     super();
     this.numMore = 0;
     this._follows = true;
+    this._top = 0;
     this._shownId = "";
     this.hears(chats, "change");
     this.hears(server, "change");
     this.hears(storage, "problem");
-    this.addEventListener("grown", () => this._follow());
+    this._sizes = new ResizeObserver(() => this._follow());
+  }
+
+  firstUpdated() {
+    this._sizes.observe(/** @type {Element} */ (this.querySelector(".messages")));
+  }
+
+  disconnectedCallback() {
+    super.disconnectedCallback();
+    this._sizes.disconnect();
   }
 
   _follow() {
@@ -62,7 +72,11 @@ class ChatView extends PageElement {
 
   _scrolled() {
     const view = /** @type {HTMLElement} */ (this.querySelector(".view"));
-    this._follows = view.scrollHeight - view.scrollTop - view.clientHeight < NEAR;
+    // The event of our own scrolling may come after the answer has grown again: only somebody who
+    // scrolls back wants to stay there.
+    if (view.scrollHeight - view.scrollTop - view.clientHeight < NEAR) this._follows = true;
+    else if (view.scrollTop < this._top - 1) this._follows = false;
+    this._top = view.scrollTop;
   }
 
   _notices() {

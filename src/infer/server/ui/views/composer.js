@@ -151,7 +151,8 @@ class ChatComposer extends PageElement {
     // Enter inside of an input method's composition chooses a word; 229 is its code in older browsers.
     if (event.isComposing || event.keyCode === 229) return;
     const field = /** @type {HTMLTextAreaElement} */ (event.target);
-    if (event.key === "Enter" && !event.shiftKey && !event.altKey) {
+    const isTouch = matchMedia("(pointer: coarse)").matches;
+    if (event.key === "Enter" && !event.shiftKey && !event.altKey && !isTouch) {
       event.preventDefault();
       this._send();
     } else if (event.key === "ArrowUp" && !field.value) {

@@ -5,7 +5,7 @@ import { ApiError, askJson } from "../lib/api.js";
 import { PageElement } from "../lib/element.js";
 import { duration, number, rate, t } from "../lib/i18n.js";
 import { sentence } from "../lib/errors.js";
-import { plainLine } from "../lib/records.js";
+import { plainLine, speedOf } from "../lib/records.js";
 import { picture } from "./timeline.js";
 
 /** @typedef {import("../lib/records.js").Message} Message */
@@ -51,12 +51,11 @@ class WhatHappened extends PageElement {
   /** @param {NonNullable<Message["figures"]>} figures */
   _figures(figures) {
     const { completionTokens, promptTokens, firstMs, totalMs, cachedTokens } = figures;
-    const speed = totalMs !== null && firstMs !== null && completionTokens > 1 && totalMs > firstMs
-      ? rate(((completionTokens - 1) / (totalMs - firstMs)) * 1000) : "–";
+    const speed = speedOf(figures);
     const rows = [
       ["happened.tokens-label", t("happened.tokens", { n: completionTokens })],
       ["happened.first-label", firstMs === null ? "–" : duration(firstMs)],
-      ["happened.rate-label", t("happened.rate", { rate: speed })],
+      ["happened.rate-label", speed === null ? "–" : t("happened.rate", { rate: rate(speed) })],
       ["happened.total-label", totalMs === null ? "–" : duration(totalMs)],
       ["happened.prompt-label", number(promptTokens)],
       ["happened.cached-label", number(cachedTokens)],
@@ -64,7 +63,7 @@ class WhatHappened extends PageElement {
       ["happened.id", figures.requestId],
       ...(this.trace?.preemptions ? [["happened.preemptions", number(this.trace.preemptions)]] : []),
     ];
-    return html`<dl class="figures-list">${rows.map(([key, value]) => html`<div><dt>${t(key)}</dt><dd>${value}</dd></div>`)}</dl>`;
+    return html`<dl class="figures-list">${rows.map(([key, value]) => html`<div class=${key === "happened.id" ? "wide" : ""}><dt>${t(key)}</dt><dd>${value}</dd></div>`)}</dl>`;
   }
 
   /** Which part of the prompt came from the cache. @param {NonNullable<Message["figures"]>} figures */
@@ -85,7 +84,7 @@ class WhatHappened extends PageElement {
       <ol class="timeline small">${trace.events.map((/** @type {any} */ event) => html`<li><time>${duration(event.at_ms)}</time><span>${said(event)}</span></li>`)}</ol>
       ${trace.slowest_gaps.length ? html`<h3>${t("happened.gaps")}</h3>
         <ul class="timeline small">${trace.slowest_gaps.map((/** @type {any} */ gap) => html`<li><time>${duration(gap.at_ms)}</time><span>${t("happened.gap", {
-          gap: duration(gap.gap_ms), token: gap.token, steps: gap.steps, step: duration(gap.slowest_step.step_ms),
+          gap: duration(gap.gap_ms), token: gap.token, step: duration(gap.slowest_step.step_ms),
           sequences: gap.slowest_step.sequences, prompt: gap.slowest_step.prompt_tokens,
         })}</span></li>`)}</ul>` : nothing}`;
   }
@@ -98,7 +97,9 @@ function said(event) {
     before: event.waiting_before ?? 0, running: event.running ?? 0, cached: event.cached_tokens ?? 0, of: event.of_tokens ?? 0,
     tokens: event.tokens ?? 0, from: event.from_token ?? 0, lost: event.lost_tokens ?? 0, outcome: String(event.outcome ?? ""),
   });
-  return text === key ? String(event.event) : text;
+  if (text === key) return plainLine(String(event.event));
+  const names = (event.behind ?? event.needed_by ?? []).slice(0, 3).join(", ");
+  return names ? `${text} ${t("happened.behind", { names })}` : text;
 }
 
 customElements.define("what-happened", WhatHappened);

@@ -5,7 +5,7 @@ import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { glyphs } from "../lib/glyphs.js";
 import { duration, number, rate, size, t } from "../lib/i18n.js";
-import { plainLine } from "../lib/records.js";
+import { plainLine, speedOf } from "../lib/records.js";
 import { copyText } from "../lib/text_view.js";
 import "./tools.js";
 import { speech } from "../lib/speech.js";
@@ -27,8 +27,13 @@ class ChatMessage extends PageElement {
     this.verdict = null;
     /** @type {import("../lib/generation.js").Generation | null} */
     this._generation = null;
-    this._piece = () => this._grow();
-    this._telling = false;
+    this._frame = 0;
+    this._piece = () => {
+      this._frame ||= requestAnimationFrame(() => {
+        this._frame = 0;
+        this._grow();
+      });
+    };
     this.hears(chats, "change");
   }
 
@@ -54,9 +59,9 @@ class ChatMessage extends PageElement {
   /** New text: only the text views are told, nothing else is rendered again. */
   _grow() {
     const { message } = this;
-    if (!message) return;
+    if (!message || message.finish !== "running") return;
     const text = this._text("content");
-    if (!text || message.toolCalls?.length || (message.reasoning && !this.querySelector(".reasoning"))) {
+    if (!text || this.querySelector(".waiting") || message.toolCalls?.length || (message.reasoning && !this.querySelector(".reasoning"))) {
       this.requestUpdate();
       return;
     }
@@ -65,16 +70,6 @@ class ChatMessage extends PageElement {
     if (thoughts) thoughts.value = { text: message.reasoning ?? "", isOpen: !message.content };
     const count = this.querySelector(".count");
     if (count) count.textContent = t("happened.tokens", { n: message.figures?.completionTokens ?? 0 });
-    this._tellSoon();
-  }
-
-  _tellSoon() {
-    if (this._telling) return;
-    this._telling = true;
-    requestAnimationFrame(() => requestAnimationFrame(() => {
-      this._telling = false;
-      this.dispatchEvent(new Event("grown", { bubbles: true }));
-    }));
   }
 
   /** @param {string} part @returns {any} */
@@ -203,10 +198,10 @@ class ChatMessage extends PageElement {
   /** The figures of an answer in one line. @param {Message} message */
   _figures(message) {
     const figures = /** @type {NonNullable<Message["figures"]>} */ (message.figures);
-    const { completionTokens, firstMs, totalMs, cachedTokens, promptTokens } = figures;
-    const speed = totalMs !== null && firstMs !== null && completionTokens > 1 ? ((completionTokens - 1) / (totalMs - firstMs)) * 1000 : null;
+    const { completionTokens, firstMs, cachedTokens, promptTokens } = figures;
+    const speed = speedOf(figures);
     const parts = [t("happened.tokens", { n: completionTokens })];
-    if (speed !== null && Number.isFinite(speed)) parts.push(t("happened.rate", { rate: rate(speed) }));
+    if (speed !== null) parts.push(t("happened.rate", { rate: rate(speed) }));
     if (firstMs !== null) parts.push(t("happened.first", { time: duration(firstMs) }));
     if (cachedTokens) parts.push(t("happened.cached", { n: cachedTokens, of: number(promptTokens) }));
     return parts.join(" · ");

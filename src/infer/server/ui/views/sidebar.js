@@ -6,6 +6,7 @@ import { PageElement } from "../lib/element.js";
 import { glyphs } from "../lib/glyphs.js";
 import { t } from "../lib/i18n.js";
 import { plainLine } from "../lib/records.js";
+import { storage } from "../lib/storage.js";
 import { VIEWS, go, place } from "../routes.js";
 
 /** @typedef {import("../lib/records.js").Conversation} Conversation */
@@ -14,8 +15,16 @@ const DAY_MS = 86_400_000;
 /** Most conversations that are shown at once; a search finds the others. */
 const MAX_SHOWN = 400;
 
+/** Milliseconds without typing after which messages are searched, too. */
+const SEARCH_MS = 200;
+
+/** @param {string} query */
+function wordsOf(query) {
+  return query.toLowerCase().split(/\s+/).filter(Boolean);
+}
+
 class SideBar extends PageElement {
-  static properties = { query: { state: true }, renaming: { state: true }, removing: { state: true } };
+  static properties = { query: { state: true }, inTexts: { state: true }, renaming: { state: true }, removing: { state: true } };
 
   constructor() {
     super();
@@ -24,6 +33,9 @@ class SideBar extends PageElement {
     this.renaming = "";
     /** Id of the conversation that is to be deleted, until that is confirmed. */
     this.removing = "";
+    /** Ids of conversations whose messages have the words that are searched. @type {Set<string>} */
+    this.inTexts = new Set();
+    this._searching = new AbortController();
     this.hears(chats, "change");
     addEventListener("hashchange", () => this.requestUpdate());
   }
@@ -42,7 +54,7 @@ class SideBar extends PageElement {
         <button class="icon" aria-label=${t("chat.new")} title=${t("chat.new")} @click=${() => this._say("new")}>${glyphs.plus()}</button>
       </div>
       <input class="search" type="search" aria-label=${t("side.search")} placeholder=${t("side.search")}
-        .value=${this.query} @input=${(/** @type {Event} */ event) => { this.query = /** @type {HTMLInputElement} */ (event.target).value; }}>
+        .value=${this.query} @input=${this._typed}>
       <div class="conversations">${this._groups()}</div>
       <footer>
         <ul class="views">
@@ -52,6 +64,21 @@ class SideBar extends PageElement {
         <button @click=${() => this._ask("help")}>${glyphs.help()} ${t("help.title")}</button>
       </footer>
     `;
+  }
+
+  /** @param {Event} event */
+  _typed(event) {
+    this.query = /** @type {HTMLInputElement} */ (event.target).value;
+    this._searching.abort();
+    this._searching = new AbortController();
+    this.inTexts = new Set();
+    const { signal } = this._searching;
+    if (this.query.trim().length < 3) return;
+    setTimeout(() => void (async () => {
+      if (signal.aborted) return;
+      const found = await storage.matching(wordsOf(this.query), signal);
+      if (!signal.aborted) this.inTexts = found;
+    })(), SEARCH_MS);
   }
 
   /** The address of a view; that of the chat is the open conversation's. @param {string} name */
@@ -71,9 +98,9 @@ class SideBar extends PageElement {
   }
 
   _groups() {
-    const words = this.query.toLowerCase().split(/\s+/).filter(Boolean);
+    const words = wordsOf(this.query);
     const found = [...chats.all.values()]
-      .filter((each) => words.every((word) => each.title.toLowerCase().includes(word)))
+      .filter((each) => this.inTexts.has(each.id) || words.every((word) => each.title.toLowerCase().includes(word)))
       .sort((a, b) => b.updated - a.updated);
     const midnight = new Date().setHours(0, 0, 0, 0);
     /** @type {Array<[string, Conversation[]]>} */

@@ -109,7 +109,7 @@ class TokenView extends PageElement {
       <tbody>${token.others.map((each) => html`<tr>
         <td class="mono">${visible(each.label)}${each.id === token.id ? html` <span class="quiet">(${t("tokens.this")})</span>` : nothing}</td>
         <td>${each.id}</td>
-        <td>${number(Math.exp(each.logprob), { style: "percent" })}</td>
+        <td>${chance(each.logprob)}</td>
         <td class="bar"><progress max="1" value=${Math.exp(each.logprob)} aria-label=${t("tokens.chance")}></progress></td>
         <td>${canGoOn && each.id !== token.id ? html`<button class="plain" @click=${() => this._goOn(at, each)}>${t("tokens.go-on")}</button>` : nothing}</td>
       </tr>`)}</tbody></table></div>`;
@@ -125,6 +125,12 @@ class TokenView extends PageElement {
       text: textOf([...kept.map((each) => each.label), other.label]),
     });
   }
+}
+
+/** A probability in per cent. @param {number} logprob */
+function chance(logprob) {
+  const value = Math.exp(logprob);
+  return value < 0.001 ? `<${number(0.001, { style: "percent" })}` : number(value, { style: "percent" });
 }
 
 /** A token's text with its spaces and line ends to be seen. @param {string} label */
