@@ -64,9 +64,10 @@ LEVELS = (
         " received; what is on the disk and in the machine",
     ),
     Level(
-        "engine.loop engine.client.mailbox engine.client.step_lines engine.build.memory_plan",
-        "the core in a thread; what has arrived for a request; what a step did, as text; what fits"
-        " into memory",
+        "engine.loop engine.client.mailbox engine.client.step_lines engine.client.waiting_tokens"
+        " engine.build.memory_plan",
+        "the core in a thread; what has arrived for a request; what a step did, as text; which"
+        " prompts wait for a seat; what fits into memory",
     ),
     Level("engine.client.async_llm engine.process.messages", "the asyncio façade; frames"),
     Level(

@@ -104,6 +104,8 @@ def write(trace: Fields, console: Console) -> None:
         if start is not None and stop is not None:
             parts.append(Text.assemble(f"{name} ", (_ms(stop - start), "bold")))
     console.print(Text(" + ").join(parts) + (f" = {_ms(marks[-1])}" if marks[-1] else ""))
+    for batch in trace.get("batches", ()):
+        console.print(plain(_batch(batch)))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(justify="right", style="cyan", no_wrap=True)
     table.add_column(style="bold", no_wrap=True)
@@ -144,13 +146,24 @@ def _text(event: Fields) -> str:
             behind = f": {', '.join(event['behind'])}" if event["behind"] else ""
             return f"behind {event['waiting_before']} waiting, {event['running']} running{behind}"
         case "admitted":
-            return f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
+            found = f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
+            return found + (f"; in {event['batch_id']}" if "batch_id" in event else "")
         case "preempted":
             needed = f"; its pages went to {event['needed_by'][0]}" if event["needed_by"] else ""
             return f"{event['lost_tokens']} computed tokens lost{needed}"
         case "finished":
             return str(event["outcome"])
     return ""
+
+
+def _batch(batch: Fields) -> str:
+    padding = f"{batch['prompt_padding_tokens']} to {batch['prompt_tokens']} prompt tokens"
+    if batch["tokens"] is not None:
+        padding += f", {batch['padding_tokens']} to all {batch['tokens']}"
+    return (
+        f"{batch['batch_id']}: {batch['requests']} requests, formed after a wait of"
+        f" {_ms(batch['wait_ms'])}; padding would add {padding}"
+    )
 
 
 def _gap(gap: Fields) -> Text:

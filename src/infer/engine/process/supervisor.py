@@ -140,7 +140,7 @@ class EngineProcess:
         with self._lock:
             self._journal.add(request)
             if (worker := self._worker) is not None:
-                worker.send(Add(request))
+                worker.send(Add(request, time.monotonic()))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
@@ -265,7 +265,7 @@ class EngineProcess:
             self._stats = ready.stats
             requests = self._journal.resumed()
             for request in requests:
-                engine_run.send(Add(request))
+                engine_run.send(Add(request, time.monotonic()))
         return len(requests)
 
     def _pause_s(self) -> float:
