@@ -28,7 +28,8 @@ from infer.types.stats_summary import summary_of, wait_bucket, wait_percentile
 from tests.support.doubles import launch_hash_llm, make_hash_core, make_hash_llm
 
 COUNTERS = tuple(field.name for field in msgspec.structs.fields(EngineCounters))
-NUMBERS = tuple(name for name in COUNTERS if name not in ("num_finished", "wait_counts"))
+TABLES = ("num_accepted_at", "num_finished", "wait_counts")
+NUMBERS = tuple(name for name in COUNTERS if name not in TABLES)
 GAUGES = tuple(field.name for field in msgspec.structs.fields(EngineGauges))
 
 
@@ -37,8 +38,8 @@ def counters(factor: int) -> EngineCounters:
     numbers = {name: factor * (i + 1) for i, name in enumerate(COUNTERS)}
     ends = {reason: factor * (100 + i) for i, reason in enumerate(FinishReason)}
     waits = {bucket: factor * (200 + bucket) for bucket in range(3)}
-    mappings = {"num_finished": ends, "wait_counts": waits}
-    return EngineCounters(**{**numbers, **mappings})  # type: ignore[arg-type]
+    tables = {"num_finished": ends, "num_accepted_at": waits, "wait_counts": waits}
+    return EngineCounters(**{**numbers, **tables})  # type: ignore[arg-type]
 
 
 def test_each_counter_is_summed() -> None:
@@ -48,18 +49,20 @@ def test_each_counter_is_summed() -> None:
 
 @pytest.mark.parametrize("name", COUNTERS)
 def test_a_counter_is_added_to_itself_alone(name: str) -> None:
-    key = {"num_finished": FinishReason.EOS, "wait_counts": 5}.get(name)
-    one = EngineCounters(**{name: 3 if key is None else {key: 3}})  # type: ignore[arg-type]
-    twice = EngineCounters(**{name: 6 if key is None else {key: 6}})  # type: ignore[arg-type]
+    keys = {"num_finished": FinishReason.EOS, "num_accepted_at": 2, "wait_counts": 5}
+    one, twice = (
+        EngineCounters(**{name: {keys[name]: n} if name in keys else n})  # type: ignore[arg-type]
+        for n in (3, 6)
+    )
     assert one.plus(one) == twice
     assert twice.plus(one, -1) == one
 
 
-def test_whatever_the_scheduler_counts_is_told() -> None:
+def test_whatever_the_scheduler_counts_is_reported() -> None:
     stats = SchedulerStats()
     for i, field in enumerate(fields(SchedulerStats)):
-        if field.name in ("num_finished", "wait_counts"):
-            getattr(stats, field.name).update({i: 7})
+        if field.name in TABLES:
+            getattr(stats, field.name).update({i: 7, i + 1: 3})
         else:
             setattr(stats, field.name, 10 + i)
     found = stats.counters(num_evictions=5)
@@ -72,7 +75,8 @@ def test_whatever_the_scheduler_counts_is_told() -> None:
 def test_all_numbers_have_a_name_and_none_has_two() -> None:
     names = EngineStats(EngineGauges(), counters(1)).by_name()
     ends = [f"num_finished_{reason.value}" for reason in FinishReason]
-    assert list(names) == [*GAUGES, *NUMBERS, *ends]
+    places = [f"num_accepted_at_{place}" for place in range(3)]
+    assert list(names) == [*GAUGES, *NUMBERS, *places, *ends]
     served = make_hash_llm().stats()
     own = {field.name for field in msgspec.structs.fields(RequestCounters)}
     summary = {"mode", "kv_pages_used"}  # nothing was done yet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,28 @@ def test_parameters_are_counted_exactly(family: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family)
     plan = plan_for(EngineConfig(model=str(tmp_path), device="cpu"))
     assert plan.num_parameters == sum(p.numel() for p in make_model(family).parameters())
+
+
+WITHOUT_COMPILER = """
+import sys
+from pathlib import Path
+from infer import LLM, EngineConfig, SamplingParams
+from infer.engine.build.assemble import plan_for
+for folder in Path(sys.argv[1]).iterdir():
+    plan_for(EngineConfig(model=str(folder), device="cpu"))
+    assert "torch._dynamo" not in sys.modules, folder
+with LLM(device="cpu") as llm:
+    drawn = SamplingParams(max_tokens=4, presence_penalty=0.5, logprobs=2, prompt_logprobs=1)
+    llm.generate(["Once upon", "a"], drawn)
+assert "torch._dynamo" not in sys.modules, "a step"
+"""
+
+
+def test_no_start_imports_torchs_compiler(tmp_path: Path) -> None:
+    """It takes as long as all the rest of a start, and 130 MB."""
+    for family in SHAPES:
+        write_checkpoint(tmp_path / family, family)
+    subprocess.run([sys.executable, "-c", WITHOUT_COMPILER, str(tmp_path)], check=True)
 
 
 def test_what_does_not_fit_is_refused_early_with_the_table(

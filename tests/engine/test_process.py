@@ -53,6 +53,7 @@ from infer.types.step_events import (
     Preempted,
     Queued,
     Resumed,
+    Speculated,
     StepEvent,
     StepEvents,
 )
@@ -174,6 +175,7 @@ EVENTS = (
     BatchFormed("batch-a-1", 2.5, 3, 0.25, 40, 60),
     BatchEnded("batch-a-1", 70, 75),
     ComputedChunk("a", 3, 4),
+    Speculated("a", 9, 4),
 )
 
 

@@ -12,11 +12,19 @@ vocabulary size, R rows that are sampled.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from infer.kernels.layer_stack import AttendsThrough, Parts, stack_layers
-from infer.kernels.linear import PRODUCT_ONLY, Fusion, Linear, Norm, make_linear, of_head
+from infer.kernels.layer_stack import Parts, attends_through, stack_layers
+from infer.kernels.linear import (
+    PRODUCT_ONLY,
+    Fusion,
+    Linear,
+    Norm,
+    joined,
+    make_linear,
+    of_head,
+    one_more,
+)
 from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.models.model import Attend
 from infer.models.model_config import ModelConfig
@@ -54,7 +62,7 @@ class Attention:
         if config.qk_norm:
             q, k = (source.keep(f"{prefix}{name}_norm.weight", (size,)) for name in "qk")
             if offset:
-                q, k = 1.0 + q.float(), 1.0 + k.float()
+                q, k = one_more(q), one_more(k)
             self.norms = HeadNorms(Norm(q, config.norm_eps), Norm(k, config.norm_eps))
 
     def __call__(
@@ -130,7 +138,7 @@ class Decoder:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens)
         cos, sin = self.rope.at(positions)
-        if self.stack is not None and isinstance(attend, AttendsThrough):
+        if self.stack is not None and attends_through(attend):
             return attend.through(self.stack, x, cos, sin)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
@@ -181,7 +189,7 @@ def fused(
     biases = [source.take(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
     return make_linear(
         weights,
-        torch.cat(biases) if biases else None,
+        joined(biases) if biases else None,
         fusion,
         quantization=source.quantization,
         batch_invariant=source.batch_invariant,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from infer.kernels.linear import Norm
+from infer.kernels.linear import Norm, one_more
 from infer.models.decoder import Attention, GatedMLP, output_head
 from infer.models.model import Attend
 from infer.models.model_config import ModelConfig
@@ -24,7 +24,7 @@ _PREFIXES = ("language_model.", "model.language_model.")
 
 
 def _norm(source: WeightSource, name: str, config: ModelConfig) -> Norm:
-    return Norm(1.0 + source.take(name, (config.hidden_size,)).float(), config.norm_eps)
+    return Norm(one_more(source.take(name, (config.hidden_size,))), config.norm_eps)
 
 
 class _Layer:

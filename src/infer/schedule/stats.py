@@ -46,6 +46,10 @@ class SchedulerStats:
     num_batches: int = 0
     num_batch_tokens: int = 0
     num_padded_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_at: Counter[int] = field(default_factory=Counter)
 
     def count_wait(self, wait_s: float) -> None:
         """Count a request that gets its first seat after `wait_s` seconds."""
@@ -84,6 +88,10 @@ class SchedulerStats:
             num_batches=self.num_batches,
             num_batch_tokens=self.num_batch_tokens,
             num_padded_tokens=self.num_padded_tokens,
+            num_drafts=self.num_drafts,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+            num_accepted_at=dict(self.num_accepted_at),
             wait_counts=dict(self.wait_counts),
             num_finished=dict(self.num_finished),
         )

@@ -50,7 +50,7 @@ class TurnAway:
             return None
         context = RequestContext.of(scope)
         response = describe(error, self._overload_status)
-        context.status = response.status_code
+        context.status, context.model = response.status_code, self._engine.model_name
         response.raw_headers += context.standard_headers
         for listener in self._on_end:
             listener(context)

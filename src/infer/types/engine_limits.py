@@ -21,6 +21,8 @@ class EngineLimits:
     """maximum number of prompt tokens in the queue; None: only requests are counted"""
     batching_mode: str = "continuous"
     """see `EngineConfig.batching_mode`"""
+    page_size: int = 0
+    """tokens in a page of the KV cache; 0 where nobody has said it"""
     prefix_caching: bool = True
     """whether prompts that begin alike share pages"""
 

@@ -81,8 +81,16 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """static mode: prompt and output tokens of those batches"""
     num_padded_tokens: int = 0
     """static mode: tokens that rows padded to the longest one would have had; never computed"""
+    num_drafts: int = 0
+    """speculation: proposals that were verified, of one or more tokens each"""
+    num_draft_tokens: int = 0
+    """speculation: proposed tokens"""
+    num_accepted_tokens: int = 0
+    """speculation: proposed tokens that were accepted; each of them saved a step of its sequence"""
     num_restarts: int = 0
     """engines that have died"""
+    num_accepted_at: dict[int, int] = {}
+    """speculation: accepted tokens by their place in the proposal, from 0"""
     wait_counts: dict[int, int] = {}
     """requests that got a first seat, by the bucket of their wait; see `types.stats_summary`"""
     num_finished: dict[FinishReason, int] = {}
@@ -115,7 +123,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
         if batching_mode != "static":
             for name in OF_STATIC_BATCHES:
                 del names[name]
-        finished = names.pop("num_finished")
+        finished, accepted = names.pop("num_finished"), names.pop("num_accepted_at")
+        names |= {f"num_accepted_at_{position}": n for position, n in sorted(accepted.items())}
         return {**names, **{f"num_finished_{reason}": n for reason, n in finished.items()}}
 
 

@@ -59,6 +59,16 @@ class Preempted(msgspec.Struct, frozen=True, array_like=True, tag="preempted"):
     """id of the request that needed the pages or the seat"""
 
 
+class Speculated(msgspec.Struct, frozen=True, array_like=True, tag="speculated"):
+    """A request for which tokens were proposed has ended."""
+
+    request_id: str
+    num_proposed: int
+    """tokens that were proposed"""
+    num_accepted: int
+    """tokens of them that are part of the answer"""
+
+
 class BatchFormed(msgspec.Struct, frozen=True, array_like=True, tag="batch_formed"):
     """Static mode: a batch begins. An `Admitted` for each of its requests follows in the step."""
 
@@ -85,7 +95,7 @@ class BatchEnded(msgspec.Struct, frozen=True, array_like=True, tag="batch_ended"
     """the same sum if each request were padded to the longest one; never computed"""
 
 
-RequestEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted
+RequestEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted | Speculated
 """an event of the request that its `request_id` names"""
 BatchEvent = BatchFormed | BatchEnded
 """an event of the static batch that its `batch_id` names"""
@@ -104,3 +114,7 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     """sequences that were computed in the step"""
     events: tuple[StepEvent, ...] = ()
     """in the order in which they happened"""
+    num_free_pages: int = 0
+    """pages that no request uses after the step; their content may still be found"""
+    num_indexed_pages: int = 0
+    """pages whose content the prefix index knows after the step"""

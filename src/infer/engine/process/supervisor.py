@@ -25,6 +25,7 @@ from infer.engine.process.engine_run import STOP_S, EngineRun
 from infer.engine.process.journal import RequestJournal
 from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
 from infer.errors import EngineDeadError, LoadError
+from infer.log_fields import LOG_FIELDS
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits
@@ -39,7 +40,8 @@ LOAD_TIMEOUT_S = 3600.0
 """seconds after which an engine that is not ready is given up; a checkpoint may be downloaded"""
 MAX_FAILURES = 5
 """number of processes in a row without a token for any request, before requests are refused"""
-_MAX_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
+"""longest pause in seconds between two attempts to start a process"""
 
 
 def _stopped_while_loading() -> LoadError:
@@ -56,9 +58,17 @@ class EngineProcess:
         *,
         hang_s: float = HANG_S,
         load_timeout_s: float = LOAD_TIMEOUT_S,
+        soft_limit_s: float = SOFT_LIMIT_S,
+        max_pause_s: float = MAX_PAUSE_S,
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process."""
+        self._soft_limit_s = soft_limit_s
+        self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
+        self._log_fields: dict[str, str] = {}
+        """the model's name, as soon as it is known"""
+        if settings.get("served_model_name"):
+            self._log_fields["model"] = settings["served_model_name"]
         level = logging.getLogger("infer").getEffectiveLevel()
         self._begin = messages.Begin(factory, dict(settings), level)
         self._hang_s = hang_s
@@ -84,6 +94,13 @@ class EngineProcess:
         `on_text` is called while it loads its weights; what it raises ends the process.
         """
         self._lifecycle.move(SupervisorState.LOADING)
+        token = LOG_FIELDS.set(self._log_fields)
+        try:
+            return self._launch(on_text)
+        finally:
+            LOG_FIELDS.reset(token)
+
+    def _launch(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
         engine_run = self._new_run()
         try:
             ready = self._greet(engine_run, on_text)
@@ -114,9 +131,14 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process works on requests and has reported within `SOFT_LIMIT_S`."""
+        """Whether a process works on requests and is not silent."""
         is_serving = self._lifecycle.state is SupervisorState.SERVING
-        return is_serving and self.silence_s < SOFT_LIMIT_S
+        return is_serving and not self.is_silent
+
+    @property
+    def is_silent(self) -> bool:
+        """See `EngineClient`."""
+        return self.silence_s >= self._soft_limit_s
 
     @property
     def silence_s(self) -> float:
@@ -180,6 +202,7 @@ class EngineProcess:
         return EngineStats(stats.gauges, counted.plus(stats.counters))
 
     def _run(self) -> None:
+        LOG_FIELDS.set(self._log_fields)
         engine_run = self._engine_run
         try:
             while engine_run is not None:
@@ -196,7 +219,7 @@ class EngineProcess:
     def _follow(self, engine_run: EngineRun) -> None:
         """Deliver the reports of a process until it ends; then account for its end."""
         scores = messages.ScoreCollector()
-        for event in engine_run.events(self._hang_s):
+        for event in engine_run.events(self._hang_s, soft_limit_s=self._soft_limit_s):
             match event:
                 case messages.ComputingAlone():
                     engine_run.computes_alone(event.request_id)
@@ -270,7 +293,7 @@ class EngineProcess:
 
     def _pause_s(self) -> float:
         num = self._num_failures
-        return 0.0 if num < 2 else min(_MAX_PAUSE_S, 0.5 * 2.0 ** (num - 2))
+        return 0.0 if num < 2 else min(self._max_pause_s, 0.5 * 2.0 ** (num - 2))
 
     def _count_failure(self) -> None:
         self._num_failures += 1
@@ -297,6 +320,7 @@ class EngineProcess:
         for event in engine_run.events(None, load_timeout_s=self._load_timeout_s):
             match event:
                 case messages.Text():
+                    self._log_fields.setdefault("model", event.model_name)
                     on_text(event)
                 case messages.Refused():
                     raise event.error.exception()
