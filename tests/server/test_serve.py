@@ -123,6 +123,7 @@ def test_every_setting_is_an_option() -> None:
         "sampler": "module:function",
         "numa": "all",
         "static_order": "prompt_length",
+        "speculative_config": '{"method": "ngram"}',
     }
     static = ("--batching-mode", "static")
     for spec in settings_of(EngineConfig):
