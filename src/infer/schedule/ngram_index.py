@@ -90,11 +90,6 @@ class Prediction:
         self.num_rejected = 0
         """tokens of it that were proposed and are not"""
 
-    def count(self, num_accepted: int, num_rejected: int) -> None:
-        """Count tokens that were proposed."""
-        self.num_accepted += num_accepted
-        self.num_rejected += num_rejected
-
     def propose(self, tokens: Seq[int], num_output: int, count: int) -> tuple[int, ...]:
         """Up to `count` tokens of the text that follow where the sequence is in it.
 
@@ -110,6 +105,11 @@ class Prediction:
         else:
             place = self._index.find(text, tokens)
         return text[place : place + count] if place else ()
+
+    def record(self, num_proposed: int, num_kept: int) -> None:
+        """Count proposed tokens, of which the answer has got `num_kept`."""
+        self.num_accepted += num_kept
+        self.num_rejected += num_proposed - num_kept
 
 
 class Guesses:
@@ -160,7 +160,7 @@ class Guesses:
         self.num_proposed += num_proposed
         self.num_accepted += num_kept
         if self.prediction is not None and self._is_predicted:
-            self.prediction.count(num_kept, num_proposed - num_kept)
+            self.prediction.record(num_proposed, num_kept)
         # The tokens behind the first rejected one were not tested.
         tested = min(num_proposed, num_accepted + 1)
         self._hits = FORGET**tested * self._hits + num_accepted
