@@ -29,6 +29,12 @@ class Language extends EventTarget {
 
 export const language = new Language();
 
+/** Add the texts of a view that is loaded later, by language.
+ * @param {Record<string, Record<string, string>>} texts */
+export function learn(texts) {
+  for (const [code, more] of Object.entries(texts)) Object.assign(CATALOGUES[code], more);
+}
+
 /** The text of a key, with `{name}` replaced. With `n`, the key's form for that number is taken:
  * `key.one` or `key.other`.
  * @param {string} key
