@@ -25,12 +25,13 @@ from infer.types import FinishReason, StepOutput
 from infer.types.ends import end_of
 from infer.types.step_events import (
     Admitted,
+    BatchEvent,
     ComputedChunk,
     Preempted,
     Queued,
+    RequestEvent,
     Resumed,
     Speculated,
-    StepEvent,
     StepEvents,
 )
 
@@ -259,6 +260,8 @@ class FrameBuilder:
             self.restarted()
         step_ms = round(1000 * (step_events.ended_s - started_s), 2)
         for event in step_events.events:
+            if isinstance(event, BatchEvent):
+                continue
             if isinstance(event, ComputedChunk):
                 num_prompt += event.num_tokens
             self._add_event(event, started_s, step_ms)
@@ -283,7 +286,7 @@ class FrameBuilder:
             odd = frame.rows[-1:] if len(frame.rows) % 2 else []
             frame.rows = [*(one.merged(next_one) for one, next_one in pairs), *odd]
 
-    def _add_event(self, event: StepEvent, at_s: float, step_ms: float) -> None:
+    def _add_event(self, event: RequestEvent, at_s: float, step_ms: float) -> None:
         is_new = event.request_id not in self._followed
         request = self._find(event, at_s)
         if request is None:
@@ -312,7 +315,7 @@ class FrameBuilder:
             case _:
                 assert_never(event)
 
-    def _find(self, event: StepEvent, at_s: float) -> FollowedRequest | None:
+    def _find(self, event: RequestEvent, at_s: float) -> FollowedRequest | None:
         """The request of an event; a new one is introduced by an event of its own."""
         request = self._followed.get(event.request_id)
         if request is not None:

@@ -44,6 +44,12 @@ await language.load();
 /** Making a format takes longer than using it. @type {Map<string, Intl.NumberFormat>} */
 const formats = new Map();
 
+/** Add the texts of a view that is loaded later, by language.
+ * @param {Record<string, Record<string, string>>} texts */
+export function learn(texts) {
+  for (const [code, more] of Object.entries(texts)) Object.assign(CATALOGUES[code], more);
+}
+
 /** The text of a key, with `{name}` replaced. With `n`, the key's form for that number is taken:
  * `key.one` or `key.other`.
  * @param {string} key
