@@ -173,13 +173,14 @@ def test_two_tabs_see_the_same_conversations(reader: Reader) -> None:
 def test_two_conversations_stream_at_once_and_do_not_mix(reader: Reader) -> None:
     page = reader.page
     long_settings(reader)
+    reader.settings({"max_tokens": 900})
     reader.send("Tell me a story about a fox.")
     page.wait_for_selector(".busy-dot")
     page.keyboard.press("Control+Shift+O")
     page.wait_for_selector(".welcome")
     reader.send("Tell me a story about a boat.")
     reader.until("document.querySelectorAll('.busy-dot').length == 2")
-    reader.until("!document.querySelector('.busy-dot')")
+    reader.until("!document.querySelector('.busy-dot')", timeout_s=60)
     texts = {}
     for title in ("a fox.", "a boat."):
         page.click(f".conversations button.open:has-text('{title}')")
