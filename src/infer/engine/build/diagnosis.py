@@ -17,7 +17,12 @@ from infer.engine.build.processors import Processors, read_processors
 from infer.errors import ConfigError
 from infer.kernels import loader
 from infer.kernels.cuda import obstacle as cuda_obstacle
-from infer.kernels.linear import bfloat16_obstacle, native_obstacle, quantization_obstacle
+from infer.kernels.linear import (
+    bfloat16_obstacle,
+    native_obstacle,
+    products,
+    quantization_obstacle,
+)
 from infer.version import VERSION
 
 FEATURES = (
@@ -141,7 +146,7 @@ def _kernels() -> Finding:
 def _linear_layers() -> Finding:
     if reason := native_obstacle():
         return Finding("linear layers", f"torch's: {reason}")
-    return Finding("linear layers", f"native, {loader.chosen_instruction_set()}")
+    return Finding("linear layers", products(torch.bfloat16, None))
 
 
 def _dtype() -> Finding:
