@@ -26,9 +26,11 @@ from infer.engine.process.messages import (
     Begin,
     Commands,
     ComputingAlone,
+    HasBegun,
     Inward,
     Log,
     Outward,
+    Prepare,
     PromptScores,
     Ready,
     Refused,
@@ -129,7 +131,8 @@ STATS = EngineStats(
     EngineCounters(num_steps=2, num_finished={FinishReason.EOS: 3}),
 )
 EXAMPLES = (
-    *(Begin("a:b", {"n": 1, "x": None}, 20), Commands([])),
+    *(Prepare("a:b"), Begin("a:b", {"n": 1, "x": None}, 20), Commands([])),
+    HasBegun(),
     Text("name", TextFiles("{}", {"eos_token": "x"}, (3,), {"default": "x"})),
     Ready(EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3), STATS),
     Refused(ErrorRecord("m", "LoadError")),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.browser
 
 T = TypeVar("T")
 NewReader = Callable[..., Reader]
-LONG = {"max_tokens": 800, "temperature": 0}
+LONG = {"max_tokens": 1800, "temperature": 0}
 """settings of an answer that takes a while"""
 
 
@@ -96,7 +96,7 @@ def test_by_keyboard_alone(reader: Reader) -> None:
     page.wait_for_selector("button.sure:focus")
     keys.press("Enter")
     page.wait_for_selector(".conversations button.open", state="detached")
-    page.focus("h1, .menu-button, .topbar button")
+    page.focus("header.topbar button:last-child")
     keys.press("?")
     page.wait_for_selector("help-dialog dialog[open]")
     keys.press("Escape")
@@ -122,6 +122,7 @@ def test_stop_frees_the_pages(reader: Reader, server: Served, way: str) -> None:
     before = in_thread(server.stats)
     reader.send("Tell me a story.")
     reader.until("document.querySelector('text-view')?.innerText.length > 20")
+    assert not page.locator(".waiting").count()
     if way == "button":
         page.click("button.stop")
     else:

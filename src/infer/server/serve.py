@@ -34,7 +34,7 @@ import uvicorn
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
-from infer.engine.process.launch import Loads
+from infer.engine.process.launch import Loads, standing_by
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers, unknown_model_statuses
@@ -418,12 +418,11 @@ def serve_config(
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     _open_standard_streams()
     check_certificate(settings)
-    place: contextlib.AbstractContextManager[socket.socket]
-    if settings.uds:
-        place = unix_socket(settings.uds)
-    else:
-        place = bind(host, port, settings.write_stall_s, settings.limits)
-    with log_on_stderr(settings.log_format), place as sock:
+    with (
+        log_on_stderr(settings.log_format),
+        _place(host, port, settings) as sock,
+        standing_by(settings.standby and not in_thread) as standby,
+    ):
         if not settings.uds:
             _check_reach(host, sock, settings)
         launch: Callable[[EngineConfig], AsyncLLM]
@@ -438,6 +437,7 @@ def serve_config(
                 hang_s=settings.hang_s,
                 load_timeout_s=settings.load_timeout_s,
                 loads=loads,
+                standby=standby,
             )
         engine: AsyncLLM | ModelRouter
         if isinstance(config, EngineConfig):
@@ -458,6 +458,15 @@ def serve_config(
             if not settings.load_on_first_use:
                 engine.load_all()
         run(engine, sock, settings)
+
+
+def _place(
+    host: str, port: int, settings: ServerSettings
+) -> contextlib.AbstractContextManager[socket.socket]:
+    """The socket at which the server listens."""
+    if settings.uds:
+        return unix_socket(settings.uds)
+    return bind(host, port, settings.write_stall_s, settings.limits)
 
 
 def _with_seed(config: EngineConfig) -> EngineConfig:

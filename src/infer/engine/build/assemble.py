@@ -107,6 +107,8 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         plan = make_plan(config, checkpoint.config, checkpoint.name)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
+    if plan.products:
+        log.info("linear layers: %s", plan.products)
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
     torch.set_num_threads(
         config.num_threads or machine.default_threads(spare, all_nodes=config.numa == "all")

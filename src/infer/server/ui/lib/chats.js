@@ -273,7 +273,9 @@ class Chats extends EventTarget {
     const prompt = /** @type {number[]} */ (answer.promptIds);
     const text = from?.text ?? answer.content;
     const message = this._new(tree, answer.parent, "assistant", { content: text, promptIds: prompt, tokenIds: [...ids] });
-    const model = server.models.find((each) => each.id === answer.figures?.model)?.id ?? modelOf(conversation);
+    const asked = answer.figures?.model ?? "";
+    const isThere = !server.models.length || server.models.some((each) => each.id === asked);
+    const model = asked && isThere ? asked : modelOf(conversation);
     const numMade = from || answer.finish === "length" ? 0 : ids.length;
     const body = { ...completionBody(conversation, [...prompt, ...ids], model, numMade), ...streaming(true) };
     await this._run(tree, message, "/v1/completions", body, ids.length, [], undo);
