@@ -1,27 +1,29 @@
 """Builds the CPU kernels if there is a C++ compiler; everything else is in pyproject.toml.
 
-The kernels are a plain shared library that ctypes loads, placed beside its sources. The package
-works without it, slower, so a failure to build is one warning and the installation goes on.
+The kernels are a plain shared library that ctypes loads. Each file of `csrc/isa` is for one
+instruction set; a compiler that is too old for one of them loses that file only. The package works
+without the library, slower, so a failure to build is one warning and the installation goes on.
 """
 
+import hashlib
+import os
+import platform
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+CSRC = Path("src/infer/csrc")
+SOURCES = [*sorted(CSRC.glob("*.cpp")), CSRC / "isa/dispatch.cpp", CSRC / "isa/portable.cpp"]
+X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+INSTRUCTION_SETS = X86 if platform.machine().lower() in ("x86_64", "amd64") else ()
+
 KERNELS = Extension(
     "infer.kernels._kernels",
-    sources=[
-        f"src/infer/csrc/{name}.cpp"
-        for name in ("attention", "bandwidth", "draw", "layers", "linear", "rotary")
-    ],
-    depends=[
-        f"src/infer/csrc/{name}.h"
-        for name in (
-            *("attention_bytes", "attention_isa", "attention_products"),
-            *("cpu", "draw_isa", "kernels", "linear_vectors", "rotary", "rotary_isa"),
-        )
-    ],
+    sources=[path.as_posix() for path in SOURCES],
+    depends=[path.as_posix() for path in sorted(CSRC.rglob("*")) if path.is_file()],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No
     # -march=native either: the paths are chosen when the library runs.
     extra_compile_args=[
@@ -31,9 +33,18 @@ KERNELS = Extension(
         "-fno-math-errno",
         "-ffp-contract=off",
         "-Wno-psabi",
+        "-Wno-uninitialized",  # GCC 12 warns of its own header of AVX-512
+        "-Wno-maybe-uninitialized",
         "-pthread",
     ],
     extra_link_args=["-pthread"],
+    # The library and abi.h, which Python reads, must have the same digest.
+    define_macros=[
+        (
+            "INFER_ABI_DIGEST",
+            f'"{hashlib.sha256((CSRC / "abi.h").read_bytes()).hexdigest()}"',
+        )
+    ],
     language="c++",
     optional=True,
 )
@@ -52,9 +63,31 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build, or warn."""
         try:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                objects = list(pool.map(self.compile_instruction_set, INSTRUCTION_SETS))
+            for name, path in zip(INSTRUCTION_SETS, objects, strict=True):
+                if path is not None:
+                    ext.extra_objects.append(path)
+                    ext.define_macros.append((f"INFER_{name.upper()}", None))
             super().build_extension(ext)
         except Exception as error:
             warn(error)
+
+    def compile_instruction_set(self, name: str) -> str | None:
+        """The object file of an instruction set; None if the compiler does not know it."""
+        source = (CSRC / "isa" / f"{name}.cpp").as_posix()
+        made = Path(self.build_temp) / Path(source).with_suffix(".o")
+        newest = max(Path(path).stat().st_mtime for path in KERNELS.depends)
+        if made.exists() and made.stat().st_mtime > newest and not self.force:
+            return str(made)
+        try:
+            compiled = self.compiler.compile(
+                [source], output_dir=self.build_temp, extra_postargs=KERNELS.extra_compile_args
+            )
+        except Exception as error:
+            warnings.warn(f"the kernels for {name} were not built ({error})", stacklevel=2)
+            return None
+        return str(compiled[0])
 
 
 def warn(error: Exception) -> None:

@@ -1,27 +1,43 @@
-"""bfloat16 linear layers: linear.cpp beside oneDNN: `python benchmarks/linear.py [ROWS ...]`.
+"""Linear layers: our kernels beside oneDNN and memory: `python benchmarks/linear.py [ROWS ...]`.
 
-For each shape and number of rows, three things are measured in turns, and medians are printed:
-oneDNN's packed product, ours, and the time in which `Tensor.sum` reads as many bytes. The last is a
-mark to compare runs with, not a limit: a plain loop that prefetches reads a third faster. The
-weights take turns in more than 600 MB, so that no cache holds them. OMP_NUM_THREADS sets the number
-of threads. Nothing else may run at the same time.
+For each shape and number of rows these are measured in turns, and medians are printed: oneDNN's
+packed product in float32 and, where the CPU has it, in bfloat16; our kernels in bfloat16, int8 and
+int4; and a plain loop that reads as many bytes as each weight has, from which comes the share of
+the read rate. The weights take turns in 300 MB, so that no cache holds them.
+
+OMP_NUM_THREADS sets the number of threads. `INFER_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+ATEN_CPU_CAPABILITY=avx2` keeps both sides to AVX2. Nothing else may run at the same time.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from infer.kernels.linear import Linear, NativeLinear, PackedLinear
+from infer.kernels import loader
+from infer.kernels.linear import (
+    Linear,
+    NativeLinear,
+    PackedLinear,
+    instruction_set,
+    onednn_has_bfloat16,
+    weight_bytes,
+)
 
-SHAPES = [(2048, 8192), (8192, 2048), (2048, 3072), (2048, 128256)]  # K, N
-ROWS = [1, 2, 8, 32, 128, 512, 1024]
-ROTATED_BYTES = 650e6
+Shapes = list[tuple[int, int]]
+"""(K, N) of layers that are measured together"""
+SHAPES: list[Shapes] = [[(2048, 8192)], [(8192, 2048)], [(2048, 3072)], [(1024, 6144)]]
+DECODER_LAYERS: dict[str, Shapes] = {
+    "llama-1b": [(2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048)],
+    "qwen3-0.6b": [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)],
+}
+"""the products of one layer of a decoder, by the model's name"""
+ROWS = [1, 2, 4, 8, 32, 128, 512, 1024]
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -31,36 +47,88 @@ def seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def sweep(layers: list[Linear], x: Tensor) -> Callable[[], object]:
+def sweep(layers: list[Linear], num_rows: int) -> Callable[[], object]:
     """A function that calls each of the layers once."""
-    return lambda: [layer(x) for layer in layers]
+    inputs = {
+        layer.in_features: torch.randn(num_rows, layer.in_features).to(layer.dtype)
+        for layer in layers
+    }
+    return lambda: [layer(inputs[layer.in_features]) for layer in layers]
+
+
+def reading(memory: Tensor) -> Callable[[], object]:
+    """A function that reads a tensor once."""
+    arguments = memory.nbytes, loader.parallel(), torch.get_num_threads()
+    return lambda: loader.loaded().infer_read(memory.data_ptr(), *arguments)
+
+
+def kinds(
+    shapes: Shapes, wanted: list[str], rotate: float
+) -> dict[str, tuple[float, list[Linear]]]:
+    """Name → (bytes of a set of layers, several sets: as many as keep them out of the caches)."""
+    found: dict[str, tuple[float, list[Linear]]] = {}
+    num_weights = sum(k * n for k, n in shapes)
+    for name in wanted:
+        if name == "onednn16" and not onednn_has_bfloat16():
+            continue
+        quantization = name if name.startswith("int") else None
+        each = 4.0 if name == "onednn32" else weight_bytes(quantization, torch.bfloat16)
+        layers: list[Linear] = []
+        for _ in range(max(2, round(rotate / (each * num_weights)))):
+            for k, n in shapes:
+                weight = torch.randn(64, k).mul_(k**-0.5).repeat(-(-n // 64), 1)[:n]
+                if name.startswith("onednn"):
+                    layers.append(PackedLinear(weight if each == 4 else weight.bfloat16(), None))
+                else:
+                    bits = {"int8": 8, "int4": 4}.get(name, 16)
+                    layers.append(NativeLinear([weight.bfloat16()], bits=bits))
+        found[name] = each * num_weights, layers
+    return found
+
+
+def measure(title: str, shapes: Shapes, rows: list[int], options: argparse.Namespace) -> None:
+    """Print the lines of some shapes; times are of all of them together."""
+    found = kinds(shapes, options.kinds.split(","), options.rotate_mb * 1e6)
+    num_weights = sum(k * n for k, n in shapes)
+    memory = torch.ones(40_000_000, dtype=torch.int64)
+    for num_rows in rows:
+        runs: dict[str, Callable[[], object]] = {"read": reading(memory)}
+        runs |= {name: sweep(layers, num_rows) for name, (_, layers) in found.items()}
+        times = [
+            {name: seconds(run) for name, run in runs.items()} for _ in range(options.rounds + 1)
+        ]
+        medians = {name: statistics.median(one[name] for one in times[1:]) for name in runs}
+        rate = memory.nbytes / medians["read"]
+        parts = []
+        for name, (num_bytes, layers) in found.items():
+            own = medians[name] / (len(layers) // len(shapes))
+            parts.append(
+                f"{name} {own * 1e6:8.0f} µs {2 * num_weights * num_rows / own / 1e9:5.0f} Gflop/s"
+                f" {num_bytes / own / rate:4.0%}"
+            )
+        print(f"{title} {num_rows:5}  {rate / 1e9:3.0f} GB/s | " + " | ".join(parts), flush=True)
 
 
 def main() -> None:
     """Measure and print."""
-    wanted = [int(word) for word in sys.argv[1:]] or ROWS
-    memory = torch.ones(80_000_000, dtype=torch.int64)
-    print(f"{torch.get_num_threads()} threads; times in µs a layer")
-    print(f"{'K':>5} {'N':>6} {'M':>5} {'sum':>7} {'oneDNN':>8} {'native':>8} {'ratio':>6} Gflop/s")
-    for k, n in SHAPES:
-        count = max(2, round(ROTATED_BYTES / (2 * k * n)))
-        weights = [torch.randn(n, k).mul_(k**-0.5).bfloat16() for _ in range(count)]
-        packed: list[Linear] = [PackedLinear(weight, None) for weight in weights]
-        native: list[Linear] = [NativeLinear([weight], None) for weight in weights]
-        del weights
-        for num_rows in [m for m in wanted if n < 100_000 or m <= 32]:
-            x = torch.randn(num_rows, k).bfloat16()
-            runs: list[Callable[[], object]] = [memory.sum, sweep(packed, x), sweep(native, x)]
-            times = [[seconds(run) for run in runs] for _ in range(7)][1:]
-            read, onednn, ours = (statistics.median(column) for column in zip(*times, strict=True))
-            num_bytes = 2 * (k * n + num_rows * (k + n))
-            mark = num_bytes * read / memory.nbytes
-            onednn, ours = onednn / count, ours / count
-            print(
-                f"{k:5} {n:6} {num_rows:5} {mark * 1e6:7.0f} {onednn * 1e6:8.0f} {ours * 1e6:8.0f}"
-                f" {onednn / ours:6.2f} {2 * k * n * num_rows / ours / 1e9:7.0f}",
-                flush=True,
-            )
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--shapes", default="", help="as 2048x8192,8192x2048 (K x N)")
+    parser.add_argument("--layers", default="", help="a model's, of " + ", ".join(DECODER_LAYERS))
+    parser.add_argument("--kinds", default="onednn32,onednn16,bfloat16,int8,int4")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rotate-mb", type=int, default=300)
+    options = parser.parse_args()
+    given = [one.split("x") for one in options.shapes.split(",") if one]
+    groups: dict[str, Shapes] = {f"{k:>5} {n:>6}": [(int(k), int(n))] for k, n in given}
+    groups |= {name: DECODER_LAYERS[name] for name in options.layers.split(",") if name}
+    groups = groups or {f"{s[0][0]:5} {s[0][1]:6}": s for s in SHAPES}
+    print(
+        f"{torch.get_num_threads()} threads, {instruction_set()}; columns: shape, rows, read rate"
+    )
+    with torch.inference_mode():
+        for title, shapes in groups.items():
+            measure(title, shapes, options.rows, options)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def main() -> None:
         computed = after["num_computed_tokens"] - before["num_computed_tokens"]
         sampled = after["num_sampled_tokens"] - before["num_sampled_tokens"]
         padded = "—"
-        if after["num_batch_tokens"]:
+        if after.get("num_batch_tokens"):
             padded = f"{after['num_padded_tokens'] / after['num_batch_tokens']:.2f}"
         print(
             f"| {way} | {steps:,} | {computed:,} | {computed / steps:.1f} | {sampled / steps:.2f}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ SHAPES = {
     "gemma-3-4b": "Gemma 3 4B",
 }
 MODES = {"sequential": "#888888", "static": "#E69F00", "continuous": "#0072B2"}
+MEASURED = ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "gemma-3-1b")
+"""the shapes that batching_modes.py is run on"""
 WANTED_SHARE = 1 / 5
 """the P99 of the time to first token that continuous batching may have, of static batching's"""
 
@@ -170,15 +173,20 @@ def plot_batching(document: dict[str, Any], file: Path) -> None:
         for number, (mode, summary) in enumerate(summaries.items()):
             values = [summary["ttft_ms"][p] / 1000 for p in ("p50", "p95", "p99")]
             places = [i + 0.27 * (number - 1) for i in range(3)]
-            lower.bar(places, values, width=0.25, color=MODES[mode], label=mode)
+            bars = lower.bar(places, values, width=0.25, color=MODES[mode], label=mode)
+            lower.bar_label(bars, [f"{each:.1f}" for each in values], padding=1, fontsize=6)
         lower.set_xticks(range(3), ["P50", "P95", "P99"])
-        lower.set_yscale("log")
-        lower.yaxis.set_major_formatter("{x:g}")
         lower.set_title(f"{name}: time to first token, s", fontsize=8)
         for axes in (upper, lower):
             axes.tick_params(labelsize=7)
             axes.spines[["top", "right"]].set_visible(False)
-    panels[1][0].legend(fontsize=7, frameon=False)
+    figure.legend(
+        *panels[1][0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(MODES),
+        fontsize=7,
+        frameon=False,
+    )
     figure.savefig(file)
 
 
@@ -202,7 +210,7 @@ def what_changed(workloads: dict[str, dict[str, dict[str, Any]]]) -> str:
             " 1/5 is not reached here: a prompt takes so long by itself"
             f" (P50 {least:.1f} s) that arrivals leave no room."
         )
-    return text
+    return textwrap.fill(text, 115)
 
 
 def batching(file: Path) -> str:
@@ -244,7 +252,10 @@ def main() -> None:
         plot_peers(documents, PLOTS / f"{name}.png")
         text = text.replace(f"{{{{{name}}}}}", "\n".join(tables(each) for each in documents))
     text = text.replace("{{floors}}", floors())
-    sections = [batching(file) for file in sorted(RESULTS.glob("batching-*.json"))]
+    files = {name: RESULTS / f"batching-{name}.json" for name in MEASURED}
+    sections = [batching(file) for file in files.values() if file.exists()]
+    if missing := ", ".join(SHAPES[name] for name, file in files.items() if not file.exists()):
+        sections.append(f"Not recorded yet: {missing}.\n")
     text = text.replace("{{batching}}", "\n".join(sections))
     text = text.replace("{{plans}}", plans())
     text = text.replace("{{modes-zen4}}", summaries(sorted(RESULTS.glob("modes-zen4-*.json"))))

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,13 +38,14 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads log_fields",
+        "errors version threads log_fields control_groups",
         "exceptions that users see; the version; threads that end before the interpreter;"
-        " what lines of the log carry",
+        " what lines of the log carry; the limits of a container",
     ),
     Level(
-        "types config files kernels.loader",
-        "records that cross a boundary; settings; files that strangers wrote; the native library",
+        "types config files kernels.loader main_memory",
+        "records that cross a boundary; settings; files that strangers wrote; the native library;"
+        " main memory",
     ),
     Level(
         "kernels text", "packed and native operations; tokenizers, templates, grammars, tool calls"
@@ -68,9 +69,9 @@ LEVELS = (
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.build.memory_plan",
+        " engine.client.waiting_tokens engine.build.memory_plan",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; what fits into memory",
+        " viewers; which prompts wait for a seat; what fits into memory",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
@@ -81,6 +82,7 @@ LEVELS = (
         "engine.build.assemble engine.process.child engine.process.engine_run",
         "the composition root; the engine process, from inside and from outside",
     ),
+    Level("engine.process.standby", "a process that becomes the next engine"),
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
@@ -403,7 +405,8 @@ def test_the_api_side_needs_no_torch() -> None:
 TESTS = ROOT / "tests"
 MUTANTS = "it breaks private rules on purpose, to see that the workloads notice"
 ON_A_GPU = "it checks a kernel's own choices on a device"
-REACHES = {
+REACHES: dict[str, tuple[int | None, str]] = {
+    "engine/test_standby.py": (5, "short waits of the thread that watches a standby"),
     "cells/test_cells_reference.py": (1, "compares the keys in the cells"),
     "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
@@ -414,12 +417,14 @@ REACHES = {
     "gpu/test_compiled.py": (2, ON_A_GPU),
     "gpu/test_layer_kernels.py": (3, ON_A_GPU),
     "gpu/test_on_device.py": (1, ON_A_GPU),
+    "kernels/test_abi.py": (1, "a header that differs from the library's"),
     "kernels/test_fusion.py": (2, "replaces a product by one that saturates"),
     "models/test_gguf.py": (1, "a tensor in many parts"),
     "runner/test_storage.py": (1, "prepares less memory"),
-    "schedule/test_ahead.py": (8, MUTANTS),
-    "schedule/test_fairness.py": (1, MUTANTS),
-    "schedule/test_workloads.py": (4, MUTANTS),
+    "schedule/test_ahead.py": (None, MUTANTS),
+    "schedule/test_fairness.py": (None, MUTANTS),
+    "schedule/test_speculation.py": (None, MUTANTS),
+    "schedule/test_workloads.py": (None, MUTANTS),
     "server/test_engine_events.py": (
         5,
         "short waits; nobody watches when the last viewer has left",
@@ -430,10 +435,12 @@ REACHES = {
     "text/test_grammar_checker.py": (1, "a deadline of 10 ms in the process that checks"),
     "text/test_text_template.py": (1, "a prompt of more than 10 characters is too long"),
 }
-"""file below tests/ → number of reaches into private members and constants of `infer`, and why"""
+"""file below tests/ → number of reaches into private members and constants of `infer` (None: any
+number), and why"""
 
 
-def private_names(root: Path) -> set[str]:
+@functools.cache
+def private_names(root: Path) -> frozenset[str]:
     """Names with one leading underscore that a tree defines or uses."""
     found = set()
     for _, _, tree in modules(root):
@@ -441,10 +448,10 @@ def private_names(root: Path) -> set[str]:
             for name in (getattr(node, each, None) for each in ("attr", "name", "id")):
                 if isinstance(name, str) and re.match("_[^_]", name):
                     found.add(name)
-    return found
+    return frozenset(found)
 
 
-def reaches(tree: ast.AST, private: set[str]) -> Iterator[tuple[int, str]]:
+def reaches(tree: ast.AST, private: frozenset[str]) -> Iterator[tuple[int, str]]:
     """Line and text of each use of a private member, import of a private name, and constant that is
     set in a module of `infer` (`setattr` with a name in capitals)."""
     own = {each.asname or each.name for each in _aliases(tree, "infer")}
@@ -471,7 +478,7 @@ def _aliases(tree: ast.AST, package: str) -> Iterator[ast.alias]:
             yield from node.names
 
 
-def reach_problems(tests: Path, allowed: dict[str, tuple[int, str]]) -> list[str]:
+def reach_problems(tests: Path, allowed: Mapping[str, tuple[int | None, str]]) -> list[str]:
     """Files with more or fewer reaches than are allowed, with what they reach."""
     private, problems = private_names(SOURCE), []
     for path in sorted(tests.rglob("*.py")):
@@ -482,6 +489,8 @@ def reach_problems(tests: Path, allowed: dict[str, tuple[int, str]]) -> list[str
             f"line {line}: {what}" for line, what in reaches(parsed(path.read_text()), private)
         ]
         count = allowed.get(name, (0, ""))[0]
+        if count is None:
+            continue
         if len(found) > count:
             problems.append(
                 f"{name} reaches into what is private or constant {len(found)} times ({count} are"
@@ -512,6 +521,7 @@ def test_a_reach_is_found(source: str, tmp_path: Path) -> None:
     (problem,) = reach_problems(tmp_path, {})
     assert "test_x.py reaches" in problem
     assert reach_problems(tmp_path, {"test_x.py": (1, "why")}) == []
+    assert reach_problems(tmp_path, {"test_x.py": (None, MUTANTS)}) == []
     assert "lower its number" in reach_problems(tmp_path, {"test_x.py": (2, "why")})[0]
 
 

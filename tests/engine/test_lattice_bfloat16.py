@@ -2,12 +2,14 @@
 equal in any batch.
 
 On the shipped model, with the defaults (its own dtype, the native attention kernel), with int8 or
-int4 layers, and with keys and values in int8. Without the compiled kernel there is no such
+int4 layers, with keys and values in int8, and with the kernels for CPUs that have AVX2 only.
+Without the compiled kernel there is no such
 guarantee, and the start-up warns; these tests are then skipped.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +18,12 @@ import torch
 from infer import LLM
 from infer.attention.cpu import obstacle
 from infer.kernels.linear import bfloat16_obstacle
-from infer.kernels.loader import available
+from infer.kernels.loader import (
+    ISA_VARIABLE,
+    available,
+    chosen_instruction_set,
+    instruction_sets,
+)
 from infer.types import RequestOutput
 from tests.support.lattice import PROMPTS, params
 
@@ -38,12 +45,25 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "int8", "kv_cache_dtype": "model"},
     "int4": {"dtype": "int4", "kv_cache_dtype": "model"},
     "int8-cache": {"dtype": "int8", "kv_cache_dtype": "int8"},
+    "avx2": {},
+    "int8-cache-avx2": {"dtype": "int8", "kv_cache_dtype": "int8"},
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
+def alone(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, Any], Result]]:
     kind = KINDS[request.param]
+    with pytest.MonkeyPatch.context() as patched:
+        if request.param.endswith("avx2"):
+            if "avx2" not in instruction_sets():
+                pytest.skip("no AVX2 here")
+            patched.setenv(ISA_VARIABLE, "avx2")
+        yield kind, result_of(kind)
+    chosen_instruction_set()  # the limit as before
+
+
+def result_of(kind: dict[str, Any]) -> Result:
+    """What each request gets when nothing is batched or cached; skips what cannot run here."""
     with_int8 = kind.get("kv_cache_dtype") == "int8"
     if with_int8 and (reason := obstacle(64, torch.int8, torch.device("cpu"))):
         pytest.skip(reason)
@@ -60,7 +80,7 @@ def alone(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Result]:
         assert held == (torch.float32 if bfloat16_obstacle() else torch.bfloat16)
         cache = runner.caches[0]
         assert (cache.dtype == torch.int8) == with_int8
-        return kind, run(llm)
+        return run(llm)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,11 @@ from infer.engine.process.messages import (
     Begin,
     Commands,
     ComputingAlone,
+    HasBegun,
     Inward,
     Log,
     Outward,
+    Prepare,
     PromptScores,
     Ready,
     Refused,
@@ -47,6 +49,8 @@ from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineCounters, EngineGauges, EngineStats
 from infer.types.step_events import (
     Admitted,
+    BatchEnded,
+    BatchFormed,
     ComputedChunk,
     Preempted,
     Queued,
@@ -127,7 +131,8 @@ STATS = EngineStats(
     EngineCounters(num_steps=2, num_finished={FinishReason.EOS: 3}),
 )
 EXAMPLES = (
-    *(Begin("a:b", {"n": 1, "x": None}, 20), Commands([])),
+    *(Prepare("a:b"), Begin("a:b", {"n": 1, "x": None}, 20), Commands([])),
+    HasBegun(),
     Text("name", TextFiles("{}", {"eos_token": "x"}, (3,), {"default": "x"})),
     Ready(EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3), STATS),
     Refused(ErrorRecord("m", "LoadError")),
@@ -169,6 +174,9 @@ EVENTS = (
     Preempted("c", 5, "a"),
     Preempted("c", 5),
     Admitted("a", 3, 7),
+    Admitted("a", 3, 7, "batch-a-1"),
+    BatchFormed("batch-a-1", 2.5, 3, 0.25, 40, 60),
+    BatchEnded("batch-a-1", 70, 75),
     ComputedChunk("a", 3, 4),
     Speculated("a", 9, 4),
 )

@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from infer.config import EngineConfig
-from infer.engine.build import assemble, hardware, processors
-from infer.engine.build.processors import (
-    Core,
-    Processors,
-    cpu_quota,
-    memory_left,
-    read_cores,
-    read_processors,
-)
+from infer.control_groups import cpu_quota, memory_left
+from infer.engine.build import assemble, hardware
+from infer.engine.build.processors import Core, Processors, read_cores, read_processors
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -167,4 +161,3 @@ def test_a_number_of_threads_is_not_kept_on_one_node(monkeypatch: pytest.MonkeyP
     assemble.prepare_process({})
     assert asked == [True, False]
     assert EngineConfig().numa == "one"
-    assert Path("/") == processors.ROOT

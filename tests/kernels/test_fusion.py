@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.kernels import linear
+from infer.kernels import linear, loader
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.linear import (
     Fusion,
@@ -22,6 +22,7 @@ from infer.kernels.linear import (
     PlainLinear,
     make_linear,
 )
+from tests.kernels.conftest import LINEAR_SETS
 
 SHAPES = [(16, 2), (33, 34), (64, 64), (100, 258), (513, 96), (2048, 160), (8192, 32)]  # K, N
 
@@ -46,7 +47,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 Make = Callable[..., linear.Linear]
 
 
-@pytest.fixture(params=["amx", "avx512", "onednn", "onednn, in halves"])
+@pytest.fixture(params=[*LINEAR_SETS, "onednn", "onednn, in halves"])
 def make(
     request: pytest.FixtureRequest,
     ask_for: Callable[[str], None],
@@ -241,16 +242,25 @@ def test_parts_of_whole_numbers_are_one_weight(
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_tiles_and_vectors_agree_in_whole_numbers(
-    bits: int, ask_for: Callable[[str], None]
+@pytest.mark.parametrize("k", [200, 1100])
+def test_all_instruction_sets_agree_in_whole_numbers(
+    bits: int, k: int, ask_for: Callable[[str], None]
 ) -> None:
+    """Packed weights and results have the same bits, and so have the norm, the bias and the sum."""
+    sets = [name for name in loader.instruction_sets() if name in LINEAR_SETS]
+    norm = Norm(1 + random(k, seed=3) / 4, 1e-5)
     layers = []
-    for isa in ("amx", "avx512"):
+    for isa in sets:
         ask_for(isa)
-        layers.append(NativeLinear([random(258, 200)], bits=bits))
-    for num_rows in (1, 14, 15, 33, 300):
-        x = random(num_rows, 200, seed=num_rows)
-        assert torch.equal(layers[0](x), layers[1](x))
+        layers.append(
+            NativeLinear([random(258, k)], random(258, seed=2), Fusion(norm=norm), bits=bits)
+        )
+    for num_rows in (1, 2, 3, 4, 6, 7, 12, 14, 15, 33, 35, 300):
+        x, residual = random(num_rows, k, seed=num_rows), random(num_rows, 258, seed=7)
+        wanted = layers[0](x, residual)
+        for isa, other in zip(sets, layers, strict=True):
+            assert torch.equal(other.packed, layers[0].packed), isa
+            assert torch.equal(other(x, residual), wanted), (isa, num_rows)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

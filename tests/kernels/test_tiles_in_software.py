@@ -1,12 +1,14 @@
-"""Tests of the kernels' code for AMX on a CPU without AMX, with the tiles of tiles.h in software.
+"""Tests of the kernels' code for AMX and for AVX-VNNI on a CPU with AVX-512 only.
 
-The library is built again with that header, and the tests of attention and linear layers run with
-it in another process.
+The library is built again: with the tiles of tiles.h in software, and with AVX-VNNI's instructions
+in the encoding of AVX-512. The tests of attention and linear layers run with it in another process.
 """
 
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +24,7 @@ import sys, pytest
 from infer.kernels import loader
 loader.__file__ = sys.argv[1]
 assert loader.chosen_instruction_set() == "amx", loader.library()
+assert loader.instruction_sets() == loader.INSTRUCTION_SETS
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
@@ -32,7 +35,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 )
 def test_what_tiles_compute(tmp_path: Path) -> None:
     build = ["build_ext", "--build-lib", str(tmp_path), "--build-temp", str(tmp_path / "objects")]
-    defined = {"CPPFLAGS": f"-DINFER_TILES='\"{HEADER}\"'"}
+    defined = {"CPPFLAGS": f"-DINFER_TILES='\"{HEADER}\"' -DINFER_EVEX_VNNI"}
     built = subprocess.run(
         [sys.executable, "setup.py", *build],
         cwd=ROOT, env={**os.environ, **defined}, capture_output=True, text=True, check=True,
@@ -45,3 +48,19 @@ def test_what_tiles_compute(tmp_path: Path) -> None:
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-5000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["g++", "aarch64-linux-gnu-g++"])
+def test_the_sources_compile_without_warnings(compiler: str) -> None:
+    """Each file by itself; those of x86's instruction sets only for x86."""
+    if not shutil.which(compiler):
+        pytest.skip(f"no {compiler} here")
+    csrc = ROOT / "src/infer/csrc"
+    for_any = [*csrc.glob("*.cpp"), csrc / "isa/dispatch.cpp", csrc / "isa/portable.cpp"]
+    is_x86 = compiler == "g++" and platform.machine() == "x86_64"
+    sources = sorted(csrc.rglob("*.cpp")) if is_x86 else for_any
+    flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
+    for source in sources:
+        done = subprocess.run([compiler, *flags, str(source)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]

@@ -1,9 +1,9 @@
 // What AMX does to tiles, in software: so the kernels' code for it runs, slowly, on a CPU without it.
 //
-// cpu.h includes this file where INFER_TILES names it; only test_tiles_in_software.py does so. A tile is 16 rows of
+// isa/amx.h includes this file where INFER_TILES names it; only test_tiles_in_software.py does so. A tile is 16 rows of
 // 64 bytes. What the hardware would refuse ends the process.
 //
-// Inside cpu.h's namespace, so it includes nothing.
+// Inside a namespace of amx.h, so it includes nothing.
 
 #pragma once
 

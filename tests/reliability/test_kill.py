@@ -19,17 +19,21 @@ from tests.support.server_process import (
 )
 
 HASH_SERVER = hash_server(step_s=0.003, num_pages=3000)
+LONGEST_SILENCE_S = {"--standby": 1.5, "--no-standby": 4.0}
 MODEL_SERVER = ["-m", "infer.server", "--port", "0", "--max-seq-len", "512"]
 
 
-def run(arguments: list[str], load: str, tmp_path: Path, *how: Any) -> None:
+def run(
+    arguments: list[str], load: str, tmp_path: Path, *how: Any, **settings: Any
+) -> dict[str, Any]:
     with served(arguments, tmp_path / "log") as server:
-        counted = asyncio.run(kill_under_load(server, *how))
+        counted = asyncio.run(kill_under_load(server, *how, **settings))
     text = (tmp_path / "log").read_text()
     assert text.count("has died (SIGKILL)") == counted["kills"]
     assert "is to blame" not in text
     print(counted)
     Findings().note(24, "kill -9 of the engine", load, **counted)
+    return counted
 
 
 def test_few_streams_and_few_kills(tmp_path: Path) -> None:
@@ -40,3 +44,18 @@ def test_few_streams_and_few_kills(tmp_path: Path) -> None:
 def test_two_hundred_streams_and_twenty_kills(tmp_path: Path) -> None:
     load = "200 streams, shipped model, kills at random 0.1 to 3 s after the engine is ready"
     run(MODEL_SERVER, load, tmp_path, bodies(200, 200), 20, (0.1, 3.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--standby", "--no-standby"])
+def test_the_silence_of_ten_kills(option: str, tmp_path: Path) -> None:
+    load = f"32 streams, shipped model, ten kills, {option}"
+    streams = [{**body, "max_tokens": 400, "ignore_eos": True} for body in bodies(32, 200)]
+    how: Any = {"has_standby": option == "--standby"}
+    counted = run([*MODEL_SERVER, option], load, tmp_path, streams, 10, (3.0, 4.0), **how)
+    median_s, _ = counted[
+        "longest silence of a stream through a kill, median and longest of the kills [s]"
+    ]
+    Findings().note(
+        24, "silence", load, at_most={"median silence [s]": (median_s, LONGEST_SILENCE_S[option])}
+    )

@@ -192,7 +192,7 @@ def test_main_serves_what_is_assembled(
     configs: list[tuple[str, EngineConfig]] = []
 
     def maker(where: str) -> Any:
-        def make(config: EngineConfig, loads: Any = None, **how: float) -> Any:
+        def make(config: EngineConfig, loads: Any = None, standby: Any = None, **how: float) -> Any:
             configs.append((where, replace(config, seed=None)))  # the server has drawn one
             limits = {"hang_s": 120.0, "load_timeout_s": 3600.0}
             assert how == ({} if where == "thread" else limits)

@@ -247,8 +247,10 @@ def limits_of(core: EngineCore) -> EngineLimits:
         max_seq_len=scheduler.config.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=scheduler.config.max_waiting_requests,
+        max_waiting_tokens=scheduler.config.max_waiting_tokens,
         batching_mode=scheduler.config.batching_mode,
         page_size=scheduler.allocator.page_size,
+        prefix_caching=scheduler.allocator.enable_prefix_caching,
     )
 
 
@@ -318,6 +320,6 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    names = ("hang_s", "soft_limit_s", "max_pause_s", "seed")
+    names = ("hang_s", "soft_limit_s", "max_pause_s", "seed", "standby")
     how = {name: settings.pop(name) for name in names if name in settings}
     return launch_factory(factory, settings, **how)

@@ -19,9 +19,15 @@ from tests.support.server_process import (
 
 
 async def kill_under_load(
-    server: Served, wanted: list[dict[str, Any]], num_kills: int, pause_s: tuple[float, float]
+    server: Served,
+    wanted: list[dict[str, Any]],
+    num_kills: int,
+    pause_s: tuple[float, float],
+    *,
+    has_standby: bool = False,
 ) -> dict[str, Any]:
-    """Every client repeats its own stream until all kills are done."""
+    """Every client repeats its own stream until all kills are done. `has_standby`: before each
+    kill, after the pause, a standby is waited for."""
     calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
     assert all(heard.is_done for heard in calm)
     is_over = False
@@ -33,13 +39,16 @@ async def kill_under_load(
 
     clients = [asyncio.create_task(ask(i)) for i in range(len(wanted))]
     dice = random.Random(2)
-    restarts_s = []
+    restarts_s, kills_s = [], []
     for _ in range(num_kills):
         await asyncio.sleep(dice.uniform(*pause_s))
+        if has_standby:
+            await wait(lambda: asyncio.to_thread(_has_standby, server))
         pid = server.engine_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         killed_s = time.monotonic()
+        kills_s.append(killed_s)
         await wait(lambda pid=pid: asyncio.to_thread(is_another, server, pid))  # type: ignore[misc]
         restarts_s.append(time.monotonic() - killed_s)
     is_over = True
@@ -48,6 +57,11 @@ async def kill_under_load(
     errors = Counter(str(heard.error) for _, heard in heard_in_storm if heard.error)
     assert not errors, errors
     assert not wrong, f"{len(wrong)} of {len(heard_in_storm)} streams differ"
+    pauses = [pause for _, heard in heard_in_storm for pause in heard.pauses]
+    longest = sorted(
+        max((end_s - start_s for start_s, end_s in pauses if start_s <= kill_s <= end_s), default=0)
+        for kill_s in kills_s
+    )
     silences = {
         when: tuple(round(max(each), 2) for each in zip(*pairs, strict=True))
         for when, pairs in (
@@ -61,11 +75,19 @@ async def kill_under_load(
         "streams that differ": 0,
         "longest wait for the first token, and silence after it, undisturbed [s]": silences["calm"],
         "the same under kills [s]": silences["storm"],
+        "longest silence of a stream through a kill, median and longest of the kills [s]": (
+            round(longest[num_kills // 2], 2),
+            round(longest[-1], 2),
+        ),
         "restart, median and longest [s]": (
             round(sorted(restarts_s)[num_kills // 2], 2),
             round(max(restarts_s), 2),
         ),
     }
+
+
+def _has_standby(server: Served) -> bool:
+    return server.standby_pid() is not None
 
 
 def is_another(server: Served, pid: int) -> bool:

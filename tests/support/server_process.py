@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 WORDS = ["Once", "upon", "a", "time", "there", "was", "one", "little", "fox", "and", "an", "owl"]
+PAUSE_S = 0.05
+"""seconds between two events of a stream that are noted with their time"""
 ROOT = Path(__file__).parents[2]
 ENV = {
     **os.environ,
@@ -90,10 +92,21 @@ class Served:
 
     def engine_pids(self) -> list[int]:
         """Ids of the current engine processes, one for each loaded model."""
+        return self._named("infer-engine")
+
+    def standby_pid(self) -> int | None:
+        """Id of the process that can become the next engine; None if there is none, or if it is
+        still importing."""
+        return next(iter(self._named("infer-standby")), None)
+
+    def children(self) -> list[int]:
+        """Ids of all processes that the server has started."""
         tasks = Path(f"/proc/{self.process.pid}/task")
-        children = [pid for path in tasks.glob("*/children") for pid in _text(path).split()]
-        commands = {int(pid): _text(Path(f"/proc/{pid}/cmdline")) for pid in children}
-        return sorted(pid for pid, it in commands.items() if "infer.engine.process.child" in it)
+        return [int(pid) for path in tasks.glob("*/children") for pid in _text(path).split()]
+
+    def _named(self, name: str) -> list[int]:
+        names = {pid: _text(Path(f"/proc/{pid}/comm")).strip() for pid in self.children()}
+        return sorted(pid for pid, is_ in names.items() if is_ == name)
 
     def is_ready(self) -> bool:
         """Whether /health/ready answers 200."""
@@ -185,10 +198,13 @@ def served(
                 assert found, f"{line!r} {log.read_text()}"
                 server = Served(process, int(found[0]))
                 yield server
-                engine = server.engine_pid()
+                children = server.children()
                 process.send_signal(signal.SIGTERM)
                 assert process.wait(60) == 0, log.read_text()
-                assert engine is None or not _text(Path(f"/proc/{engine}/cmdline")), "an orphan"
+                ends_s = time.monotonic() + 5
+                while left := [pid for pid in children if _text(Path(f"/proc/{pid}/cmdline"))]:
+                    assert time.monotonic() < ends_s, f"orphans: {left}"
+                    time.sleep(0.01)
             finally:
                 process.kill()
 
@@ -211,6 +227,9 @@ class Heard:
     silence_s: float = 0.0
     """longest time between two events, in seconds"""
     gaps_s: list[float] = field(default_factory=list)
+    pauses: list[tuple[float, float]] = field(default_factory=list)
+    """when the times between two events began and ended that were longer than `PAUSE_S`, in seconds
+    of the monotonic clock"""
     headers: str = ""
 
     @property
@@ -236,6 +255,8 @@ async def follow(port: int, body: Mapping[str, Any], heard: Heard | None = None)
             if heard.first_s:
                 heard.silence_s = max(heard.silence_s, now_s - last_s)
                 heard.gaps_s.append(now_s - last_s)
+                if now_s - last_s > PAUSE_S:
+                    heard.pauses.append((last_s, now_s))
             else:
                 heard.first_s = now_s - last_s
             last_s = now_s

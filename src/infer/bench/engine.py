@@ -14,6 +14,7 @@ from infer.bench.recording import Recorder
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.types import SamplingParams
+from infer.types.stats_summary import ServingStats
 
 
 class EngineTarget:
@@ -50,21 +51,9 @@ class EngineTarget:
                     usage = Usage(len(prompt), count, piece.num_cached)
                 yield Piece(len(piece.token_ids), piece.token_ids, usage)
 
-    def counters(self) -> dict[str, int | float]:
-        """The engine's counters since it was made."""
-        counters = self.llm.read_stats().engine.counters
-        return {
-            "num_steps": counters.num_steps,
-            "num_computed_tokens": counters.num_computed_tokens,
-            "num_sampled_tokens": counters.num_sampled_tokens,
-            "num_prompt_tokens": counters.num_prompt_tokens,
-            "num_cached_tokens": counters.num_cached_tokens,
-            "num_preemptions": counters.num_preemptions,
-            "num_evictions": counters.num_evictions,
-            "num_batches": counters.num_batches,
-            "num_batch_tokens": counters.num_batch_tokens,
-            "num_padded_tokens": counters.num_padded_tokens,
-        }
+    def stats(self) -> ServingStats:
+        """The engine's statistics since it was made."""
+        return self.llm.read_stats()
 
 
 @asynccontextmanager

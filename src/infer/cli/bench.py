@@ -73,12 +73,9 @@ def offline(
                 "prompts": "token ids",
                 "engine": dataclasses.asdict(config),
             }
-            llm, counters = target.llm, target.counters
+            llm, stats = target.llm, target.stats
             document = await measure(
-                *(options, target, described),
-                vocab_size=llm.vocab_size,
-                counters=counters,
-                **callbacks,
+                *(options, target, described), vocab_size=llm.vocab_size, stats=stats, **callbacks
             )
         if recorder is not None and record is not None:
             recording = recorder.document(
@@ -197,11 +194,7 @@ def _show(document: dict[str, Any], notes: Console) -> None:
             f" {summary['num_requests']} requests met the objectives"
         )
     if engine := summary.get("engine"):
-        lines.append(
-            f"{engine['num_steps']} steps of {engine['mean_batch_size']} sequences,"
-            f" {engine['num_cached_tokens']} prompt tokens from the cache,"
-            f" {engine['num_preemptions']} preemptions"
-        )
+        lines += _engine_lines(engine)
     elif summary["cached_tokens"]:
         lines.append(f"{summary['cached_tokens']} prompt tokens from the server's cache")
     if short := summary["num_short"]:
@@ -212,6 +205,24 @@ def _show(document: dict[str, Any], notes: Console) -> None:
         lines.append(f"[red]{count} × {escape(kind)}[/]: {escape(message)}")
     for line in lines:
         notes.print(line, highlight=False)
+
+
+def _engine_lines(engine: dict[str, Any]) -> list[str]:
+    """What the engine says of itself; what has no meaning is absent."""
+    lines = [
+        f"{engine['num_steps']} steps of {engine.get('mean_rows_per_step', 0)} sequences,"
+        f" {engine['num_cached_tokens']} prompt tokens from the cache,"
+        f" {engine['num_preemptions']} preemptions"
+    ]
+    if "mean_wait_ms" in engine:
+        found = [f"{name} {engine[f'{name}_wait_ms']:,.1f}" for name in ("mean", "p50", "p99")]
+        lines.append(f"wait for a seat, ms: {', '.join(found)}")
+    if "mean_batch_size" in engine:
+        lines.append(
+            f"{engine['batches_formed']} static batches of {engine['mean_batch_size']} requests,"
+            f" {engine['batches_per_minute']:,.1f} a minute"
+        )
+    return lines
 
 
 def _group_table(groups: dict[str, Any]) -> Table:

@@ -1,22 +1,12 @@
 // All layers of a decoder in one call: norm, projection, attention, projection, norm, gated MLP, as
-// models/decoder.py has them, on bfloat16 activations. A plain C function, loaded by native.py.
+// models/decoder.py has them, on bfloat16 activations. Linear layers and attention by the functions of abi.h.
 //
 // A layer in Python is five calls, and the interpreter's way between them, its data driven out of the
 // caches by a layer's weights each time, took 65 µs: a tenth of a step that reads 600 MB.
 
-#include "cpu.h"
-#include "kernels.h"
+#include "common.h"
 
 namespace {
-
-struct LayerAddresses {  // of one layer; norms of heads may be null
-  void *qkv, *o, *gate_up, *down;
-  const float *q_norm, *k_norm;
-};
-struct CacheAddresses {
-  long window;
-  void *keys, *values;
-};
 
 constexpr size_t KEPT = 64 << 20;  // bytes of memory that a thread keeps from step to step
 
@@ -24,14 +14,11 @@ constexpr size_t KEPT = 64 << 20;  // bytes of memory that a thread keeps from s
 
 extern "C" {
 
-// x [T, hidden] → y [T, hidden]. `q_size`, `kv_size`: columns of q, and of k or v, in a layer's qkv;
-// `inner`: of the gate's result; cos, sin [T, D / 2]. The attention's plan must be this step's.
-void infer_layers(void* attention, const LayerAddresses* layers, const CacheAddresses* caches,
-                  int num_layers, const float* cos, const float* sin, float eps, const uint16_t* x,
-                  uint16_t* y, long num_tokens, long hidden, long q_size, long kv_size, long inner,
-                  int threads) {
-  static thread_local Memory kept;
-  Memory own;
+void infer_layers(void* plan, const LayerAddresses* layers, const CacheAddresses* caches, int num_layers,
+                  const float* cos, const float* sin, float eps, const uint16_t* x, uint16_t* y, long num_tokens,
+                  long hidden, long q_size, long kv_size, long inner, int threads) {
+  static thread_local ThreadMemory kept;
+  ThreadMemory own;
   const long width = q_size + 2 * kv_size;
   const size_t bytes = num_tokens * (width + q_size + hidden + inner) * sizeof(uint16_t);
   uint16_t* heads = (uint16_t*)(bytes > KEPT ? own : kept).reserve(bytes);
@@ -42,9 +29,9 @@ void infer_layers(void* attention, const LayerAddresses* layers, const CacheAddr
     const LayerAddresses& layer = layers[i];
     const CacheAddresses& cache = caches[i];
     infer_linear(layer.qkv, x, hidden, nullptr, (char*)heads, num_tokens, threads);
-    infer_attention_attend(attention, (int)cache.window, cache.keys, cache.values, heads,
-                           heads + q_size, heads + q_size + kv_size, attended, width, width, width,
-                           cos, sin, layer.q_norm, layer.k_norm, eps);
+    infer_attention_attend(plan, (int)cache.window, cache.keys, cache.values, heads, heads + q_size,
+                           heads + q_size + kv_size, attended, width, width, width, cos, sin, layer.q_norm,
+                           layer.k_norm, eps);
     infer_linear(layer.o, attended, q_size, x, (char*)between, num_tokens, threads);
     infer_linear(layer.gate_up, between, hidden, nullptr, (char*)gated, num_tokens, threads);
     infer_linear(layer.down, gated, inner, between, (char*)y, num_tokens, threads);

@@ -1,142 +1,477 @@
-// A group of rows × a panel of 32 columns on vectors, for CPUs without tiles; linear.cpp includes it.
+// Products of linear layers on vectors: some rows × 2 or 4 vectors of columns, whose sums stay in registers over
+// some steps of K. An isa/*.cpp includes it.
 //
-// A line of a panel is 16 columns × 4 bytes of inputs, which is what a product of vectors takes: for
-// each line 4 bytes of a row are spread over a vector and multiplied by both halves of the panel. The
-// sums of some rows stay in registers over a slice of K.
+// A line of a tile is 16 columns × 4 bytes of inputs. For each line 4 bytes' worth of a row's inputs are spread
+// over a vector and multiplied by it:
+//
+//   bfloat16   as pairs (BF16); else both numbers of a lane are widened and multiplied in float32, one by one
+//   int8       four products in one instruction (VNNI); else as numbers of 16 bits, in pairs, whose sums of 32
+//              bits are exact. Few rows of AVX2 are multiplied as bytes: without signs, which move to the row's
+//              numbers, so two products fit 16 bits (2 · 128 · 127 < 2¹⁵), as 255 · 127 would not.
+//   int4       as n in 0 … 15, sums beginning at -8 times the row's numbers; the multiple comes in when a step is
+//              done. Without VNNI sums of 8 lines fit 16 bits (16 · 15 · 127 < 2¹⁵).
+//
+// All ways of int8 and int4 have the same sums.
+#pragma once
 
-INLINE float* place(float* sums, long row, int half) {  // as tiles leave them
-  return sums + (row >> 4) * 512 + half * 256 + (row & 15) * 16;
-}
+#include "linear_finish.h"
+#include "linear_pack.h"
 
-INLINE __m512i four_bytes(const char* from) {
-  int four;
-  std::memcpy(&four, from, 4);
-  return _mm512_set1_epi32(four);
-}
+namespace linear {
+namespace {
 
-struct Ahead {  // asks for a line 16 times a step and goes on by so many in all: of 32, every other one
+struct PrefetchStream {  // asks for a line 16 times a step and goes on by so many in all: of 32, every other one
   const char* next;
   long lines;
 };
 
-// sums (= start or +=) R rows × a panel over some steps; meanwhile prefetches two streams, evenly: bursts
-// cost a sixth at 8 rows. One or two rows wait for memory alone, and ask it into the L1 cache. `a`: the
-// first row's bytes of the first step; the next step's lie `a_step` behind.
-template <bool WHOLE, int R, bool FIRST>
-void multiply_rows(const char* a, long a_step, const char* b, long steps, float* sums, long row,
-                   const int32_t* start, Ahead one, Ahead two) {
-  constexpr auto LEVEL = R > 2 ? _MM_HINT_T1 : _MM_HINT_T0;
-  __m512i sum[R][2];
+constexpr int WHOLE_PANEL = SIDE / W;       // vectors
+constexpr int SOME = 2;                     // vectors of a pass
+constexpr int PASSES = WHOLE_PANEL / SOME;  // over a panel, of rows that are not few
+
+INLINE float* place(float* sums, long row, int half) {  // as tiles leave them
+  return sums + (row >> 4) * 512 + half * 256 + (row & 15) * 16;
+}
+// Vector v of a pass: its bytes in a line, and its sums in a row.
+constexpr long line_place(int v) { return v * W / 16 * TILE + v * W % 16 * 4; }
+INLINE float* sum_place(float* sums, long row, int v) { return place(sums, row, v * W / 16) + v * W % 16; }
+
+template <int R>  // One or two rows wait for memory alone, and ask it into the L1 cache.
+INLINE void ask(const char* line) {
+  _mm_prefetch(line, R > 2 ? _MM_HINT_T1 : _MM_HINT_T0);
+}
+
+template <int R, int C, bool FIRST>
+INLINE void begin(vb (&sum)[R][C], float* sums, long row, const int32_t* start) {
 #pragma GCC unroll 14
   for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half)
-      sum[r][half] = !FIRST  ? _mm512_load_si512(place(sums, row + r, half))
-                     : WHOLE ? _mm512_loadu_si512(start + half * 16)
-                             : _mm512_setzero_si512();
-  for (long step = 0; step < steps; ++step, a += a_step, b += 2 * TILE) {
-    if (!FIRST && step < R)  // the next group's sums
-      for (int half = 0; half < 2; ++half)
-        _mm_prefetch((const char*)(place(sums, row + step, half) + SUMS), _MM_HINT_T0);
-#pragma GCC unroll 2
-    for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
-      _mm_prefetch(one.next, LEVEL);
-      _mm_prefetch(two.next, LEVEL);
-      const __m512i line[2] = {_mm512_load_si512(b + i * 16), _mm512_load_si512(b + TILE + i * 16)};
+#pragma GCC unroll 4
+    for (int v = 0; v < C; ++v)
+      sum[r][v] = !FIRST  ? load_bytes(sum_place(sums, row + r, v))
+                  : start ? load_bytes(start + v * W / 16 * 16 + v * W % 16)
+                          : no_bytes();
+}
+template <int R, int C>
+INLINE void end(const vb (&sum)[R][C], float* sums, long row) {
 #pragma GCC unroll 14
-      for (int r = 0; r < R; ++r) {
-        const __m512i x = four_bytes(a + r * 64 + i);
-#pragma GCC unroll 2
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < C; ++v) store_bytes(sum_place(sums, row + r, v), sum[r][v]);
+}
+
+// Each `Product`: sums (= start or +=) R rows × C vectors over some steps; meanwhile prefetches two streams,
+// evenly: bursts cost a sixth at 8 rows. `a`: the first row's bytes of the first step; the next step's lie
+// `a_step` behind.
+
+#ifdef HAS_BYTE_PRODUCTS
+template <bool WHOLE>
+INLINE vb add_line(vb sum, vb x, vb line) {
+  if constexpr (WHOLE) return dot_bytes(sum, x, line);
+#ifdef HAS_BFLOAT16
+  else
+    return (vb)_mm512_dpbf16_ps((vf)sum, (__m512bh)x, (__m512bh)line);
+#else
+  else
+    return sum;
+#endif
+}
+
+// A line's products and their sums by one instruction: int8, or bfloat16 in pairs.
+template <bool WHOLE>
+struct Direct {
+  template <int R, int C, bool FIRST>
+  static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row,
+                       const int32_t* start, PrefetchStream one, PrefetchStream two) {
+    vb sum[R][C];
+    begin<R, C, FIRST>(sum, sums, row, start);
+    for (long step = 0; step < steps; ++step, a += a_step, b += 2 * TILE) {
+      if (!FIRST && step < R)  // the next group's sums
         for (int half = 0; half < 2; ++half)
-          sum[r][half] = WHOLE ? _mm512_dpbusd_epi32(sum[r][half], x, line[half])
-                               : (__m512i)_mm512_dpbf16_ps((__m512)sum[r][half], (__m512bh)x,
-                                                           (__m512bh)line[half]);
+          _mm_prefetch((const char*)(place(sums, row + step, half) + SUMS), _MM_HINT_T0);
+#pragma GCC unroll 2
+      for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
+        ask<R>(one.next);
+        ask<R>(two.next);
+        vb line[C];
+#pragma GCC unroll 4
+        for (int v = 0; v < C; ++v) line[v] = load_bytes(b + line_place(v) + i * 16);
+#pragma GCC unroll 14
+        for (int r = 0; r < R; ++r) {
+          const vb x = four_bytes(a + r * 64 + i);
+#pragma GCC unroll 4
+          for (int v = 0; v < C; ++v) sum[r][v] = add_line<WHOLE>(sum[r][v], x, line[v]);
+        }
       }
+    }
+    end<R, C>(sum, sums, row);
+  }
+};
+#endif
+
+// bfloat16 by float32's arithmetic; rows are FLOATS.
+struct Widened {
+  template <int R, int C, bool FIRST>
+  static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row, const int32_t*,
+                       PrefetchStream one, PrefetchStream two) {
+    vf sum[R][C];
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < C; ++v) sum[r][v] = FIRST ? set1(0.f) : load(sum_place(sums, row + r, v));
+    for (long step = 0; step < steps; ++step, a += a_step, b += 2 * TILE) {
+#pragma GCC unroll 2
+      for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
+        ask<R>(one.next);
+        if (C > 2) ask<R>(two.next);
+        vf pairs[C], some[C];
+#pragma GCC unroll 4
+        for (int v = 0; v < C; ++v) {
+          pairs[v] = bits(b + line_place(v) + i * 16);
+          some[v] = lower_half(pairs[v]);
+        }
+#pragma GCC unroll 14
+        for (int r = 0; r < R; ++r) {
+          const vf x = word(a + r * 128 + i);
+#pragma GCC unroll 4
+          for (int v = 0; v < C; ++v) sum[r][v] = fma(x, some[v], sum[r][v]);
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < C; ++v) some[v] = upper_half(pairs[v]);
+#pragma GCC unroll 14
+        for (int r = 0; r < R; ++r) {
+          const vf x = word(a + r * 128 + 64 + i);
+#pragma GCC unroll 4
+          for (int v = 0; v < C; ++v) sum[r][v] = fma(x, some[v], sum[r][v]);
+        }
+      }
+    }
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int v = 0; v < C; ++v) store(sum_place(sums, row + r, v), sum[r][v]);
+  }
+};
+
+#ifndef HAS_BYTE_PRODUCTS
+// int8 as numbers of 16 bits; rows are WORDS.
+struct Words {
+  template <int R, int C, bool FIRST>
+  static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row, const int32_t*,
+                       PrefetchStream one, PrefetchStream) {
+    vb sum[R][C];
+    begin<R, C, FIRST>(sum, sums, row, nullptr);
+    for (long step = 0; step < steps; ++step, a += a_step, b += 2 * TILE) {
+#pragma GCC unroll 2
+      for (long i = 0; i < 64; i += 4, one.next += one.lines * 4) {
+        ask<R>(one.next);
+        vb bytes[C], words[C];
+#pragma GCC unroll 4
+        for (int v = 0; v < C; ++v) {
+          bytes[v] = load_bytes(b + line_place(v) + i * 16);
+          words[v] = even_words(bytes[v]);
+        }
+#pragma GCC unroll 14
+        for (int r = 0; r < R; ++r) {
+          const vb x = four_bytes(a + r * 128 + i);
+#pragma GCC unroll 4
+          for (int v = 0; v < C; ++v) sum[r][v] = add_lanes(sum[r][v], pair_products(x, words[v]));
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < C; ++v) words[v] = odd_words(bytes[v]);
+#pragma GCC unroll 14
+        for (int r = 0; r < R; ++r) {
+          const vb x = four_bytes(a + r * 128 + 64 + i);
+#pragma GCC unroll 4
+          for (int v = 0; v < C; ++v) sum[r][v] = add_lanes(sum[r][v], pair_products(x, words[v]));
+        }
+      }
+    }
+    end<R, C>(sum, sums, row);
+  }
+};
+
+#if VECTOR_WIDTH == 8
+// int8 as bytes without signs; rows are BYTES.
+struct Magnitudes {
+  template <int R, int C, bool FIRST>
+  static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row, const int32_t*,
+                       PrefetchStream one, PrefetchStream two) {
+    vb sum[R][C];
+    begin<R, C, FIRST>(sum, sums, row, nullptr);
+    const vb ones = word_ones();
+    for (long step = 0; step < steps; ++step, a += a_step, b += 2 * TILE) {
+#pragma GCC unroll 2
+      for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
+        ask<R>(one.next);
+        ask<R>(two.next);
+        vb x[R];
+#pragma GCC unroll 3
+        for (int r = 0; r < R; ++r) x[r] = four_bytes(a + r * 64 + i);
+#pragma GCC unroll 4
+        for (int v = 0; v < C; ++v) {
+          const vb line = load_bytes(b + line_place(v) + i * 16), most = magnitudes_of(line);
+#pragma GCC unroll 3
+          for (int r = 0; r < R; ++r)
+            sum[r][v] = add_lanes(sum[r][v], pair_products(pairs_of_bytes(most, with_signs(x[r], line)), ones));
+        }
+      }
+    }
+    end<R, C>(sum, sums, row);
+  }
+};
+#endif
+#endif
+
+// A step's sums in int4 → the sums of before and theirs times the multiples.
+template <int R, int C>
+INLINE void add_multiplied(const vb (&sum)[R][C], float* sums, long row, const char* multiples) {
+#pragma GCC unroll 4
+  for (int v = 0; v < C; ++v) {  // vector v: half v % 2, of block v / 2 in it
+    const vb by = widen_bytes(multiples + v % 2 * 16 + v / 2 * W);
+#pragma GCC unroll 14
+    for (int r = 0; r < R; ++r) {
+      float* to = place(sums, row + r, v % 2) + v / 2 * W;
+      store_bytes(to, add_lanes(load_bytes(to), multiply_lanes(sum[r][v], by)));
     }
   }
-#pragma GCC unroll 14
-  for (int r = 0; r < R; ++r)
-    for (int half = 0; half < 2; ++half) _mm512_store_si512(place(sums, row + r, half), sum[r][half]);
 }
 
-// The same with weights in int4 as they are: sums of n in 0 … 15 times a row's numbers, which begin at
-// -8 times these; the multiple comes in when a step is done.
-template <int R>
-void multiply_nibbles(const char* a, long a_step, const char* b, long steps, float* sums, long row,
-                      const int32_t* eights, long eights_stride, const char* multiples, bool first,
-                      Ahead stream) {
-  constexpr auto LEVEL = R > 2 ? _MM_HINT_T1 : _MM_HINT_T0;
-  const __m512i half_byte = _mm512_set1_epi8(15);
-  for (int r = 0; first && r < R; ++r)
-    for (int half = 0; half < 2; ++half) _mm512_store_si512(place(sums, row + r, half), _mm512_setzero_si512());
-  for (long step = 0; step < steps; ++step, a += a_step, b += TILE, multiples += SIDE) {
-    __m512i sum[R][2];
+// int4; rows are BYTES. A vector of bytes has columns of both halves, so the vectors of a pass are pairs of these.
+struct Nibbles {
+  template <int R, int C>
+  static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row,
+                       const int32_t* eights, long eights_stride, const char* multiples, bool first,
+                       PrefetchStream stream) {
+    for (int r = 0; first && r < R; ++r)
+      for (int v = 0; v < C; ++v) store_bytes(place(sums, row + r, v % 2) + v / 2 * W, no_bytes());
+    for (long step = 0; step < steps; ++step, a += a_step, b += TILE, multiples += SIDE) {
+      vb sum[R][C];
 #pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = _mm512_set1_epi32(eights[r * eights_stride + step]);
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int v = 0; v < C; ++v) sum[r][v] = lanes_of(eights[r * eights_stride + step]);
+#ifdef HAS_BYTE_PRODUCTS
 #pragma GCC unroll 2
-    for (long i = 0; i < 64; i += 4, stream.next += stream.lines * 4) {
-      _mm_prefetch(stream.next, LEVEL);
-      const __m512i both = _mm512_load_si512(b + i * 16);
-      const __m512i line[2] = {_mm512_and_si512(both, half_byte),
-                               _mm512_and_si512(_mm512_srli_epi16(both, 4), half_byte)};
-#pragma GCC unroll 14
-      for (int r = 0; r < R; ++r) {
-        const __m512i x = four_bytes(a + r * 64 + i);
-        add_products(sum[r][0], line[0], x);
-        add_products(sum[r][1], line[1], x);
-      }
-    }
+      for (long i = 0; i < 64; i += 4, stream.next += stream.lines * 4) {
+        ask<R>(stream.next);
+        vb line[C];
 #pragma GCC unroll 2
-    for (int half = 0; half < 2; ++half) {
-      const __m512i by = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(multiples + half * 16)));
+        for (int v = 0; v < C; v += 2) {
+          const vb both = load_bytes(b + i * 16 + v / 2 * W * 4);
+          line[v] = low_nibbles(both);
+          line[v + 1] = high_nibbles(both);
+        }
 #pragma GCC unroll 14
-      for (int r = 0; r < R; ++r) {
-        float* to = place(sums, row + r, half);
-        const __m512i own = _mm512_mullo_epi32(sum[r][half], by);
-        _mm512_store_si512(to, _mm512_add_epi32(_mm512_load_si512(to), own));
+        for (int r = 0; r < R; ++r) {
+          const vb x = four_bytes(a + r * 64 + i);
+#pragma GCC unroll 4
+          for (int v = 0; v < C; ++v) add_products(sum[r][v], line[v], x);
+        }
       }
+#else
+      const vb ones = word_ones();
+#pragma GCC unroll 1
+      for (long part = 0; part < 64; part += 32) {  // 8 lines: as many as 16 bits hold
+        vb words[R][C];
+#pragma GCC unroll 14
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+          for (int v = 0; v < C; ++v) words[r][v] = no_bytes();
+#pragma GCC unroll 2
+        for (long i = part; i < part + 32; i += 4, stream.next += stream.lines * 4) {
+          ask<R>(stream.next);
+          vb line[C];
+#pragma GCC unroll 2
+          for (int v = 0; v < C; v += 2) {
+            const vb both = load_bytes(b + i * 16 + v / 2 * W * 4);
+            line[v] = low_nibbles(both);
+            line[v + 1] = high_nibbles(both);
+          }
+#pragma GCC unroll 14
+          for (int r = 0; r < R; ++r) {
+            const vb x = four_bytes(a + r * 64 + i);
+#pragma GCC unroll 4
+            for (int v = 0; v < C; ++v) words[r][v] = add_words(words[r][v], pairs_of_bytes(line[v], x));
+          }
+        }
+#pragma GCC unroll 14
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+          for (int v = 0; v < C; ++v) sum[r][v] = add_lanes(sum[r][v], pair_products(words[r][v], ones));
+      }
+#endif
+      add_multiplied<R, C>(sum, sums, row, multiples);
     }
   }
-}
+};
 
-// One of these for some number of rows.
+using Multiply = decltype(&Widened::multiply<1, SOME, false>);
+using MultiplyNibbles = decltype(&Nibbles::multiply<1, SOME>);
+
+// The product for some number of rows; `few`: of a whole panel.
 #define FOR_SO_MANY(rows, CALL) \
-  switch (rows) { \
-    case 1: CALL(1); case 2: CALL(2); case 3: CALL(3); case 4: CALL(4); case 5: CALL(5); \
-    case 6: CALL(6); case 7: CALL(7); case 8: CALL(8); case 9: CALL(9); case 10: CALL(10); \
-    case 11: CALL(11); case 12: CALL(12); case 13: CALL(13); default: CALL(14); \
+  switch (rows) {               \
+    case 1: CALL(1);            \
+    case 2: CALL(2);            \
+    case 3: CALL(3);            \
+    case 4: CALL(4);            \
+    case 5: CALL(5);            \
+    case 6: CALL(6);            \
+    case 7: CALL(7);            \
+    case 8: CALL(8);            \
+    case 9: CALL(9);            \
+    case 10: CALL(10);          \
+    case 11: CALL(11);          \
+    case 12: CALL(12);          \
+    case 13: CALL(13);          \
+    default: CALL(14);          \
   }
-using MultiplyRows = decltype(&multiply_rows<false, 1, false>);
-using MultiplyNibbles = decltype(&multiply_nibbles<1>);
+constexpr int limited(int rows) { return rows < VECTOR_ROWS ? rows : VECTOR_ROWS; }
 
-template <bool WHOLE, bool FIRST>
-MultiplyRows multiply_so_many(long rows) {
-#define CALL(R) return multiply_rows<WHOLE, R, FIRST>
+template <class Product, bool FIRST>
+Multiply of_rows(long rows) {
+#define CALL(R) return Product::template multiply<limited(R), SOME, FIRST>
   FOR_SO_MANY(rows, CALL)
 #undef CALL
 }
-MultiplyNibbles multiply_so_many_nibbles(long rows) {
-#define CALL(R) return multiply_nibbles<R>
+[[maybe_unused]] MultiplyNibbles nibbles_of_rows(long rows) {
+#define CALL(R) return Nibbles::multiply<limited(R), SOME>
   FOR_SO_MANY(rows, CALL)
 #undef CALL
 }
 #undef FOR_SO_MANY
 
-// A group × some steps of a panel, which lie at `b`; the streams' lines are for all of the group's rows.
-void multiply_by_rows(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
-                      Ahead one, Ahead two) {
-  const Layer& layer = c.layer;
-  const long rows = c.rows_in(group), parts = ceil_div(rows, FEW_ROWS);
-  const int32_t* start = layer.whole() ? layer.starts + panel * SIDE : nullptr;
-  const auto product = layer.whole() ? (k ? multiply_so_many<true, false> : multiply_so_many<true, true>)
-                                     : (k ? multiply_so_many<false, false> : multiply_so_many<false, true>);
-  one.lines = ceil_div(one.lines, parts), two.lines = ceil_div(two.lines, parts);
-  for (long part = 0; part < parts; ++part) {
-    const long row = rows * part / parts, count = rows * (part + 1) / parts - row;
-    const char* a = c.tiles(group, k) + row * 64;
-    if (c.nibbles())
-      multiply_so_many_nibbles(count)(a, c.step_bytes(group), b, steps, sums, row, c.eights + row * layer.steps + k,
-                                      layer.steps, layer.multiples(panel, k), k == 0, one);
-    else product(count)(a, c.step_bytes(group), b, steps, sums, row, start, one, two);
-    one.next += steps * one.lines * 64, two.next += steps * two.lines * 64;
+template <class Product, bool FIRST>
+[[maybe_unused]] Multiply of_few_rows(long rows) {
+  switch (rows) {
+    case 1: return Product::template multiply<1, WHOLE_PANEL, FIRST>;
+    case 2: return Product::template multiply<2, WHOLE_PANEL, FIRST>;
+    default: return Product::template multiply<3, WHOLE_PANEL, FIRST>;
   }
 }
+[[maybe_unused]] MultiplyNibbles nibbles_of_few_rows(long rows) {
+  switch (rows) {
+    case 1: return Nibbles::multiply<1, WHOLE_PANEL>;
+    case 2: return Nibbles::multiply<2, WHOLE_PANEL>;
+    default: return Nibbles::multiply<3, WHOLE_PANEL>;
+  }
+}
+
+bool is_few(long rows) { return FEW_VECTOR_ROWS && rows <= FEW_VECTOR_ROWS; }
+
+template <bool FIRST>
+Multiply product_for(const Layer& layer, bool few, long rows) {
+  (void)few;
+#ifdef HAS_BYTE_PRODUCTS
+  using Whole = Direct<true>;
+#else
+  using Whole = Words;
+#if VECTOR_WIDTH == 8
+  if (layer.whole() && few) return of_few_rows<Magnitudes, FIRST>(rows);
+#endif
+#endif
+#ifdef HAS_BFLOAT16
+  using Floats = Direct<false>;
+#else
+  using Floats = Widened;
+#endif
+#if VECTOR_WIDTH == 8
+  if (few) return layer.whole() ? of_few_rows<Whole, FIRST>(rows) : of_few_rows<Floats, FIRST>(rows);
+#endif
+  return layer.whole() ? of_rows<Whole, FIRST>(rows) : of_rows<Floats, FIRST>(rows);
+}
+
+RowFormat row_format(const Layer& layer, long M) {
+  (void)M;
+#ifdef HAS_BYTE_PRODUCTS
+  if (layer.bits == 4 && M <= VECTOR_ROWS) return RowFormat::BYTES;
+  if (layer.whole()) return RowFormat::UNSIGNED_BYTES;
+#else
+  if (layer.bits == 4 || (layer.whole() && is_few(M))) return RowFormat::BYTES;
+  if (layer.whole()) return RowFormat::WORDS;
+#endif
+#ifdef HAS_BFLOAT16
+  return RowFormat::PAIRS;
+#else
+  return RowFormat::FLOATS;
+#endif
+}
+
+#ifdef HAS_BYTE_PRODUCTS
+constexpr bool HAS_STARTS = true;
+#else
+constexpr bool HAS_STARTS = false;
+#endif
+
+void pack_weight(void* packing);
+void compute(void* call);
+// Vectors are slower than tiles, so sums come and go less often, and all fits half the L2. Rows that are widened
+// take twice the room.
+const Kernels KERNELS{false,           HAS_STARTS,  VECTOR_WIDTH == 16 ? 2 * SLICE : SLICE,
+                      ITEM_PANELS / 4, VECTOR_ROWS, pack_weight,
+                      compute,         row_format};
+
+// A group × some steps of a panel, which lie at `b`; the streams' lines are for all of the group's rows.
+void multiply_panel(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
+                    PrefetchStream one, PrefetchStream two) {
+  const Layer& layer = c.layer;
+  const long rows = c.rows_in(group), row_bytes = c.row_bytes();
+  const bool few = is_few(rows) && c.format != RowFormat::WORDS;
+  const long parts = few ? 1 : ceil_div(rows, VECTOR_ROWS), passes = few ? 1 : PASSES;
+  const int32_t* start = layer.starts ? layer.starts + panel * SIDE : nullptr;
+  one.lines = ceil_div(one.lines, parts * passes), two.lines = ceil_div(two.lines, parts * passes);
+  for (long pass = 0; pass < passes; ++pass)
+    for (long part = 0; part < parts; ++part) {
+      const long row = rows * part / parts, count = rows * (part + 1) / parts - row;
+      const char* a = c.tiles(group, k) + row * row_bytes;
+      if (c.nibbles())
+        (few ? nibbles_of_few_rows : nibbles_of_rows)(count)(
+            a, c.step_bytes(group), b + pass * W * 4, steps, sums + pass * W, row,
+            c.eights + (group * SIDE + row) * layer.steps + k, layer.steps, layer.multiples(panel, k) + pass * W,
+            k == 0, one);
+      else
+        (k ? product_for<false> : product_for<true>)(layer, few, count)(a, c.step_bytes(group), b + pass * TILE, steps,
+                                                                        sums + pass * 256, row,
+                                                                        start ? start + pass * 16 : nullptr, one, two);
+      one.next += steps * one.lines * 64, two.next += steps * two.lines * 64;
+    }
+}
+
+// One group: a slice of the panel stays in the cache while the rows pass by, some at a time. Rows that all fit
+// the registers need no slices, whose ends cost 4 % at one row; the last panel has them so that the prefetch
+// turns in time.
+void sweep(const Call& c, long begin, long end, const char* following, float* sums, char* unpacked) {
+  const Layer& layer = c.layer;
+  const bool fits = PASSES == 1 ? c.M <= VECTOR_ROWS : is_few(c.M);
+  const char* last = layer.multiples(end, 0);
+  for (long panel = begin; panel < end; ++panel) {
+    const long slice = fits && panel + 1 < end ? layer.steps : SLICE;
+    for (long k = 0; k < layer.steps; k += slice) {
+      const long steps = std::min(slice, layer.steps - k);
+      const char *b = layer.tiles(panel, k), *next = b + LEAD_BYTES;
+      if (layer.bits == 4 && !c.nibbles()) b = unpack_some(layer, panel, k, steps, unpacked);
+      if (next >= last) next = following + (next - last);
+      const long lines = layer.step_bytes() / 64;
+      multiply_panel(c, 0, b, panel, k, steps, sums, {next, lines}, {next + 64, lines});
+    }
+    finish(c, sums, 0, 0, panel, panel + 1);
+  }
+}
+
+class ProductState {  // Denormal numbers count as zero in bfloat16, as vdpbf16ps has it; else they would be slow.
+ public:
+  explicit ProductState(const Call& c) : mode_(_mm_getcsr()) {
+#ifndef HAS_BFLOAT16
+    if (!c.layer.whole()) _mm_setcsr(mode_ | 0x8040);
+#else
+    (void)c;
+#endif
+  }
+  ~ProductState() { _mm_setcsr(mode_); }
+
+ private:
+  unsigned mode_;
+};
+
+}  // namespace
+}  // namespace linear

@@ -1,8 +1,10 @@
-// Head norms and rotary embedding of heads in bfloat16: rotary.cpp has the code, attention.cpp calls
-// it for queries and keys when it first reads them.
+// Head norms and rotary embedding of heads in bfloat16: rotary_heads.h has the code, attention calls it for
+// queries and keys when it first reads them.
 #pragma once
 
-#include <cstdint>
+#include "common.h"
+
+namespace rotary {
 
 struct Rotation {
   const float *cos, *sin;  // [tokens, dim / 2]
@@ -12,5 +14,7 @@ struct Rotation {
 };
 
 // `heads` heads of a token, one behind the other; which: 0 = q, 1 = k; `to` may be `from`.
-void turn_heads(const Rotation& rotation, const uint16_t* from, uint16_t* to, long heads, long token,
-                int which);
+using RotateHeads = void (*)(const Rotation& rotation, const uint16_t* from, uint16_t* to, long heads, long token,
+                             int which);
+
+}  // namespace rotary

@@ -8,8 +8,8 @@ share an integer multiple from 1 to 16. n · multiple is an int8 number, so ever
 int8.
 
 Whether a row's result is the same, bit for bit, for every number of rows depends on the class. It
-is by construction in `NativeLinear` (bfloat16, int8 and int4 on CPUs with AMX, or AVX-512 with BF16
-and VNNI: linear.cpp) and in `Int8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
+is by construction in `NativeLinear` (bfloat16, int8 and int4 on CPUs with AVX2 and what came later:
+csrc/linear.h) and in `Int8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
 in bfloat16 with AMX, where oneDNN divides a sum differently for different numbers of rows. It is
 not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on this machine.
 """
@@ -37,10 +37,13 @@ GROUP_INPUTS = 64
 MOST_MULTIPLE = 16
 """Maximum of the multiples in int4."""
 
-VARIABLE = "INFER_LINEAR"
-"""Environment variable that selects the implementation: `amx`, `avx512` or `onednn`.
+BFLOAT16_SETS = ("amx", "avx512_bf16")
+"""Instruction sets that multiply in bfloat16; with the others it is widened in registers."""
 
-It is for comparisons. Unset, the first of them that can run is used.
+VARIABLE = "INFER_LINEAR"
+"""Environment variable that selects the implementation: an instruction set, or `onednn`.
+
+It is for comparisons. Unset, the instruction set is that of all kernels.
 """
 
 
@@ -383,7 +386,7 @@ def _quantized4(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NativeLinear:
-    """A layer by the C++ kernel (linear.cpp), for CPUs with AMX, or AVX-512 with BF16 and VNNI.
+    """A layer by the C++ kernels (csrc/linear.h), for x86 CPUs with AVX2 and what came later.
 
     Weights of fused layers are packed one by one, without a concatenated copy.
     """
@@ -415,9 +418,10 @@ class NativeLinear:
         bias = None if bias is None else bias.float().contiguous()
         norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
         assert norm is None or norm.shape == (width,)
+        self.isa = instruction_set()
         self.handle = library.infer_linear_new(
-            *(self.packed.data_ptr(), rows, width, bits, gate, fusion.float_out),
-            os.environ.get(VARIABLE) != "avx512" and library.infer_linear_runs_here(True),
+            *(self.isa.encode(), self.packed.data_ptr(), rows, width, bits, gate),
+            fusion.float_out,
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
             *(0.0 if fusion.norm is None else fusion.norm.eps, loader.parallel()),
         )
@@ -451,22 +455,45 @@ class NativeLinear:
         return out
 
 
+def instruction_set() -> str:
+    """The instruction set of new linear layers, by its name in `loader.INSTRUCTION_SETS`."""
+    wanted = os.environ.get(VARIABLE) or "onednn"
+    return loader.chosen_instruction_set() if wanted == "onednn" else wanted
+
+
 def native_obstacle() -> str | None:
     """The reason why `NativeLinear` cannot be used here; None if it can.
 
     `ValueError` if the variable `INFER_LINEAR` is not valid or asks for what cannot run here.
     """
     wanted = os.environ.get(VARIABLE) or ""
-    if wanted not in ("", "amx", "avx512", "onednn"):
-        raise ValueError(f"{VARIABLE}={wanted!r}: use amx, avx512 or onednn")
+    if wanted not in ("", "onednn", *loader.INSTRUCTION_SETS):
+        names = ", ".join(loader.INSTRUCTION_SETS)
+        raise ValueError(f"{VARIABLE}={wanted!r}: use onednn or one of {names}")
     reason = loader.available()
-    if reason is None and not loader.loaded().infer_linear_runs_here(wanted == "amx"):
-        needed = "AMX" if wanted == "amx" else "AVX-512 with BF16 and VNNI"
-        isa = loader.chosen_instruction_set()
-        reason = f"linear layers need {needed}; the kernels use {isa} here"
-    if reason and wanted in ("amx", "avx512"):
+    if reason is None:
+        isa = instruction_set()
+        if not loader.loaded().infer_linear_runs_here(isa.encode()):
+            reason = f"linear layers need AVX2 with FMA or more; {isa} has none that run here"
+    if reason and wanted not in ("", "onednn"):
         raise ValueError(f"{VARIABLE}={wanted} is not possible: {reason}")
     return f"{VARIABLE}={wanted}" if wanted == "onednn" else reason
+
+
+def products(dtype: torch.dtype, quantization: str | None) -> str:
+    """How linear layers on this CPU multiply, and why, for the log and the plan.
+
+    `dtype`: of the activations; `quantization`: int8, int4 or None.
+    """
+    if dtype != torch.bfloat16 or (reason := native_obstacle()) is not None:
+        reason = bfloat16_obstacle() if dtype == torch.float32 else native_obstacle()
+        return f"torch's products in {str(dtype).removeprefix('torch.')}" + (
+            f" ({reason})" if reason else ""
+        )
+    isa = instruction_set()
+    if quantization is None and isa not in BFLOAT16_SETS:
+        return f"native, {isa}, which widens bfloat16 weights in registers"
+    return f"native, {isa}"
 
 
 def of_head(quantization: str | None) -> str | None:

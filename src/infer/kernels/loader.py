@@ -4,16 +4,20 @@ The package can be installed without a compiler. Then `available()` says so, att
 `SDPABackend`, and `make_linear` uses torch's products. The kernels use the threads of torch's own
 OpenMP runtime, whose `GOMP_parallel` they are given, because a second thread pool on the same cores
 would slow both down. The instruction set is the best that the CPU has, or the one that `INFER_ISA`
-names (portable, avx2, avx512, avx512_bf16, amx); all kernels obey it. Pointers are raw addresses
-here: `attention.cpu` and `kernels.linear` keep the memory alive.
+names (`INSTRUCTION_SETS`); all kernels obey it. Signatures and records are read from
+`csrc/abi.h`. Pointers are raw addresses here: `attention.cpu` and `kernels.linear` keep the memory
+alive.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import mmap
 import os
+import re
+import struct
 import sys
 from pathlib import Path
 
@@ -21,10 +25,15 @@ import torch
 
 ISA_VARIABLE = "INFER_ISA"
 """Environment variable that names the instruction set for all kernels."""
-VERSION = 10
-"""Version of the C interface; a library with another version is not used."""
+INSTRUCTION_SETS = (
+    *("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"),
+    "portable",
+)
+"""Names of all instruction sets, best first."""
+ABI = Path(__file__).parents[1] / "csrc" / "abi.h"
+"""File with the signatures and records of the C interface."""
 
-INT8_CACHES = ("amx", "avx512_bf16")
+INT8_CACHES = INSTRUCTION_SETS[:-1]
 """Instruction sets for which there are kernels of int8 KV caches."""
 STRIP = 16
 """Number of cells of an int8 KV cache that are interleaved."""
@@ -34,27 +43,49 @@ POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, for which `mmap` has no name: allocate pages as by a write."""
 _HUGE_PAGE = 2 << 20
 _POINTER = ctypes.c_void_p
-_TYPES = {
-    **{"i": ctypes.c_int, "l": ctypes.c_long, "u": ctypes.c_uint64, "f": ctypes.c_float},
-    **{"p": _POINTER, "s": ctypes.c_char_p, "-": None},
+_TYPES = {  # of C: (ctypes' type, code of `struct`)
+    "void": (None, ""),
+    "int": (ctypes.c_int, "i"),
+    "long": (ctypes.c_long, "q"),
+    "int64_t": (ctypes.c_int64, "q"),
+    "uint64_t": (ctypes.c_uint64, "Q"),
+    "float": (ctypes.c_float, "f"),
+    "double": (ctypes.c_double, "d"),
 }
-_SIGNATURES = {  # (result, arguments), one letter of `_TYPES` each
-    "infer_attention_isas": ("i", "si"),
-    "infer_set_isa": ("-", "s"),
-    "infer_attention_new": ("p", "siiilifpip"),
-    "infer_attention_free": ("-", "p"),
-    "infer_attention_plan": ("i", "pippppli"),
-    "infer_attention_attend": ("-", "pipppppplllppppf"),
-    "infer_linear_runs_here": ("i", "i"),
-    "infer_linear_packed_bytes": ("l", "llii"),
-    "infer_linear_new": ("p", "plliiiippfp"),
-    "infer_linear_free": ("-", "p"),
-    "infer_linear_pack": ("-", "ppllli"),
-    "infer_linear": ("-", "pplppli"),
-    "infer_draw": ("-", "pplllslppi"),
-    "infer_layers": ("-", "pppippfppllllli"),
-    "infer_read": ("u", "plpi"),
-}
+
+
+def _type_of(declaration: str) -> tuple[type | None, str]:
+    """Of `const float* x`, `long M` or a result: ctypes' type and the code of `struct`."""
+    if "*" in declaration:
+        is_text = declaration.strip() == "const char*"  # a result; parameters have names
+        return (ctypes.c_char_p if is_text else _POINTER), "P"
+    return _TYPES[declaration.split()[0]]
+
+
+@functools.cache
+def _interface() -> str:
+    """The declarations of `abi.h` without comments and preprocessor lines."""
+    text = re.sub(r"//[^\n]*|^#[^\n]*", "", ABI.read_text(), flags=re.MULTILINE)
+    return text.replace('extern "C" {', "")
+
+
+@functools.cache
+def records() -> dict[str, struct.Struct]:
+    """Layouts of the records in `abi.h`, by name; fields are in the order of their declaration."""
+    return {
+        name: struct.Struct("".join(_type_of(field)[1] for field in fields.split(";")[:-1]))
+        for name, fields in re.findall(r"struct (\w+) \{(.*?)\};", _interface(), re.DOTALL)
+    }
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Set the types of all functions; `AttributeError` if the library lacks one."""
+    functions = re.findall(r"([\w *]+?)(infer_\w+)\((.*?)\);", _interface(), re.DOTALL)
+    for result, name, arguments in functions:
+        function = getattr(library, name)
+        function.restype = _type_of(result.strip())[0]
+        parameters = [] if arguments == "void" else arguments.split(",")
+        function.argtypes = [_type_of(parameter)[0] for parameter in parameters]
 
 
 @functools.cache
@@ -68,14 +99,12 @@ def library() -> ctypes.CDLL | str:
         )
     try:
         library = ctypes.CDLL(str(found[0]))
-        version = library.infer_kernels_version()
+        _declare(library)
+        digest = library.infer_abi_digest()
     except (OSError, AttributeError) as error:
-        return f"{found[0].name} cannot be loaded: {error}"
-    if version != VERSION:
+        return f"{found[0].name} cannot be loaded: {error}; reinstall the package"
+    if digest.decode() != hashlib.sha256(ABI.read_bytes()).hexdigest():
         return f"{found[0].name} was built from other sources; reinstall the package"
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = _TYPES[result], [_TYPES[each] for each in arguments]
     return library
 
 
@@ -124,7 +153,7 @@ def instruction_sets() -> tuple[str, ...]:
     if isinstance(loaded := library(), str):
         return ()
     names = ctypes.create_string_buffer(256)
-    is_amd = loaded.infer_attention_isas(names, len(names))
+    is_amd = loaded.infer_instruction_sets(names, len(names))
     sets = names.value.decode().split()
     if not is_amd and "avx512_bf16" in sets:
         # Intel's vdpbf16ps has a quarter of the rate of its FMA, so float32 is faster there.
@@ -169,7 +198,7 @@ def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
     if page_size % STRIP:
         return f"int8 caches are for pages of a multiple of {STRIP} tokens, not {page_size}"
     if (reason := available()) is None and (isa := chosen_instruction_set()) not in INT8_CACHES:
-        return f"int8 caches are for CPUs with {' or '.join(INT8_CACHES)}, not {isa}"
+        return f"int8 caches need one of {', '.join(INT8_CACHES)}; the kernels use {isa} here"
     return reason
 
 

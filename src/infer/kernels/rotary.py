@@ -1,7 +1,7 @@
 """Rotary embedding of queries and keys, and the norms of their heads.
 
 The attention backend applies both. The native kernel does so when it first reads bfloat16 queries
-and keys (rotary.cpp); otherwise torch's operations do it before attention. The convention is
+and keys (rotary_heads.h); otherwise torch's operations do it before attention. The convention is
 Llama's: element i of a head's first half and element i of its second half are rotated as a pair.
 """
 

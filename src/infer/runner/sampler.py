@@ -14,7 +14,6 @@ and all tokens of lower rank, and draws again from the rest.
 
 from __future__ import annotations
 
-import struct
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -307,11 +306,11 @@ def _draw_natively(
 
     `group`: the rows of the sequences.
     """
-    entries = []
+    record, entries = loader.records()["DrawRow"], []
     for row, sequence in zip(group, sequences, strict=True):
         p, seed = sequence.request.sampling, sequence.request.seed & _MASK64
         numbers = p.temperature, p.top_p, p.min_p, row, seed, len(sequence.tokens)
-        entries.append(struct.pack("dddQQQ", *numbers))
+        entries.append(record.pack(*numbers))
     tokens = array("q", bytes(8 * len(group)))
     loader.loaded().infer_draw(
         *(rows.data_ptr(), tops.data_ptr(), rows.stride(0), rows.shape[1], tops.shape[1]),

@@ -34,7 +34,7 @@ import uvicorn
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
-from infer.engine.process.launch import Loads
+from infer.engine.process.launch import Loads, standing_by
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers, unknown_model_statuses
@@ -213,12 +213,15 @@ class Server(uvicorn.Server):
         limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
         turn_away: TurnAway | None = None
         if isinstance(engine, ModelRouter):
-            app = engine.make_app(layers(settings, (engine.seen,), page=page))
+            outer = layers(settings, (engine.seen,), page=page)
+            app = engine.make_app(outer, settings.status_when_full)
         else:
             app = create_app(engine, settings, page=page)
             if settings.api_keys is None:
                 on_end = (app.state.metrics.seen, log_request)
-                turn_away = TurnAway(engine, app.state.generating_paths, on_end)
+                turn_away = TurnAway(
+                    engine, app.state.generating_paths, on_end, settings.status_when_full
+                )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -227,6 +230,7 @@ class Server(uvicorn.Server):
                     write_stall_s=settings.write_stall_s,
                     places=Connections(limits),
                     turn_away=turn_away,
+                    overload_status=settings.status_when_full,
                     limits=settings.limits,
                 ),
                 ws="none",
@@ -414,12 +418,11 @@ def serve_config(
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     _open_standard_streams()
     check_certificate(settings)
-    place: contextlib.AbstractContextManager[socket.socket]
-    if settings.uds:
-        place = unix_socket(settings.uds)
-    else:
-        place = bind(host, port, settings.write_stall_s, settings.limits)
-    with log_on_stderr(settings.log_format), place as sock:
+    with (
+        log_on_stderr(settings.log_format),
+        _place(host, port, settings) as sock,
+        standing_by(settings.standby and not in_thread) as standby,
+    ):
         if not settings.uds:
             _check_reach(host, sock, settings)
         launch: Callable[[EngineConfig], AsyncLLM]
@@ -434,6 +437,7 @@ def serve_config(
                 hang_s=settings.hang_s,
                 load_timeout_s=settings.load_timeout_s,
                 loads=loads,
+                standby=standby,
             )
         engine: AsyncLLM | ModelRouter
         if isinstance(config, EngineConfig):
@@ -454,6 +458,15 @@ def serve_config(
             if not settings.load_on_first_use:
                 engine.load_all()
         run(engine, sock, settings)
+
+
+def _place(
+    host: str, port: int, settings: ServerSettings
+) -> contextlib.AbstractContextManager[socket.socket]:
+    """The socket at which the server listens."""
+    if settings.uds:
+        return unix_socket(settings.uds)
+    return bind(host, port, settings.write_stall_s, settings.limits)
 
 
 def _with_seed(config: EngineConfig) -> EngineConfig:

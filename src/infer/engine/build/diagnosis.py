@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 from infer.config import EngineConfig
+from infer.control_groups import ROOT
 from infer.engine.build import hardware
 from infer.engine.build.memory_plan import gib
-from infer.engine.build.processors import ROOT, Processors, read_processors
+from infer.engine.build.processors import Processors, read_processors
 from infer.errors import ConfigError
 from infer.kernels import loader
 from infer.kernels.cuda import obstacle as cuda_obstacle

@@ -9,15 +9,15 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from pathlib import Path
 
 import torch
 
 from infer.config import EngineConfig
-from infer.engine.build.processors import memory_left, read_processors
+from infer.engine.build.processors import read_processors
 from infer.errors import ConfigError
 from infer.kernels.linear import bfloat16_obstacle, quantization_obstacle
 from infer.kernels.loader import chosen_instruction_set, int8_cache_obstacle
+from infer.main_memory import available_bytes, proc_bytes
 from infer.models.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -183,11 +183,7 @@ def free_bytes(device: torch.device) -> int:
     and within the limits of the process's control groups."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = _proc_status("/proc/meminfo", "MemAvailable:")
-    if free is None:
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    left = memory_left()
-    return free if left is None else min(free, left)
+    return available_bytes()
 
 
 def used_bytes(device: torch.device) -> int | None:
@@ -200,14 +196,4 @@ def used_bytes(device: torch.device) -> int | None:
 def resident_bytes() -> int | None:
     """Bytes of main memory that this process holds and that no file backs; None if the operating
     system does not say."""
-    return _proc_status("/proc/self/status", "RssAnon:")
-
-
-def _proc_status(file: str, key: str) -> int | None:
-    try:
-        for line in Path(file).read_text().splitlines():
-            if line.startswith(key):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+    return proc_bytes("/proc/self/status", "RssAnon:")

@@ -23,7 +23,14 @@ from infer.engine.build.hardware import (
 )
 from infer.errors import ConfigError
 from infer.kernels.invariance import linears
-from infer.kernels.linear import can_pack, held_bytes, native_obstacle
+from infer.kernels.linear import (
+    BFLOAT16_SETS,
+    can_pack,
+    held_bytes,
+    instruction_set,
+    native_obstacle,
+    products,
+)
 from infer.kernels.loader import STRIP, cell_bytes
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
@@ -49,6 +56,8 @@ class MemoryPlan:
     model: str
     device: str
     dtype: str
+    products: str
+    """how linear layers multiply on this machine, and why; empty on a GPU"""
     num_parameters: int
     weight_bytes: int
     activation_bytes: int
@@ -93,6 +102,7 @@ class MemoryPlan:
         return [
             ("model", f"{self.model}, {self.num_parameters / 1e6:,.1f} M parameters"),
             ("computed in", f"{self.dtype} on {self.device}"),
+            *([("linear layers", self.products)] if self.products else []),
             ("free memory", gib(self.free_bytes)),
             ("weights", gib(self.weight_bytes)),
             ("activations", f"{gib(self.activation_bytes)} in a step of"
@@ -150,6 +160,7 @@ def make_plan(
         model=name,
         device=device.type,
         dtype=config.weight_format or str(dtype).removeprefix("torch."),
+        products=products(dtype, config.weight_format) if device.type == "cpu" else "",
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
@@ -200,8 +211,8 @@ def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
     """Default limit of tokens in a step: enough to use the device well."""
     if device.type == "cuda":
         return 4096
-    fast = dtype == torch.bfloat16 and native_obstacle() is None
-    return 1024 if fast else CPU_TOKENS_BESIDE_STREAMS
+    native = dtype == torch.bfloat16 and native_obstacle() is None
+    return 1024 if native and instruction_set() in BFLOAT16_SETS else CPU_TOKENS_BESIDE_STREAMS
 
 
 class _CacheSize:

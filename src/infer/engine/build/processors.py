@@ -20,9 +20,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path("/")
-_UNLIMITED = 1 << 60
-"""a limit of a control group (version 1) from this number on means that there is none"""
+from infer.control_groups import ROOT, cpu_quota, text_of_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,10 @@ def read_cores(allowed: frozenset[int], root: Path = ROOT) -> tuple[Core, ...]:
     found: dict[tuple[str, str], list[int]] = {}
     for cpu in sorted(allowed):
         topology = devices / f"system/cpu/cpu{cpu}/topology"
-        package, core = _text(topology / "physical_package_id"), _text(topology / "core_id")
+        package, core = (
+            text_of_file(topology / "physical_package_id"),
+            text_of_file(topology / "core_id"),
+        )
         if not package or not core:
             return ()
         found.setdefault((package, core), []).append(cpu)
@@ -109,70 +110,14 @@ def read_cores(allowed: frozenset[int], root: Path = ROOT) -> tuple[Core, ...]:
     )
 
 
-def cpu_quota(root: Path = ROOT) -> float | None:
-    """CPU seconds per second that the control groups of this process allow; None if unlimited."""
-    quotas = []
-    for folder in _groups(root, "cpu"):
-        words = _text(folder / "cpu.max").split()  # version 2
-        if not words:  # version 1
-            words = [_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-        numbers = [int(word) for word in words if word.isdigit()]
-        if len(numbers) == 2 and numbers[1]:
-            quotas.append(numbers[0] / numbers[1])
-    return min(quotas, default=None)
-
-
-def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes of memory that the control groups of this process still allow; None if unlimited.
-
-    Files that have not been used lately are not counted as used: the system gives them up first."""
-    left = []
-    for folder in _groups(root, "memory"):
-        for limit, used, unused in (
-            ("memory.max", "memory.current", "inactive_file"),  # version 2
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
-        ):
-            most, now = _text(folder / limit), _text(folder / used)
-            if most.isdigit() and now.isdigit() and int(most) < _UNLIMITED:
-                lines = map(str.split, _text(folder / "memory.stat").splitlines())
-                idle = next((int(words[1]) for words in lines if words[0] == unused), 0)
-                left.append(max(0, int(most) - max(0, int(now) - idle)))
-    return min(left, default=None)
-
-
-def _groups(root: Path, controller: str) -> list[Path]:
-    """Folders of the control groups of this process, and of the groups around them."""
-    mount = root / "sys/fs/cgroup"
-    folders = [mount, mount / controller]
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        number, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
-        is_second = number == "0" and not names
-        if not is_second and controller not in names.split(","):
-            continue
-        folder = mount if is_second else mount / controller
-        for part in Path(path.lstrip("/")).parts:
-            if part == "..":  # outside of what this process can see
-                break
-            folders.append(folder := folder / part)
-    return folders
-
-
 def _cpu_list(file: Path) -> list[int]:
     """The numbers of a list such as "0-3,8"."""
     numbers: list[int] = []
-    for part in _text(file).split(","):
+    for part in text_of_file(file).split(","):
         first, _, last = part.partition("-")
         if first.isdigit() and (last or first).isdigit():
             numbers += range(int(first), int(last or first) + 1)
     return numbers
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _performance_cores_of_macos() -> int:

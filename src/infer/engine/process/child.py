@@ -4,6 +4,9 @@
 end of a socket pair. Commands are read by a thread of their own, so that the end of the parent is
 seen at once, whatever a step is doing. The process ignores the signals that a terminal or process
 manager sends to the whole group: its parent decides when it ends.
+
+After `Prepare` it stands by: it has imported what an engine needs, holds no GPU, and waits for
+`Begin` without a thread that computes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -33,7 +37,12 @@ from infer.types.step_events import StepEvents
 WRAP_VARIABLE = "INFER_WRAP_CORE"
 """variable of the environment for tests: `module:function` that gets the engine core and returns
 one that fails on purpose"""
-_PR_SET_PDEATHSIG = 1
+NAME, STANDBY_NAME = "infer-engine", "infer-standby"
+"""names by which `ps` and `top` show the process, as an engine and when it can become one"""
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_ENGINE_OOM_SCORE, _STANDBY_OOM_SCORE = 500, 1000
+"""how early the system ends it when memory runs out; see `oom_score_adj` in proc(5). The parent can
+start another engine, and loses nothing with a standby."""
 
 
 class _LogToParent(logging.Handler):
@@ -47,14 +56,44 @@ class _LogToParent(logging.Handler):
 
 
 def _end_with(parent: int) -> None:
-    """Have the system end this process when its parent ends, and choose it first when memory runs
-    out: the parent can start another engine."""
+    """Have the system end this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("500")
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _be_known_as(name: str, oom_score: int) -> None:
+    """Set the name of this process and how early the system ends it without memory."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(str(oom_score))
+
+
+def _prepare(factory: str) -> None:
+    """Import the module of a factory, at the lowest priority. A thread does it, because a process
+    may not raise its priority again; a module that cannot be imported is told after `Begin`."""
+
+    def import_all() -> None:
+        if hasattr(os, "setpriority") and sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        with contextlib.suppress(Exception):
+            import_module(factory.partition(":")[0])
+
+    thread = threading.Thread(target=import_all)
+    thread.start()
+    thread.join()
+    freeze_heap()
+    _be_known_as(STANDBY_NAME, _STANDBY_OOM_SCORE)
+
+
+def _next(frames: Iterator[bytes | None]) -> messages.Inward:
+    """The next message; ends the process if the parent has gone."""
+    frame = next(frames, None)
+    if frame is None:
+        os._exit(1)
+    return messages.decode_inward(frame)
 
 
 def _read(frames: Iterator[bytes | None], commands: queue.SimpleQueue[Command]) -> None:
@@ -78,10 +117,13 @@ def main(fd: int, parent: int) -> int:
     faulthandler.register(messages.DUMP_SIGNAL)
     channel = messages.Channel(socket.socket(fileno=fd))
     frames = channel.frames()
-    first = next(frames)
-    assert first is not None
-    begin = messages.decode_inward(first)
-    assert isinstance(begin, messages.Begin), "the first frame says how to begin"
+    begin = _next(frames)
+    if isinstance(begin, messages.Prepare):
+        _prepare(begin.factory)
+        begin = _next(frames)
+    assert isinstance(begin, messages.Begin), "an engine begins before it gets commands"
+    _be_known_as(NAME, _ENGINE_OOM_SCORE)
+    channel.send(messages.HasBegun())
     logger = logging.getLogger("infer")
     logger.addHandler(_LogToParent(channel))
     logger.setLevel(begin.log_level)

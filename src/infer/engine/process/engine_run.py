@@ -1,5 +1,7 @@
 """`EngineRun`: one engine process, from its start to its end
 
+A process builds its engine at once (`Begin`), or first stands by (`Prepare`, then `Begin`).
+
 Watchdog: a process reports each step, and every `HEARTBEAT_S` when it has nothing to do. After
 a soft limit without a report its stacks are logged; after the caller's limit it is killed.
 """
@@ -11,6 +13,7 @@ import contextvars
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -35,7 +38,8 @@ LAST_WORDS_S = 1.0
 class EngineRun:
     """See the module's docstring."""
 
-    def __init__(self, begin: messages.Begin) -> None:
+    def __init__(self, first: messages.Begin | messages.Prepare) -> None:
+        """`first`: the first frame that the process gets."""
         self.alone: str | None = None
         """id of the request that the process computes alone, if any"""
         self.killed = False
@@ -44,6 +48,8 @@ class EngineRun:
         self._has_dumped = False
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         """commands to be written; None ends the writer"""
+        self._begins: queue.SimpleQueue[messages.Begin | None] = queue.SimpleQueue()
+        """the frame that ends standing by, or None where the process ends before"""
         ours, theirs = socket.socketpair()
         with theirs:
             # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
@@ -56,7 +62,7 @@ class EngineRun:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
         self._channel = messages.Channel(ours)
-        self._writer = threading.Thread(target=self._write, args=(begin,), daemon=True)
+        self._writer = threading.Thread(target=self._write, args=(first,), daemon=True)
         self._writer.start()
         context = contextvars.copy_context()  # its lines carry `LOG_FIELDS`, too
         self._listener = threading.Thread(
@@ -83,9 +89,31 @@ class EngineRun:
         the next frame together."""
         self._commands.put(command)
 
-    def _write(self, begin: messages.Begin) -> None:
+    def begin(self, begin: messages.Begin, timeout_s: float) -> bool:
+        """Have a process that stands by build its engine; whether it says in time that it does."""
+        self._begins.put(begin)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
+        ends_s = time.monotonic() + timeout_s
+        for frame in self._channel.frames(patience_s=timeout_s):
+            if frame is None or time.monotonic() > ends_s:
+                return False
+            event = messages.decode_outward(frame)
+            if isinstance(event, messages.Log):
+                _log(event)
+            else:
+                self._heard_s = time.monotonic()
+                return isinstance(event, messages.HasBegun)
+        return False
+
+    def _write(self, first: messages.Begin | messages.Prepare) -> None:
         with contextlib.suppress(OSError):  # the process has died; the reader of events finds out
-            self._channel.send(begin)
+            self._channel.send(first)
+            if isinstance(first, messages.Prepare):
+                begin = self._begins.get()
+                if begin is None:
+                    return
+                self._channel.send(begin)
             while True:
                 commands = [self._commands.get()]
                 with contextlib.suppress(queue.Empty):
@@ -140,7 +168,7 @@ class EngineRun:
             self._heard_s, self._has_dumped = time.monotonic(), False
             event = messages.decode_outward(frame)
             if isinstance(event, messages.Log):
-                logging.getLogger(event.logger).log(event.level, "%s", event.line)
+                _log(event)
             else:
                 yield event
 
@@ -154,6 +182,11 @@ class EngineRun:
             self._has_dumped = True
             self._process.send_signal(messages.DUMP_SIGNAL)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """End the process at once; does nothing after its end."""
         self._process.kill()
@@ -166,11 +199,16 @@ class EngineRun:
         except subprocess.TimeoutExpired:
             self.kill()
             code = self._process.wait()
+        self._begins.put(None)
         self._commands.put(None)
         self._writer.join()
         self._listener.join(LAST_WORDS_S)
         self._channel.close()
         return code
+
+
+def _log(event: messages.Log) -> None:
+    logging.getLogger(event.logger).log(event.level, "%s", event.line)
 
 
 def _log_stderr(lines: list[bytes]) -> None:

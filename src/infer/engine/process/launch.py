@@ -17,6 +17,7 @@ from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_tool_use
 from infer.engine.process.messages import Text
+from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor import HANG_S, LOAD_TIMEOUT_S, EngineProcess
 from infer.errors import LoadError
 from infer.text.tokenizer import Tokenizer
@@ -54,18 +55,31 @@ class Loads:
             process.stop()
 
 
+@contextlib.contextmanager
+def standing_by(is_wanted: bool = True) -> Iterator[Standby | None]:
+    """A standby for the engines that `launch` starts within the block, which must end before it;
+    None where none is wanted."""
+    standby = Standby(_FACTORY) if is_wanted else None
+    try:
+        yield standby
+    finally:
+        if standby is not None:
+            standby.stop()
+
+
 def launch(
     config: EngineConfig,
     *,
     hang_s: float = HANG_S,
     load_timeout_s: float = LOAD_TIMEOUT_S,
     loads: Loads | None = None,
+    standby: Standby | None = None,
 ) -> AsyncLLM:
     """Start a process for `config` and wait until it is ready; the façade is not started yet.
 
     Raises `LoadError` or `ConfigError`. `hang_s`: seconds without a report after which the process
     is replaced. `load_timeout_s`: seconds after which an engine that is not ready is ended.
-    `loads`: lets another thread end the load.
+    `loads`: lets another thread end the load. `standby`: gives the next process, if there is one.
     """
     engine = launch_factory(
         _FACTORY,
@@ -74,6 +88,7 @@ def launch(
         hang_s=hang_s,
         load_timeout_s=load_timeout_s,
         loads=loads,
+        standby=standby,
     )
     engine.expect_grammars()
     return engine
@@ -85,11 +100,12 @@ def launch_factory(
     *,
     seed: int = 0,
     loads: Loads | None = None,
+    standby: Standby | None = None,
     **limits_s: float,
 ) -> AsyncLLM:
     """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `limits_s` are
     those of `EngineProcess`."""
-    process = EngineProcess(factory, settings, **limits_s)
+    process = EngineProcess(factory, settings, standby=standby, **limits_s)
     texts: list[tuple[str, Tokenizer]] = []
 
     def read(text: Text) -> None:

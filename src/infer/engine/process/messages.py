@@ -1,9 +1,10 @@
 """The messages between an API process and its engine process, and how they are written
 
 A frame is four bytes of length (little-endian) and msgpack. There is no pickle: a frame can only
-become one of the records below. Inward goes one `Begin` and then `Commands`, each with all commands
-since the last frame. Outward go `Text` and `Ready` (or `Refused`) while the engine starts, then one
-`Report` a step, `PromptScores` before it, and `Log` lines at any time.
+become one of the records below. Inward goes one `Begin`, where the process has stood by after
+`Prepare`, and then `Commands`, each with all commands since the last frame. Outward go `HasBegun`,
+and `Text` and `Ready` (or `Refused`) while the engine starts, then one `Report` a step,
+`PromptScores` before it, and `Log` lines at any time.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ _PAIRS_A_FRAME = 4096
 """of ids and log-probabilities; read in about a millisecond"""
 
 
+class Prepare(msgspec.Struct, array_like=True, tag="prepare"):
+    """The process is to import what an engine needs, and to wait for `Begin`."""
+
+    factory: str
+    """`module:function` that `Begin` will name; the module is imported"""
+
+
 class Begin(msgspec.Struct, array_like=True, tag="begin"):
     """The engine process is to build its engine."""
 
@@ -47,6 +55,10 @@ class Commands(msgspec.Struct, array_like=True, tag="commands"):
     """The commands since the last frame, in order."""
 
     commands: Sequence[Command]
+
+
+class HasBegun(msgspec.Struct, array_like=True, tag="begun"):
+    """The process has read `Begin`."""
 
 
 class Text(msgspec.Struct, array_like=True, tag="text"):
@@ -174,8 +186,8 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
     line: str
 
 
-Inward = Begin | Commands
-Event = Text | Ready | Refused | Report | PromptScores | ComputingAlone
+Inward = Prepare | Begin | Commands
+Event = HasBegun | Text | Ready | Refused | Report | PromptScores | ComputingAlone
 """messages about the engine, from its start to its end"""
 Outward = Event | Log
 
@@ -190,7 +202,7 @@ def decode_inward(frame: bytes) -> Inward:
     of token ids. So requests in a row that have equal samplings are made to share one here."""
     message = _decode_inward(frame)
     match message:
-        case Begin():
+        case Prepare() | Begin():
             return message
         case Commands():
             return Commands(_with_shared_samplings(message.commands))
@@ -204,7 +216,7 @@ def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
     for command in commands:
         if isinstance(command, Add):
             if command.request.sampling == sampling:
-                command = Add(replace(command.request, sampling=sampling))
+                command = Add(replace(command.request, sampling=sampling), command.sent_s)
             sampling = command.request.sampling
         shared.append(command)
     return shared

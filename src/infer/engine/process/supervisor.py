@@ -2,10 +2,10 @@
 
 This is the API side of the boundary; it needs no torch. `launch` starts the first process and
 raises the error that keeps it from starting. Then one thread reads the reports of the process; when
-the process has ended it starts the next one and sends it every unfinished request with its tokens
-so far (`RequestJournal`). New requests wait meanwhile. An engine that does not start is tried again
-after pauses that grow. After `MAX_FAILURES` in a row requests are refused, and those that wait are
-failed, until an engine starts.
+the process has ended it starts the next one, or takes the `Standby`, and sends it every unfinished
+request with its tokens so far (`RequestJournal`). New requests wait meanwhile. An engine that does
+not start is tried again after pauses that grow. After `MAX_FAILURES` in a row requests are refused,
+and those that wait are failed, until an engine starts.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from infer.engine.commands import Abort, Add, Stop
 from infer.engine.process.blame import was_from_outside
 from infer.engine.process.engine_run import STOP_S, EngineRun
 from infer.engine.process.journal import RequestJournal
+from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
 from infer.errors import EngineDeadError, LoadError
 from infer.log_fields import LOG_FIELDS
@@ -42,6 +43,8 @@ MAX_FAILURES = 5
 """number of processes in a row without a token for any request, before requests are refused"""
 MAX_PAUSE_S = 30.0
 """longest pause in seconds between two attempts to start a process"""
+STANDBY_ANSWER_S = 5.0
+"""seconds that a standby has to say that it begins; it may be importing modules"""
 
 
 def _stopped_while_loading() -> LoadError:
@@ -60,11 +63,14 @@ class EngineProcess:
         load_timeout_s: float = LOAD_TIMEOUT_S,
         soft_limit_s: float = SOFT_LIMIT_S,
         max_pause_s: float = MAX_PAUSE_S,
+        standby: Standby | None = None,
     ) -> None:
-        """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process."""
+        """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process.
+        `standby`: where the next process comes from, if there is one."""
         self._soft_limit_s = soft_limit_s
         self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
+        self._standby = standby
         self._log_fields: dict[str, str] = {}
         """the model's name, as soon as it is known"""
         if settings.get("served_model_name"):
@@ -101,7 +107,7 @@ class EngineProcess:
             LOG_FIELDS.reset(token)
 
     def _launch(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
-        engine_run = self._new_run()
+        engine_run = self._next_run()
         try:
             ready = self._greet(engine_run, on_text)
             if not self._lifecycle.move(SupervisorState.LOADED):
@@ -123,6 +129,7 @@ class EngineProcess:
         self._deliver, self._died = deliver, died
         self._thread = BackgroundThread(self._run, self._end, "infer-engine")
         self._thread.start()
+        self._want_standby()
 
     @property
     def is_alive(self) -> bool:
@@ -162,7 +169,7 @@ class EngineProcess:
         with self._lock:
             self._journal.add(request)
             if (worker := self._worker) is not None:
-                worker.send(Add(request))
+                worker.send(Add(request, time.monotonic()))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
@@ -235,7 +242,7 @@ class EngineProcess:
                             step = self._journal.record(scores.complete(event.outputs))
                     if step or event.step_events:
                         self._deliver(step, event.step_events)
-                case messages.Text() | messages.Ready() | messages.Refused():
+                case messages.HasBegun() | messages.Text() | messages.Ready() | messages.Refused():
                     log.warning("the engine process says twice how it has started")
                 case _:
                     assert_never(event)
@@ -263,7 +270,7 @@ class EngineProcess:
         """The next process, when it takes commands; None when it is time to stop."""
         started_s = time.monotonic()
         while not self._lifecycle.wait_for_stop(self._pause_s()):
-            engine_run = self._new_run()
+            engine_run = self._next_run()
             try:
                 ready = self._greet(engine_run, lambda text: None)
                 requests = self._hand_over(engine_run, ready)
@@ -288,8 +295,13 @@ class EngineProcess:
             self._stats = ready.stats
             requests = self._journal.resumed()
             for request in requests:
-                engine_run.send(Add(request))
+                engine_run.send(Add(request, time.monotonic()))
+        self._want_standby()
         return len(requests)
+
+    def _want_standby(self) -> None:
+        if self._standby is not None:
+            self._standby.want()
 
     def _pause_s(self) -> float:
         num = self._num_failures
@@ -305,9 +317,19 @@ class EngineProcess:
                 ends = self._journal.fail_all(reason)
             self._deliver(ends, None)
 
-    def _new_run(self) -> EngineRun:
-        """A process that is starting, which `stop` ends."""
-        engine_run = EngineRun(self._begin)
+    def _next_run(self) -> EngineRun:
+        """A process that builds its engine: the standby if it answers, else a new one."""
+        if self._standby is not None and (standby := self._standby.take()) is not None:
+            if self._hold(standby).begin(self._begin, STANDBY_ANSWER_S):
+                return standby
+            if not self._lifecycle.state.is_ending:
+                log.warning("the standby does not answer: a new process is started")
+            standby.kill()
+            standby.reap()
+        return self._hold(EngineRun(self._begin))
+
+    def _hold(self, engine_run: EngineRun) -> EngineRun:
+        """Make a process that is starting one that `stop` ends."""
         with self._lock:
             self._engine_run = engine_run
             if self._lifecycle.state.is_ending:
@@ -319,6 +341,8 @@ class EngineProcess:
     ) -> messages.Ready:
         for event in engine_run.events(None, load_timeout_s=self._load_timeout_s):
             match event:
+                case messages.HasBegun():
+                    pass
                 case messages.Text():
                     self._log_fields.setdefault("model", event.model_name)
                     on_text(event)

@@ -28,6 +28,8 @@ class Language extends EventTarget {
 }
 
 export const language = new Language();
+/** Making a format takes longer than using it. @type {Map<string, Intl.NumberFormat>} */
+const formats = new Map();
 
 /** Add the texts of a view that is loaded later, by language.
  * @param {Record<string, Record<string, string>>} texts */
@@ -55,7 +57,13 @@ export function t(key, values = {}) {
 
 /** @param {number} value @param {Intl.NumberFormatOptions} [options] */
 export function number(value, options = {}) {
-  return new Intl.NumberFormat(language.code, { maximumFractionDigits: 1, ...options }).format(value);
+  const name = `${language.code} ${JSON.stringify(options)}`;
+  let format = formats.get(name);
+  if (!format) {
+    format = new Intl.NumberFormat(language.code, { maximumFractionDigits: 1, ...options });
+    formats.set(name, format);
+  }
+  return format.format(value);
 }
 
 /** Tokens a second. @param {number} value */

@@ -85,7 +85,7 @@ export function samplingOf(conversation) {
   for (const name of SAMPLING) {
     const value = conversation.sampling[name];
     const field = fieldOf(name);
-    if (value !== undefined && value !== null && value !== "" && field && !faultOf(field, value)) {
+    if (value !== undefined && value !== null && value !== "" && !(field && faultOf(field, value))) {
       if (!(Array.isArray(value) && !value.length)) body[name] = value;
     }
   }

@@ -27,7 +27,13 @@ class ChatMessage extends PageElement {
     this.verdict = null;
     /** @type {import("../lib/generation.js").Generation | null} */
     this._generation = null;
-    this._piece = () => this._grow();
+    this._frame = 0;
+    this._piece = () => {
+      this._frame ||= requestAnimationFrame(() => {
+        this._frame = 0;
+        this._grow();
+      });
+    };
     this.hears(chats, "change");
   }
 
@@ -53,9 +59,9 @@ class ChatMessage extends PageElement {
   /** New text: only the text views are told, nothing else is rendered again. */
   _grow() {
     const { message } = this;
-    if (!message) return;
+    if (!message || message.finish !== "running") return;
     const text = this._text("content");
-    if (!text || message.toolCalls?.length || (message.reasoning && !this.querySelector(".reasoning"))) {
+    if (!text || this.querySelector(".waiting") || message.toolCalls?.length || (message.reasoning && !this.querySelector(".reasoning"))) {
       this.requestUpdate();
       return;
     }

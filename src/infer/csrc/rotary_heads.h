@@ -1,5 +1,19 @@
-// What rotary.cpp does to heads, compiled once for each instruction set: included in a namespace,
-// behind a TARGET, and so without a guard. The compiler makes 16 numbers of what the set has.
+// Head norms and rotary embedding of heads in bfloat16, in vectors of 16 numbers that the compiler makes of what
+// the instruction set has. Sums are made in 16 fixed lanes, so every set gives the same bits, and a token's
+// result is the same in any company. An isa/*.cpp includes it.
+#pragma once
+
+#include "rotary.h"
+
+namespace rotary {
+namespace {
+
+constexpr int LANES = 16;
+constexpr long HEADS = 32;  // whose norms are found together
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 
 INLINE Floats widened(Words bits) { return (Floats)(bits << 16); }
 
@@ -13,8 +27,10 @@ INLINE Words narrowed(Floats x) {
 // `n` or 16 elements; the others of 16 are left as they are.
 template <typename T>
 INLINE void copy(void* to, const void* from, long n) {
-  if (n >= LANES) std::memcpy(to, from, LANES * sizeof(T));  // a size that is known is a register
-  else std::memcpy(to, from, n * sizeof(T));
+  if (n >= LANES)
+    std::memcpy(to, from, LANES * sizeof(T));  // a size that is known is a register
+  else
+    std::memcpy(to, from, n * sizeof(T));
 }
 
 INLINE Floats load(const uint16_t* from, long n) {
@@ -51,12 +67,9 @@ INLINE float norm_factor(const Rotation& r, const uint16_t* x) {
 }
 
 // The norm's result is bfloat16 in the models' own code; so it is here.
-INLINE Floats normed(Floats x, float factor, Floats norm) {
-  return widened(narrowed(x * factor * norm));
-}
+INLINE Floats normed(Floats x, float factor, Floats norm) { return widened(narrowed(x * factor * norm)); }
 
-INLINE void turn(const Rotation& r, const uint16_t* from, uint16_t* to, long token,
-                 const float* norm, float factor) {
+INLINE void rotate(const Rotation& r, const uint16_t* from, uint16_t* to, long token, const float* norm, float factor) {
   const long half = r.dim / 2;
   for (long i = 0; i < half; i += LANES) {
     const long n = half - i;
@@ -71,15 +84,16 @@ INLINE void turn(const Rotation& r, const uint16_t* from, uint16_t* to, long tok
   }
 }
 
-void turn_heads(const Rotation& r, const uint16_t* from, uint16_t* to, long heads, long token,
-                int which) {
+void rotate_heads(const Rotation& r, const uint16_t* from, uint16_t* to, long heads, long token, int which) {
   const float* norm = r.norms[which];
   for (; heads > 0; heads -= HEADS, from += HEADS * r.dim, to += HEADS * r.dim) {
     const long count = heads < HEADS ? heads : HEADS;
     float factors[HEADS];
-    for (long head = 0; norm && head < count; ++head)
-      factors[head] = norm_factor(r, from + head * r.dim);
+    for (long head = 0; norm && head < count; ++head) factors[head] = norm_factor(r, from + head * r.dim);
     for (long head = 0; head < count; ++head)
-      turn(r, from + head * r.dim, to + head * r.dim, token, norm, factors[head]);
+      rotate(r, from + head * r.dim, to + head * r.dim, token, norm, factors[head]);
   }
 }
+
+}  // namespace
+}  // namespace rotary

@@ -1,0 +1,117 @@
+// The interface between this library and Python: every function that is called from there, and every record
+// whose memory both sides read.
+//
+// `infer.kernels.loader` reads this file: struct fields and parameters must be of the types that its table of
+// C types names, pointers of any kind, or names declared here. The library is built with a digest of this
+// file, and Python refuses a library with another one, so no version has to be kept by hand.
+//
+// Pointers are not owned: the caller keeps the memory alive. `parallel` is GOMP_parallel of the OpenMP runtime
+// in use, or null; the library then starts threads itself.
+
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// A row of logits from which a token is drawn.
+struct DrawRow {
+  double temperature;
+  double top_p;
+  double min_p;
+  uint64_t row;  // of the logits
+  uint64_t seed;
+  uint64_t position;  // of the token that is drawn
+};
+
+// The linear layers of a decoder layer, and the norms [D] of its heads, or null.
+struct LayerAddresses {
+  void* qkv;
+  void* o;
+  void* gate_up;
+  void* down;
+  const float* q_norm;
+  const float* k_norm;
+};
+
+// The KV cache of a decoder layer; `window` is an index among those of the attention plan.
+struct CacheAddresses {
+  int64_t window;
+  void* keys;
+  void* values;
+};
+
+// The digest of this file with which the library was built.
+const char* infer_abi_digest(void);
+
+// Names of the instruction sets that run here, best first, with a space after each. Returns whether the CPU is
+// AMD's.
+int infer_instruction_sets(char* names, int size);
+
+// Nothing above this instruction set is used from now on; a plan of attention and a linear layer keep theirs.
+void infer_set_isa(const char* name);
+
+// A plan of attention over a paged cache. `element`: bytes of a number in the caches; 1: int8, of 64, 128 or
+// 256 numbers a head and pages of strips (attention_bytes.h), with everything else in bfloat16. `windows`
+// [num_windows]: 0 = none. Null if the instruction set does not have it.
+void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element, float scale,
+                          const int64_t* windows, int num_windows, void* parallel);
+void infer_attention_free(void* plan);
+
+// Divides a step into work items and returns their number. starts [B + 1], lengths [B], slots [T],
+// tables [B, table_width]; slots and tables are kept, not copied.
+int infer_attention_plan(void* plan, int B, const int64_t* starts, const int64_t* lengths, const int64_t* slots,
+                         const int64_t* tables, long table_width, int threads);
+
+// One layer of the planned step: writes k, v to their cells, then attends. Strides are elements from token to
+// token. With `cos` and `sin` [T, D / 2] (bfloat16 only) q and k are rotated when they are read, behind norms
+// [D] of their heads if there are any.
+void infer_attention_attend(void* plan, int window, void* keys, void* values, const void* q, const void* k,
+                            const void* v, void* out, long q_stride, long k_stride, long v_stride, const float* cos,
+                            const float* sin, const float* q_norm, const float* k_norm, float eps);
+
+// Whether an instruction set has linear layers and runs here within the limit of infer_set_isa.
+int infer_linear_runs_here(const char* isa_name);
+
+// The size of a packed weight, which is the same for all instruction sets.
+long infer_linear_packed_bytes(long N, long K, int bits, int gate);
+
+// A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are copied and
+// may be null. bits: 16, 8 or 4. gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns.
+void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int bits, int gate, int float_out,
+                       const float* bias, const float* norm, float eps, void* parallel);
+void infer_linear_free(void* layer);
+
+// Rows of a weight (bfloat16, `stride` elements apart) become columns from `column` on; the sources of a fused
+// layer come one by one. Columns that fill up the last panel stay as they are: columns do not meet in a product.
+void infer_linear_pack(void* layer, const uint16_t* source, long rows, long stride, long column, int threads);
+
+// x [M, K] → y [M, width], y = gate(norm(x) Wᵀ + bias) + residual. Strides in elements; `residual` [M, width of
+// y] may be null; y is dense.
+void infer_linear(void* layer, const uint16_t* x, long x_stride, const uint16_t* residual, char* y, long M,
+                  int threads);
+
+// rows [R, n] of logits without NaN, n a multiple of 16; tops [R, num_tops]: the largest of each row is among
+// them; wanted, tokens [count].
+void infer_draw(const float* rows, const float* tops, long stride, long n, long num_tops, const struct DrawRow* wanted,
+                long count, int64_t* tokens, void* parallel, int threads);
+
+// All layers of a decoder: x [T, hidden] → y [T, hidden]. `q_size`, `kv_size`: columns of q, and of k or v, in a
+// layer's qkv; `inner`: of the gate's result; cos, sin [T, D / 2]. The plan must be of this step.
+void infer_layers(void* plan, const struct LayerAddresses* layers, const struct CacheAddresses* caches, int num_layers,
+                  const float* cos, const float* sin, float eps, const uint16_t* x, uint16_t* y, long num_tokens,
+                  long hidden, long q_size, long kv_size, long inner, int threads);
+
+// Reads whole lines of 64 bytes once; returns their sum, so that the compiler cannot leave it out.
+uint64_t infer_read(const char* from, long bytes, void* parallel, int threads);
+
+#ifdef __cplusplus
+}
+
+static_assert(sizeof(struct DrawRow) == 48 && sizeof(struct LayerAddresses) == 48 &&
+                  sizeof(struct CacheAddresses) == 24,
+              "the loader lays records out without gaps");
+static_assert(sizeof(long) == 8 && sizeof(void*) == 8, "the loader takes a long for 64 bits");
+#endif

@@ -1,0 +1,84 @@
+// What all files of the library share: compiling for an instruction set, torch's threads, memory.
+
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define X86 1
+#endif
+
+#include "abi.h"
+
+#define ALWAYS_INLINE __attribute__((always_inline))
+#define INLINE inline ALWAYS_INLINE
+#define NOINLINE __attribute__((noinline))
+#define FENCE() __asm__ volatile("" ::: "memory")
+
+// What lies between these two is compiled for an instruction set. The flags of a whole file would also reach
+// templates of the standard library, of which the linker keeps one copy for all files: it might be one that
+// this CPU cannot run.
+#if defined(__clang__)
+#define TARGET(names) _Pragma(TEXT(clang attribute push(__attribute__((target(names))), apply_to = function)))
+#define END_TARGET _Pragma("clang attribute pop")
+#else
+#define TARGET(names) _Pragma("GCC push_options") _Pragma(TEXT(GCC target(names)))
+#define END_TARGET _Pragma("GCC pop_options")
+#endif
+#define TEXT(...) TEXT_(__VA_ARGS__)
+#define TEXT_(...) #__VA_ARGS__
+
+namespace {
+
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgomp's GOMP_parallel
+
+[[maybe_unused]] void run_threads(Parallel parallel, void (*body)(void*), void* data, int threads) {
+  if (threads <= 1) return body(data);
+  if (parallel) return parallel(body, data, (unsigned)threads, 0);
+  std::vector<std::thread> others;
+  for (int i = 1; i < threads; ++i) others.emplace_back(body, data);
+  body(data);
+  for (std::thread& other : others) other.join();
+}
+
+constexpr long ceil_div(long n, long by) { return (n + by - 1) / by; }
+
+constexpr size_t HUGE_PAGE = 1 << 21;
+
+// Memory of a thread; grows, and is given back when the thread ends.
+class ThreadMemory {
+ public:
+  ~ThreadMemory() { std::free(at_); }
+  char* reserve(size_t bytes) {
+    if (bytes > size_) {
+      std::free(at_);
+      size_ = (bytes + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+      at_ = (char*)std::aligned_alloc(HUGE_PAGE, size_);
+      if (!at_) std::abort();
+#if defined(__linux__)
+      // Fewer misses of the page table while rows stream by. A partly filled page would be waste.
+      madvise(at_, bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+#endif
+    }
+    return at_;
+  }
+
+ private:
+  char* at_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace

@@ -1,0 +1,131 @@
+// Linear layers: what the driver (linear.cpp) and the kernels of each instruction set share.
+//
+// y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16, int8 or int4. n: RMSNorm or nothing; g: two
+// columns become one, as the gate of an MLP wants it, or nothing; r: a residual or nothing.
+//
+// Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
+//
+// A row's result is the same bit for bit in any company: every sum runs over all of K in ascending order in
+// float32 (exactly, in int32, if W is int8), in whichever thread and cache block it is computed. A block of K
+// that does not fit the cache stores its sums and goes on from them, which is exact, and no sum is split
+// between threads. Rows do not meet in a product, so rows of zeros that fill the last tile change nothing, and
+// zeros that fill up K add zeros at its end.
+//
+// int8: each row of W has one scale, each row of n(x) one that is found when it is packed; largest
+// magnitude = 127. As sums are exact, all instruction sets give the same bits, but for a gate's exponential.
+//
+// int4: a weight is scale · multiple · (n - 8), n in 0 … 15, with a scale for each row of W and a multiple in
+// 1 … 16 for each 64 inputs of it. multiple · (n - 8) is an int8 number, so everything behind the unpacking is
+// int8's, exact sums included.
+//
+// W is packed once, in one layout for all instruction sets. A panel is 32 columns; in it, for every 64 bytes of
+// inputs (a step), two tiles of 16 columns, in each 16 lines of 16 columns × 4 bytes: a panel is read in one
+// sweep. In int4 the two tiles share theirs, low halves of bytes and high ones, and a panel begins with its
+// multiples, 32 for each step. With a gate, one tile holds columns of the first half of W, the other theirs of
+// the second. x is packed at every call, rows in groups of 32, a group's rows of a step together, because rows
+// read at x's own stride would fall into few sets of the cache.
+#pragma once
+
+#include "common.h"
+
+namespace linear {
+
+constexpr int SIDE = 32;                // rows of a group, columns of a panel: two tiles each
+constexpr long TILE = 1024;             // bytes: 16 lines of 64
+constexpr long SUMS = SIDE * SIDE;      // sums of a group × a panel, 4 bytes each
+constexpr long SLICE = 16;              // steps: 32 KB of a panel
+constexpr long BLOCK_GROUPS = 8;        // groups of an item: with a slice 256 KB of x, in the L2
+constexpr long ITEM_PANELS = 16;        // panels of an item, at most
+constexpr long MOST_ROWS = 1024;        // rows that are packed at a time: bounds the memory
+constexpr long PACK_ROWS = 4;           // rows that a thread packs at a time; divides 16
+constexpr long LEAD_BYTES = 32 * TILE;  // how far a sweep over panels prefetches
+
+enum Gate { NONE, SILU, GELU };
+
+// How a row's numbers of one step lie, from its first byte on.
+enum class RowFormat {
+  PAIRS,           // 32 bfloat16
+  FLOATS,          // 32 numbers widened to float32: 16 with even indices, 16 with odd ones
+  BYTES,           // 64 of int8
+  UNSIGNED_BYTES,  // 64 of int8, each 128 larger
+  WORDS,           // 64 of int8 widened to int16: 32 with even indices, 32 with odd ones
+};
+
+struct Layer;
+
+struct Kernels {    // of an instruction set
+  bool tiles;       // in use; else vectors
+  bool has_starts;  // int8 rows are UNSIGNED_BYTES, so that sums begin at what that adds
+  // An item of several groups: steps of a block of K, and panels. A slice of a panel stays in a near cache.
+  long block_steps, block_panels;
+  long few_rows;  // that are multiplied together
+  void (*pack_weight)(void* packing);
+  void (*compute)(void* call);
+  RowFormat (*row_format)(const Layer& layer, long M);
+};
+
+struct Layer {  // what does not change between calls
+  char* weight;
+  long N, K, steps, panels, width;  // width: columns of y
+  int bits;
+  bool float_out;
+  Gate gate;
+  const Kernels* kernels;
+  float eps;
+  float *norm, *bias, *scales;  // [K padded], [N], [N padded]; null: absent; norm: even indices of 32, then odd
+  int32_t* starts;              // [N padded]: where sums of unsigned bytes begin
+  Parallel parallel;
+
+  bool whole() const { return bits < 16; }
+  long step_bytes() const { return bits == 4 ? TILE : 2 * TILE; }
+  long head_bytes() const { return bits == 4 ? ceil_div(steps * SIDE, 64) * 64 : 0; }
+  long panel_bytes() const { return head_bytes() + steps * step_bytes(); }
+  char* multiples(long panel, long step) const { return weight + panel * panel_bytes() + step * SIDE; }
+  char* tiles(long panel, long step) const {
+    return weight + panel * panel_bytes() + head_bytes() + step * step_bytes();
+  }
+};
+
+struct Call {  // some rows of one product
+  const Layer& layer;
+  const uint16_t *x = nullptr, *residual = nullptr;
+  char* y = nullptr;
+  long M = 0, x_stride = 0;
+  RowFormat format = RowFormat::PAIRS;
+  char* packed = nullptr;       // x
+  float* row_scales = nullptr;  // int8
+  int32_t* eights = nullptr;    // nibbles: [rows, steps], -8 · the sum of a row's numbers in a step
+  long groups = 0, row_blocks = 0, item_panels = 0, num_items = 0, num_packs = 0;
+  std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
+
+  explicit Call(const Layer& of) : layer(of) {}
+  // int4 is multiplied as it is, by signed bytes.
+  bool nibbles() const { return layer.bits == 4 && format == RowFormat::BYTES && !layer.kernels->tiles; }
+  long row_bytes() const { return format == RowFormat::FLOATS || format == RowFormat::WORDS ? 128 : 64; }
+  int tiles_in(long group) const { return M - group * SIDE > 16 ? 2 : 1; }
+  long rows_in(long group) const { return std::min<long>(SIDE, M - group * SIDE); }
+  long step_bytes(long group) const {  // of a group's x
+    return layer.kernels->tiles ? tiles_in(group) * TILE : rows_in(group) * row_bytes();
+  }
+  // Block of K by block of K, so that what an item reads of one is together and spreads over the
+  // sets of the cache; in a block group by group.
+  char* tiles(long group, long step) const {
+    const long most = layer.kernels->block_steps, k = step / most * most, steps = std::min(most, layer.steps - k);
+    const long each = groups > 1 ? SIDE * row_bytes() : step_bytes(group);
+    return packed + (k * groups + group * steps) * each + (step - k) * step_bytes(group);
+  }
+  const char* start_of(long item) const {  // its weights; behind the end: anything that is cached
+    const long panel = item < num_items ? item / row_blocks * item_panels : 0;
+    return layer.weight + panel * layer.panel_bytes();
+  }
+};
+
+struct Packing {  // rows of W that become columns from `column` on
+  const Layer& layer;
+  const uint16_t* source;
+  long rows, stride, column;
+  long first, end;  // panels
+  std::atomic<long> next{0};
+};
+
+}  // namespace linear

@@ -1,0 +1,257 @@
+"""The process that becomes the next engine: taken, replaced, killed, stopped, absent, hanging."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from infer import SamplingParams
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.process import standby as standbys
+from infer.engine.process import supervisor
+from infer.engine.process.child import STANDBY_NAME
+from infer.engine.process.standby import ENDS_BELOW, STARTS_ABOVE, Standby
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.doubles import launch_hash_llm, pid_of, process_of, solo
+
+ROOT = Path(__file__).parents[2]
+FACTORY = "tests.support.doubles:hash_blueprint"
+GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture
+def standby(monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby]:
+    monkeypatch.setattr(standbys, "WATCH_S", 0.02)
+    made = Standby(FACTORY)
+    yield made
+    made.stop()
+    assert not left(), "a process is left"
+
+
+def left() -> list[int]:
+    """Ids of the processes of engines and standbys that this process has."""
+    tasks = Path("/proc/self/task").glob("*/children")
+    pids = [int(pid) for path in tasks for pid in read(path).split()]
+    return [pid for pid in pids if "infer.engine.process.child" in read(f"/proc/{pid}/cmdline")]
+
+
+def read(path: Path | str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def is_prepared(pid: int | None) -> bool:
+    return pid is not None and read(f"/proc/{pid}/comm").strip() == STANDBY_NAME
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def prepared(standby: Standby) -> int:
+    """The id of the standby once it has imported everything."""
+    await until(lambda: is_prepared(standby.pid))
+    assert standby.pid is not None
+    return standby.pid
+
+
+async def survives(llm: AsyncLLM, disturb: Callable[[], object]) -> None:
+    """Eight streams, disturbed after some tokens, have the tokens that each has alone."""
+    requests = [llm.make_request([i + 1, 7], GREEDY.replace(seed=i)) for i in range(8)]
+    tasks = [asyncio.create_task(llm.generate(request)) for request in requests]
+    before = llm.stats()["num_sampled_tokens"]
+    await until(lambda: llm.stats()["num_sampled_tokens"] > before + 40)
+    disturb()
+    for request, output in zip(requests, await asyncio.gather(*tasks), strict=True):
+        assert list(output.token_ids) == solo(request, VOCAB_SIZE)
+
+
+def run(standby: Standby, body: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with launch_hash_llm(standby=standby, step_s=0.002) as llm:
+            await body(llm)
+
+    asyncio.run(main())
+
+
+def kill(*pids: int) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_standby_becomes_the_next_engine_and_is_replaced(standby: Standby) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        for _ in range(2):
+            pid = await prepared(standby)
+            await survives(llm, lambda: kill(pid_of(llm)))
+            assert pid_of(llm) == pid
+            assert read(f"/proc/{pid}/comm").strip() == "infer-engine"
+            assert read(f"/proc/{pid}/oom_score_adj").strip() == "500"
+        assert llm.stats()["num_restarts"] == 2
+        pid = await prepared(standby)
+        assert read(f"/proc/{pid}/oom_score_adj").strip() == "1000"
+        before = cpu_ticks(pid)
+        await asyncio.sleep(0.2)
+        assert cpu_ticks(pid) <= before + 1, "it is idle"
+
+    run(standby, body)
+
+
+def cpu_ticks(pid: int) -> int:
+    return sum(map(int, read(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:13]))
+
+
+def test_its_death_is_not_noticed(standby: Standby, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standbys, "RETRY_S", 0.1)
+
+    async def body(llm: AsyncLLM) -> None:
+        pid, engine = await prepared(standby), pid_of(llm)
+        await survives(llm, lambda: kill(pid))
+        assert await prepared(standby) != pid
+        assert (pid_of(llm), llm.stats()["num_restarts"]) == (engine, 0)
+
+    run(standby, body)
+
+
+def test_both_are_killed_at_once(standby: Standby) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        pid = await prepared(standby)
+        await survives(llm, lambda: kill(pid, pid_of(llm)))
+        assert pid_of(llm) != pid
+        assert llm.stats()["num_restarts"] == 1
+
+    run(standby, body)
+
+
+def test_one_that_is_stopped_goes_on(standby: Standby) -> None:
+    async def body(llm: AsyncLLM) -> None:
+        pid = await prepared(standby)
+        os.kill(pid, signal.SIGSTOP)
+        await survives(llm, lambda: kill(pid_of(llm)))
+        assert pid_of(llm) == pid
+
+    run(standby, body)
+
+
+def test_one_that_does_not_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "STANDBY_ANSWER_S", 0.3)
+    hanging = Standby("tests.support.hanging_import:x")
+
+    async def body(llm: AsyncLLM) -> None:
+        await until(lambda: hanging.pid is not None)
+        pid = hanging.pid
+        assert pid is not None
+        await survives(llm, lambda: kill(pid_of(llm)))
+        assert pid_of(llm) != pid
+        assert not read(f"/proc/{pid}/cmdline")
+
+    run(hanging, body)
+    hanging.stop()
+    assert not left()
+
+
+def test_a_module_that_cannot_be_imported_changes_nothing() -> None:
+    broken = Standby("tests.support.no_such_module:x")
+
+    async def body(llm: AsyncLLM) -> None:
+        pid = await prepared(broken)
+        await survives(llm, lambda: kill(pid_of(llm)))
+        assert pid_of(llm) == pid
+
+    run(broken, body)
+    broken.stop()
+    assert not left()
+
+
+def test_memory_decides_whether_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standbys, "WATCH_S", 0.02)
+    monkeypatch.setattr(standbys, "RETRY_S", 0.0)
+    available = [STARTS_ABOVE - 1]
+    standby = Standby(FACTORY, available=lambda: available[0])
+
+    async def body(llm: AsyncLLM) -> None:
+        await asyncio.sleep(0.1)
+        assert standby.pid is None
+        available[0] = STARTS_ABOVE
+        pid = await prepared(standby)
+        available[0] = ENDS_BELOW
+        await asyncio.sleep(0.1)
+        assert standby.pid == pid
+        available[0] = ENDS_BELOW - 1
+        await until(lambda: standby.pid is None and not read(f"/proc/{pid}/cmdline"))
+        await survives(llm, lambda: kill(pid_of(llm)))
+
+    run(standby, body)
+    standby.stop()
+    assert not left()
+
+
+def test_none_before_the_first_engine_is_ready(standby: Standby) -> None:
+    assert standby.pid is None
+    llm = launch_hash_llm(standby=standby)
+    assert standby.pid is None
+    llm.engine_client.stop()
+
+
+def test_several_engines_share_one_and_outlive_each_other(standby: Standby) -> None:
+    async def main() -> None:
+        async with launch_hash_llm(standby=standby, step_s=0.002) as other:
+            llm = launch_hash_llm(standby=standby, step_s=0.002)
+            await llm.start()
+            pid = await prepared(standby)
+            kill(pid_of(other))
+            await until(lambda: process_of(other).pid == pid)
+            await llm.close()
+            await survives(other, lambda: None)
+            assert pid_of(other) == pid
+            assert other.stats()["num_restarts"] == 1
+
+    asyncio.run(main())
+
+
+PARENT = textwrap.dedent(
+    """
+    import asyncio, time
+    from infer.engine.process.standby import Standby
+    from tests.support.doubles import launch_hash_llm
+    standby = Standby("tests.support.doubles:hash_blueprint")
+    llm = launch_hash_llm(standby=standby)
+    async def main():
+        await llm.start()
+        while standby.pid is None:
+            time.sleep(0.01)
+        print(standby.pid, flush=True)
+        time.sleep(60)
+    asyncio.run(main())
+    """
+)
+
+
+def test_it_dies_with_its_parent() -> None:
+    env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
+    arguments = [sys.executable, "-c", PARENT]
+    with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        ends_s = time.monotonic() + 20
+        while not is_prepared(pid):
+            assert time.monotonic() < ends_s
+            time.sleep(0.01)
+        process.kill()
+    ends_s = time.monotonic() + 5
+    while read(f"/proc/{pid}/cmdline"):
+        assert time.monotonic() < ends_s, "an orphan"
+        time.sleep(0.01)
