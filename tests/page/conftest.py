@@ -29,7 +29,9 @@ def server(
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("server")
     sessions = f"sqlite:///{folder / 'sessions.db'}"
-    arguments = model_server("--max-seq-len", "2048", "--sessions", sessions, *server_options)
+    arguments = model_server(
+        "--max-seq-len", "2048", "--dtype", "float32", "--sessions", sessions, *server_options
+    )
     with served(arguments, folder / "log") as running:
         yield running
 

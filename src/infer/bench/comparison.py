@@ -94,6 +94,7 @@ def recorded(mode: str, requests: Requests, seats: int, step: Callable[[], None]
                 *("steps", "computed_tokens", "sampled_tokens", "cached_tokens"),
                 *("batch_tokens", "padded_tokens"),
             )
+            if f"num_{name}" in after  # static batches only have padding
         }
         scheduler, name = core.scheduler, llm.model_name
         summary = _summary(counts, duration_s, sorted(first_s.values()))
@@ -110,7 +111,7 @@ def recorded(mode: str, requests: Requests, seats: int, step: Callable[[], None]
 def _summary(
     counts: dict[str, int | float], duration_s: float, first_s: list[float]
 ) -> dict[str, Any]:
-    padded, real = counts["padded_tokens"], counts["batch_tokens"]
+    padded, real = counts.get("padded_tokens", 0), counts.get("batch_tokens", 0)
     return {
         **counts,
         "padding": round(padded / real, 3) if real else None,

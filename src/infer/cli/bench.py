@@ -73,9 +73,12 @@ def offline(
                 "prompts": "token ids",
                 "engine": dataclasses.asdict(config),
             }
-            llm, stats = target.llm, target.stats
+            llm = target.llm
             document = await measure(
-                *(options, target, described), vocab_size=llm.vocab_size, stats=stats, **callbacks
+                *(options, target, described),
+                vocab_size=llm.vocab_size,
+                stats=target.stats,
+                **callbacks,
             )
         if recorder is not None and record is not None:
             recording = recorder.document(

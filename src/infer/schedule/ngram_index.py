@@ -106,6 +106,11 @@ class Prediction:
             place = self._index.find(text, tokens)
         return text[place : place + count] if place else ()
 
+    def record(self, num_proposed: int, num_kept: int) -> None:
+        """Count proposed tokens, of which the answer has got `num_kept`."""
+        self.num_accepted += num_kept
+        self.num_rejected += num_proposed - num_kept
+
 
 class Guesses:
     """What is known about one sequence's proposals."""
@@ -155,8 +160,7 @@ class Guesses:
         self.num_proposed += num_proposed
         self.num_accepted += num_kept
         if self.prediction is not None and self._is_predicted:
-            self.prediction.num_accepted += num_kept
-            self.prediction.num_rejected += num_proposed - num_kept
+            self.prediction.record(num_proposed, num_kept)
         # The tokens behind the first rejected one were not tested.
         tested = min(num_proposed, num_accepted + 1)
         self._hits = FORGET**tested * self._hits + num_accepted
