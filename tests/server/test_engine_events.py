@@ -480,6 +480,25 @@ def test_the_traffic_is_bounded() -> None:
     with_app(make_hash_llm(runner=runner), use)
 
 
+def test_static_batches() -> None:
+    async def use(app: App) -> None:
+        async with watching(app) as watcher:
+            body = completion_body(prompt=LONG, max_tokens=6, ignore_eos=True)
+            await asyncio.gather(*(app.post(COMPLETIONS, body) for _ in range(4)))
+            await watcher.until(lambda: len(watcher.all("batches")) == 4)
+            kinds = [batch[0] for batch in watcher.all("batches")]
+            assert kinds == ["formed", "ended", "formed", "ended"]
+            ids = [batch[1] for batch in watcher.all("batches")]
+            assert ids == [ids[0], ids[0], ids[2], ids[2]]
+            formed, ended = watcher.all("batches")[:2]
+            assert formed[3] == 2
+            prompt = next(e[6] for e in watcher.all("events") if e[0] == "queued")
+            assert formed[4:6] == [2 * prompt, 2 * prompt]
+            assert ended[3] == formed[4] + 2 * 6
+
+    with_app(make_hash_llm(batching_mode="static", max_batch_size=2), use)
+
+
 def test_head_has_no_stream() -> None:
     async def use(app: App) -> None:
         reply = await app.send("HEAD", EVENTS_PATH)

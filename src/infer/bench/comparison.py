@@ -89,7 +89,7 @@ def recorded(mode: str, requests: Requests, seats: int, step: Callable[[], None]
         duration_s = time.monotonic() - started_s
         after = llm.stats()
         counts = {
-            name: after[f"num_{name}"] - before.get(f"num_{name}", 0)
+            name: after.get(f"num_{name}", 0) - before.get(f"num_{name}", 0)
             for name in (
                 *("steps", "computed_tokens", "sampled_tokens", "cached_tokens"),
                 *("batch_tokens", "padded_tokens"),

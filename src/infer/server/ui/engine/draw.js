@@ -93,6 +93,8 @@ export function drawLanes(canvas, history, view, c, words) {
   context.rect(LABEL, 0, width - LABEL, layout.height);
   context.clip();
   for (const bar of history.bars(view.from, view.until)) drawBar(context, bar, view, c, x, y, layout, words.selected);
+  context.fillStyle = c.quiet;
+  for (const at of history.batches) if (at >= view.from && at <= view.until) context.fillRect(x(at), top, 1, layout.height - top - 16);
   context.fillStyle = c.preempted;
   for (const at of history.restarts) if (at >= view.from && at <= view.until) context.fillRect(x(at) - 1, 0, 2, layout.height - 16);
   context.restore();

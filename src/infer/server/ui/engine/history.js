@@ -98,6 +98,8 @@ export class History {
     this.queue = new Series();
     /** @type {number[]} */
     this.restarts = [];
+    /** Times at which static batches began. @type {number[]} */
+    this.batches = [];
     /** @type {Record<string, any>} */
     this.gauges = {};
     this.now = 0;
@@ -117,6 +119,7 @@ export class History {
     for (const [kind, number, after, ...values] of frame.events ?? []) {
       this._event(kind, number, frame.at + after, values);
     }
+    for (const [kind, , after] of frame.batches ?? []) if (kind === "formed") this.batches.push(frame.at + after);
     let total = 0;
     for (const [number, count] of frame.tokens ?? []) {
       total += count;
@@ -276,6 +279,7 @@ export class History {
   _forget() {
     const since = this.now - KEPT_MS;
     for (const series of [this.steps, this.output, this.first, this.gaps, this.queue]) series.forget(since);
+    if (this.batches.length > 4096) this.batches.splice(0, 2048);
     let count = 0;
     while (count < this.ended.length && (this.ended[count].end ?? 0) < since) count += 1;
     if (count > 256) this.ended.splice(0, count);

@@ -44,10 +44,12 @@ await language.load();
 /** Making a format takes longer than using it. @type {Map<string, Intl.NumberFormat>} */
 const formats = new Map();
 
-/** Add the texts of a view that is loaded later, by language.
- * @param {Record<string, Record<string, string>>} texts */
+/** Texts of views that are loaded later. @type {Record<string, Record<string, string>>} */
+const LATER = { en: {}, zh: {} };
+
+/** Add the texts of such a view, by language. @param {Record<string, Record<string, string>>} texts */
 export function learn(texts) {
-  for (const [code, more] of Object.entries(texts)) Object.assign(CATALOGUES[code], more);
+  for (const [code, more] of Object.entries(texts)) Object.assign(LATER[code], more);
 }
 
 /** The text of a key, with `{name}` replaced. With `n`, the key's form for that number is taken:
@@ -56,10 +58,12 @@ export function learn(texts) {
  * @param {Record<string, string | number>} [values] */
 export function t(key, values = {}) {
   const catalogue = CATALOGUES[language.code] ?? en;
-  let text = catalogue[key];
+  /** @param {string} name */
+  const find = (name) => catalogue[name] ?? LATER[language.code]?.[name];
+  let text = find(key);
   if (text === undefined && typeof values.n === "number") {
     const form = new Intl.PluralRules(language.code).select(values.n);
-    text = catalogue[`${key}.${form}`] ?? catalogue[`${key}.other`];
+    text = find(`${key}.${form}`) ?? find(`${key}.other`);
   }
   if (text === undefined) return key;
   return text.replace(/\{(\w+)\}/g, (_, name) => {
