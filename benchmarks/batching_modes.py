@@ -78,7 +78,7 @@ async def measured(
                 recorder,
                 {"model": target.llm.model_name},
                 vocab_size=target.llm.vocab_size,
-                counters=target.counters,
+                stats=target.stats,
             )
             (run,) = document["runs"]
             for row in run["requests"]:

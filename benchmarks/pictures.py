@@ -7,10 +7,14 @@ so the texts are the same each time; the times in them are not.
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import re
 import subprocess
 import sys
 import tempfile
+import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +34,7 @@ DESKTOP = {"width": 1280, "height": 860}
 def server(folder: Path) -> Iterator[str]:
     """The address of a server with the shipped model."""
     command = [sys.executable, "-m", "infer", "serve", "--port", "0"]
-    command += ["--sessions", f"sqlite:///{folder / 'sessions.db'}"]
+    command += ["--max-batch-size", "8", "--sessions", f"sqlite:///{folder / 'sessions.db'}"]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -78,6 +82,46 @@ def settings(reader: Reader) -> None:
     reader.page.wait_for_selector("dialog[open]")
 
 
+def completions(url: str, seed: int, count: int) -> None:
+    """Some answers of all lengths, one after the other."""
+    dice = random.Random(seed)
+    words = ["the", "little", "fox", "went", "to", "a", "red", "boat", "and", "saw"]
+    for _ in range(count):
+        length = dice.choice([5, 20, 60, 150, 300])
+        body = {
+            "model": "infer-demo",
+            "prompt": "Once upon a time " + " ".join(dice.choice(words) for _ in range(length)),
+            "max_tokens": dice.choice([20, 60, 120, 240]),
+            "seed": seed,
+        }
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(
+            url + "/v1/completions", json.dumps(body).encode(), headers
+        )
+        urllib.request.urlopen(request, timeout=120).read()
+
+
+def engine(reader: Reader) -> None:
+    """The engine view, with 10 clients that each send one request after the other."""
+    reader.page.goto(f"{reader.url}/#/engine")
+    reader.page.wait_for_selector("engine-view canvas.lanes")
+    clients = [
+        threading.Thread(target=completions, args=(reader.url, seed, 12), daemon=True)
+        for seed in range(10)
+    ]
+    for client in clients:
+        client.start()
+    reader.page.wait_for_timeout(8000)
+
+
+def comparison(reader: Reader) -> None:
+    reader.page.goto(f"{reader.url}/#/engine")
+    reader.page.click(".compare-run")
+    reader.page.wait_for_selector(".comparison table", timeout=150_000)
+    reader.page.locator(".comparison").scroll_into_view_if_needed()
+    reader.page.evaluate("document.querySelector('.comparison').scrollIntoView()")
+
+
 PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
     "desktop": (desktop, {}),
     "happened": (happened, {}),
@@ -86,6 +130,8 @@ PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
     "dark": (conversation, {"color_scheme": "dark"}),
     "chinese": (conversation, {"locale": "zh-CN"}),
     "phone": (conversation, {"viewport": PHONE}),
+    "comparison": (comparison, {}),
+    "engine": (engine, {}),
 }
 
 

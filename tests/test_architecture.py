@@ -69,9 +69,9 @@ LEVELS = (
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.build.memory_plan",
+        " engine.client.waiting_tokens engine.build.memory_plan",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; what fits into memory",
+        " viewers; which prompts wait for a seat; what fits into memory",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",

@@ -24,6 +24,7 @@ from msgspec import Meta, inspect
 from infer.errors import ConfigError
 
 BatchingMode = Literal["continuous", "static", "sequential"]
+StaticOrder = Literal["arrival", "prompt_length"]
 Quantization = Literal["int8", "int4"]
 ToolParser = Literal[
     "hermes", "mistral", "deepseek", "nemotron", "apriel", "functionary-v3.1", "functionary-v3.2",
@@ -31,6 +32,7 @@ ToolParser = Literal[
 ]  # fmt: skip
 """The names of `text.tools.formats`."""
 BATCHING_MODES: tuple[str, ...] = get_args(BatchingMode)
+STATIC_ORDERS: tuple[str, ...] = get_args(StaticOrder)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 TOOL_PARSERS: tuple[str, ...] = get_args(ToolParser)
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
@@ -205,6 +207,15 @@ def own_function(field_name: str, value: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def check_min_batch_size(min_batch_size: int | None, max_batch_size: int) -> None:
+    """Raise `ConfigError` if a static batch would have to wait for more requests than it holds."""
+    if min_batch_size is not None and min_batch_size > max_batch_size:
+        raise ConfigError(
+            "min_batch_size",
+            f"must be at most max_batch_size, which is {max_batch_size}; not {min_batch_size}",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All settings of an engine. The constructor raises `ConfigError`."""
@@ -245,6 +256,11 @@ class EngineConfig:
     max_waiting_requests: NonNegativeInt = option(
         256, "Most requests that wait for a seat; further ones are refused (503)."
     )
+    max_waiting_tokens: NonNegativeInt | None = option(
+        None,
+        "Most prompt tokens of the requests that wait for a seat; a request that would exceed it is"
+        " refused (503); default: no limit.",
+    )
     seed: NonNegativeInt | None = option(
         None,
         "Requests without a seed get seeds derived from this one; default: 0; a server draws a"
@@ -260,7 +276,15 @@ class EngineConfig:
         "module:function of your own sampler; it replaces runner.sampler:sample (CPU).",
     )
     batch_wait_timeout_s: Annotated[float, at_least(0.0)] = option(
-        0.05, "Static mode: seconds that a batch which is not full waits for more requests."
+        0.05, "Static mode: seconds that a batch which is too small waits for more requests."
+    )
+    min_batch_size: PositiveInt | None = option(
+        None, "Static mode: requests with which a batch leaves at once; default: max_batch_size."
+    )
+    static_order: StaticOrder = option(
+        "arrival",
+        "Static mode: prompt_length = batches of similar prompts; for this a request is put one"
+        " batch behind its turn at most.",
     )
     kv_cache_backend: Literal["paged", "slotted", "contiguous", "none"] = option(
         "paged",
@@ -364,6 +388,22 @@ class EngineConfig:
                 f"{self.scheduler_policy!r} is an order for a continuous batch; with"
                 f" batching_mode={self.batching_mode!r} only 'fcfs' is possible",
             )
+        self._check_static_batches()
+
+    def _check_static_batches(self) -> None:
+        """Refuse settings of static batches that are impossible."""
+        for name, value in (
+            ("min_batch_size", self.min_batch_size),
+            ("static_order", None if self.static_order == "arrival" else self.static_order),
+        ):
+            if value is not None and self.batching_mode != "static":
+                raise ConfigError(
+                    name,
+                    f"{value!r} is for batching_mode='static'; leave it out with"
+                    f" batching_mode={self.batching_mode!r}",
+                )
+        if self.max_batch_size is not None:
+            check_min_batch_size(self.min_batch_size, self.max_batch_size)
 
     def _check_without_cache(self) -> None:
         """Refuse the settings that divide sequences between steps."""
@@ -421,9 +461,13 @@ class SchedulerConfig:
     """The most tokens of a step that a stream waits for; None: `max_num_batched_tokens`."""
     max_seq_len: int
     max_waiting_requests: int = 256
+    max_waiting_tokens: int | None = None
     batching_mode: str = "continuous"
     scheduler_policy: str = "fcfs"
     batch_wait_timeout_s: float = 0.05
+    min_batch_size: int | None = None
+    """The number of requests with which a static batch leaves; None: `max_batch_size`."""
+    static_order: str = "arrival"
     max_step_ms: float | None = None
     speculative: SpeculativeConfig | None = None
     """Settings of speculation; None: no tokens are proposed."""

@@ -67,6 +67,13 @@ class OverloadedError(RequestError):
     retry_after_s = 1
 
 
+def too_many_tokens(num_waiting: int, num_added: int, limit: int) -> OverloadedError:
+    """The error for prompts of `num_added` tokens where prompts of `num_waiting` wait for a seat
+    and at most `limit` may."""
+    found = f"{num_waiting} prompt tokens wait for a seat, and {num_added} more would exceed"
+    return OverloadedError(f"the server is busy: {found} max_waiting_tokens, which is {limit}")
+
+
 class CancelledError(RequestError):
     """The request was cancelled by its owner or by an administrator."""
 

@@ -42,7 +42,7 @@ def offline(llm: AsyncLLM, **options: Any) -> dict[str, Any]:
     async def main() -> dict[str, Any]:
         async with llm:
             target = EngineTarget(llm)
-            how: dict[str, Any] = {"vocab_size": llm.vocab_size, "counters": target.counters}
+            how: dict[str, Any] = {"vocab_size": llm.vocab_size, "stats": target.stats}
             return await measure(BenchOptions(**options), target, {"model": "hash"}, **how)
 
     return asyncio.run(main())
@@ -60,7 +60,7 @@ def test_the_engine_without_http() -> None:
     engine = summary["engine"]
     assert engine["num_prompt_tokens"] == 54  # the warm-up is not in it
     assert engine["num_sampled_tokens"] == 30
-    assert engine["mean_batch_size"] == round(30 / engine["num_steps"], 3)
+    assert engine["mean_rows_per_step"] == round(30 / engine["num_steps"], 3)
     for record in records(document):
         assert record.arrival_s == 0 < record.sent_s < record.token_s[0]
         assert len(record.token_s) == record.output_tokens == record.wanted_tokens == 5

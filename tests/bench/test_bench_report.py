@@ -38,7 +38,7 @@ def write_result(file: Path, label: str, *, broken: bool = False) -> Path:
             dataclasses.replace(record, error="connection", token_s=[]) for record in records
         ]
     summary = summarize(records, slo_ttft_ms=50)
-    engine = ("num_steps", "mean_batch_size", "num_cached_tokens", "num_preemptions")
+    engine = ("num_steps", "mean_rows_per_step", "num_cached_tokens", "num_preemptions")
     summary["engine"] = dict.fromkeys(engine, 7)
     document = {
         "format": 1,
@@ -61,7 +61,13 @@ def test_a_report_of_several_files(tmp_path: Path) -> None:
         write_result(tmp_path / "a.json", "one"),
         write_result(tmp_path / "b.json", "one"),
         write_result(tmp_path / "c.json", "broken", broken=True),
+        write_result(tmp_path / "d.json", "old"),
     ]
+    old = json.loads(files[-1].read_text())
+    engine = old["summary"]["engine"]
+    del engine["mean_rows_per_step"]
+    engine["mean_batch_size"] = 8
+    files[-1].write_text(json.dumps(old))
     result = CliRunner().invoke(app, ["report", *map(str, files), "-o", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     for name in ("latency", "timeline", "throughput"):
@@ -75,7 +81,9 @@ def test_a_report_of_several_files(tmp_path: Path) -> None:
     assert "| one | first | 100.0 / 100.0 / 100.0 |" in page
     assert "![timeline](timeline.png)" in page
     tables = [line.count("|") for line in page.splitlines() if line.startswith("| one |")]
-    assert tables == [9, 6, 6, 6, 8]
+    assert tables == [9, 6, 6, 19, 8]
+    assert "| one | — | 7 | 7 | — | — |" in page  # what has no meaning is a dash
+    assert "| old | — | 7 | 8 | — | — |" in page  # `mean_batch_size` was the rows of a step
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"runs": []}', '{"format": 9}'])

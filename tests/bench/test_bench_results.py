@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from infer.bench.drive import Record
-from infer.bench.results import difference, median_run, percentile, run_document, summarize
+from infer.bench.results import engine_summary, median_run, percentile, run_document, summarize
+from infer.types.engine_limits import EngineLimits
+from infer.types.engine_stats import EngineCounters, EngineGauges, EngineStats, RequestCounters
+from infer.types.stats_summary import ServingStats
 
 
 def record(arrival_s: float, token_s: list[float], **fields: Any) -> Record:
@@ -100,7 +103,25 @@ def test_a_timeline_can_be_read_back() -> None:
 
 
 def test_counters_are_those_of_the_run() -> None:
-    before: dict[str, int | float] = {"num_steps": 10, "num_sampled_tokens": 30}
-    after: dict[str, int | float] = {"num_steps": 14, "num_sampled_tokens": 42}
-    counted = difference(before, after)
-    assert counted == {"num_steps": 4, "num_sampled_tokens": 12, "mean_batch_size": 3.0}
+    def reading(factor: int) -> ServingStats:
+        counters = EngineCounters(
+            num_steps=4 * factor,
+            num_rows=12 * factor,
+            num_sampled_tokens=11 * factor,
+            num_batches_formed=2 * factor,
+            num_batch_requests=3 * factor,
+        )
+        return ServingStats(EngineStats(EngineGauges(), counters), RequestCounters(), LIMITS, 0)
+
+    counted = engine_summary(reading(2), reading(3), duration_s=30.0)
+    wanted = {
+        **{"mode": "static", "mean_rows_per_step": 3.0, "num_steps": 4, "num_sampled_tokens": 11},
+        **{"batches_formed": 2, "batches_per_minute": 4.0, "mean_batch_size": 1.5},
+    }
+    assert {name: counted[name] for name in wanted} == wanted
+    assert "mean_wait_ms" not in counted
+
+
+LIMITS = EngineLimits(
+    vocab_size=9, max_seq_len=9, num_seats=9, max_waiting_requests=9, batching_mode="static"
+)

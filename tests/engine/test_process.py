@@ -49,6 +49,8 @@ from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineCounters, EngineGauges, EngineStats
 from infer.types.step_events import (
     Admitted,
+    BatchEnded,
+    BatchFormed,
     ComputedChunk,
     Preempted,
     Queued,
@@ -172,6 +174,9 @@ EVENTS = (
     Preempted("c", 5, "a"),
     Preempted("c", 5),
     Admitted("a", 3, 7),
+    Admitted("a", 3, 7, "batch-a-1"),
+    BatchFormed("batch-a-1", 2.5, 3, 0.25, 40, 60),
+    BatchEnded("batch-a-1", 70, 75),
     ComputedChunk("a", 3, 4),
     Speculated("a", 9, 4),
 )

@@ -282,6 +282,12 @@ ROWS = (
         ),
     ),
     Row(
+        "V1",
+        "viewers of an engine",
+        ("tests/server/test_engine_events.py",),
+        "10,000 steps a second, slow viewers, the ninth viewer, two keys, a killed engine",
+    ),
+    Row(
         "A7",
         "Host and Origin",
         (

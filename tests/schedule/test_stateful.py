@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
+from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, STATIC_ORDERS, SchedulerConfig
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
 from infer.schedule.page_allocator import PageAllocator, PageTable
@@ -87,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 4),
         pool=st.integers(24, 60),
         max_step_ms=st.sampled_from([None, 5.0]),
+        static_order=st.sampled_from(STATIC_ORDERS),
     )
     def start(
         self,
@@ -97,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size: int,
         pool: int,
         max_step_ms: float | None,
+        static_order: str,
     ) -> None:
         self.now_s = 0.0
         num_pages = 1 + pool // page_size
@@ -109,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             batching_mode=mode,
             scheduler_policy=policy if mode == "continuous" else "fcfs",
             max_step_ms=max_step_ms,
+            static_order=static_order,
         )
         self.scheduler = Scheduler(config, self.allocator, lambda: self.now_s)
         self.core = EngineCore(self.scheduler, HashRunner(num_pages, page_size, VOCAB_SIZE))

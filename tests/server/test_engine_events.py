@@ -20,10 +20,11 @@ from infer.server.engine_endpoints import EVENTS_PATH
 from infer.types import StepOutput
 from infer.types.step_events import (
     Admitted,
+    BatchEvent,
     ComputedChunk,
     Preempted,
     Queued,
-    StepEvent,
+    RequestEvent,
     StepEvents,
 )
 from tests.support.doubles import held_runner, launch_hash_llm, make_hash_llm, pid_of, thread_of
@@ -124,7 +125,7 @@ def steps_of(frames: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return steps
 
 
-def told(event: StepEvent, step: StepEvents, number: int) -> list[Any] | None:
+def told(event: RequestEvent, step: StepEvents, number: int) -> list[Any] | None:
     """An event of a step as a frame has it, without its time."""
     match event:
         case Queued():
@@ -184,13 +185,15 @@ def check_steps(watcher: Watcher, spy: Spy) -> None:
 
 
 def check_events(watcher: Watcher, spy: Spy, numbers: dict[str, int]) -> None:
-    ids = {event.request_id for _, step in spy.told if step for event in step.events}
+    happened = [(event, step) for _, step in spy.told if step for event in step.events]
+    ids = {event.request_id for event, _ in happened if not isinstance(event, BatchEvent)}
     number_of = {name: number for name in ids for own, number in numbers.items() if own in name}
     expected: list[Any] = []
     tokens: dict[int, int] = {}
     for outputs, step in spy.told:
         for event in step.events if step is not None else ():
             assert step is not None
+            assert not isinstance(event, BatchEvent), "the mode is not static"
             expected.append(told(event, step, number_of[event.request_id]))
         for output in outputs:
             number = number_of[output.request_id]
@@ -475,6 +478,25 @@ def test_the_traffic_is_bounded() -> None:
             await watcher.until(lambda: watcher.frames[-1].get("gauges", {}).get("open") == 0)
 
     with_app(make_hash_llm(runner=runner), use)
+
+
+def test_static_batches() -> None:
+    async def use(app: App) -> None:
+        async with watching(app) as watcher:
+            body = completion_body(prompt=LONG, max_tokens=6, ignore_eos=True)
+            await asyncio.gather(*(app.post(COMPLETIONS, body) for _ in range(4)))
+            await watcher.until(lambda: len(watcher.all("batches")) == 4)
+            kinds = [batch[0] for batch in watcher.all("batches")]
+            assert kinds == ["formed", "ended", "formed", "ended"]
+            ids = [batch[1] for batch in watcher.all("batches")]
+            assert ids == [ids[0], ids[0], ids[2], ids[2]]
+            formed, ended = watcher.all("batches")[:2]
+            assert formed[3] == 2
+            prompt = next(e[6] for e in watcher.all("events") if e[0] == "queued")
+            assert formed[4:6] == [2 * prompt, 2 * prompt]
+            assert ended[3] == formed[4] + 2 * 6
+
+    with_app(make_hash_llm(batching_mode="static", max_batch_size=2), use)
 
 
 def test_head_has_no_stream() -> None:

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
+import time
 from typing import Any
 
+import pytest
+from rich.console import Console
+
+from infer.cli.explain import write
 from infer.schedule.sequence import Plan
 from infer.server.observe.request_trace import NUM_GAPS
 from infer.types.server_limits import ServerLimits
@@ -166,3 +173,65 @@ def test_a_process_reports_the_same() -> None:
             assert 0 < trace["admitted_ms"] < trace["first_token_ms"] < trace["total_ms"] < 30_000
 
     asyncio.run(use())
+
+
+def test_a_static_batch_is_in_the_traces_of_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "infer.access")
+
+    async def use(app: App) -> None:
+        bodies = [
+            completion_body(prompt="x" * size, max_tokens=5, ignore_eos=True) for size in (5, 30, 9)
+        ]
+        replies = await asyncio.gather(*(app.post(COMPLETIONS, body) for body in bodies))
+        await app.idle()
+        first, second, third = [await trace_of(app, reply.json()["id"]) for reply in replies]
+        [batch], [alone] = first["batches"], third["batches"]
+        prompts = [trace["prompt_tokens"] for trace in (first, second)]
+        assert second["batches"][0] == {
+            **batch,
+            "created": pytest.approx(batch["created"], abs=0.01),
+            "created_ms": second["batches"][0]["created_ms"],
+        }
+        assert (batch["requests"], alone["requests"]) == (2, 1)
+        assert batch["prompt_tokens"] == sum(prompts)
+        assert batch["prompt_padding_tokens"] == max(prompts) - min(prompts) == 25
+        assert batch["tokens"] == sum(prompts) + 10
+        assert batch["padding_tokens"] == 25
+        assert batch["wait_ms"] > 0
+        assert abs(batch["created"] - time.time()) < 60
+        admitted = next(event for event in first["events"] if event["event"] == "admitted")
+        assert admitted["batch_id"] == batch["batch_id"] != alone["batch_id"]
+        assert batch["created_ms"] == pytest.approx(admitted["at_ms"], abs=20)
+        assert first["batch_ids"] == [batch["batch_id"]]
+        listed = {entry["id"]: entry for entry in (await app.get("/v1/requests")).json()["data"]}
+        assert listed[third["id"]]["batch_ids"] == [alone["batch_id"]]
+
+        def fields_of(message: str) -> list[dict[str, Any]]:
+            records = [record for record in caplog.records if record.getMessage() == message]
+            return [vars(record)["fields"] for record in records]
+
+        lines = [fields for fields in fields_of("request") if "outcome" in fields]
+        assert {ids for line in lines for ids in line["batch_ids"]} == {
+            batch["batch_id"],
+            alone["batch_id"],
+        }
+        logged = fields_of("batch")
+        assert [line["batch_id"] for line in logged] == [batch["batch_id"], alone["batch_id"]]
+        assert {line["model"] for line in logged} == {"hash-model"}
+        assert logged[0]["requests"] == 2
+        page = Console(file=io.StringIO(), width=200)
+        write(first, page)
+        assert isinstance(page.file, io.StringIO)
+        assert f"{batch['batch_id']}: 2 requests" in page.file.getvalue()
+
+    with_app(make_hash_llm(batching_mode="static", max_batch_size=2), use)
+
+
+def test_the_other_modes_have_no_batch_in_a_trace() -> None:
+    async def use(app: App) -> None:
+        reply = await app.post(COMPLETIONS, completion_body())
+        trace = await trace_of(app, reply.json()["id"])
+        assert not [name for name in trace if "batch" in name]
+        assert not [name for event in trace["events"] for name in event if "batch" in name]
+
+    with_app(make_hash_llm(), use)

@@ -31,9 +31,12 @@ COMPLETION = ("/v1/completions", BODIES["/v1/completions"])
 
 
 @contextlib.contextmanager
-def full_server(settings: ServerSettings) -> Iterator[tuple[Any, int]]:
+def full_server(
+    settings: ServerSettings, *, max_waiting_requests: int = 0, **limits: Any
+) -> Iterator[tuple[Any, int]]:
     """An engine with room for one request, and the port of its server."""
-    engine = make_hash_llm(step_s=0.01, max_batch_size=1, max_waiting_requests=0)
+    limits["max_waiting_requests"] = max_waiting_requests
+    engine = make_hash_llm(step_s=0.01, max_batch_size=1, **limits)
     with bind(port=0, write_stall_s=5) as sock:
         server = Server(engine, sock, settings)
         thread = threading.Thread(target=server.serve_until_stopped)
@@ -146,3 +149,42 @@ def test_a_refused_connection_leaves_nothing_to_collect(path: str) -> None:
 def test_an_answered_request_leaves_nothing_to_collect() -> None:
     with full_server(ServerSettings(limits=ServerLimits(max_traces_of_owner=2))) as (_, port):
         assert not OURS & garbage_of(port, "/v1/completions")
+
+
+LIMITS: list[dict[str, Any]] = [
+    {"max_waiting_requests": 0},
+    {"max_waiting_requests": 9, "max_waiting_tokens": 0},
+]
+
+
+@pytest.mark.parametrize("status", ["503", "429"])
+@pytest.mark.parametrize("limits", LIMITS)
+def test_the_status_of_a_full_server_can_be_chosen(limits: dict[str, Any], status: Any) -> None:
+    """For requests and for tokens, by the headers and in the app."""
+    settings = ServerSettings(cors_origins="http://page.example", overload_status=status)
+    with full_server(settings, **limits) as (engine, port):
+        with busy(engine, port):
+            early, said = post(port, *COMPLETION)
+            late, meant = post(port, *COMPLETION, origin="http://page.example")
+        counted = engine.stats()["num_requests_refused"]
+    assert early.status == late.status == int(status)
+    assert said == meant
+    assert said["error"]["type"] == "overloaded_error"
+    assert said["error"]["code"] == "overloaded"
+    assert early.headers["retry-after"] == late.headers["retry-after"] == "1"
+    assert counted == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_to_wait_is_refused_whole(stream: bool) -> None:
+    """Its length is known in the app only; of two choices none is begun."""
+    limits = {"max_waiting_requests": 9, "max_waiting_tokens": 20}
+    with full_server(ServerSettings(), **limits) as (engine, port):
+        with busy(engine, port):
+            body = {**SHORT, "prompt": "x" * 15, "stream": stream, "n": 2}
+            refused, said = post(port, "/v1/completions", body)
+            assert engine.num_open == 1
+        assert engine.stats()["num_requests_refused"] == 2
+    assert refused.status == 503
+    assert "max_waiting_tokens" in said["error"]["message"]
+    assert refused.headers["retry-after"] == "1"

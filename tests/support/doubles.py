@@ -247,8 +247,10 @@ def limits_of(core: EngineCore) -> EngineLimits:
         max_seq_len=scheduler.config.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=scheduler.config.max_waiting_requests,
+        max_waiting_tokens=scheduler.config.max_waiting_tokens,
         batching_mode=scheduler.config.batching_mode,
         page_size=scheduler.allocator.page_size,
+        prefix_caching=scheduler.allocator.enable_prefix_caching,
     )
 
 

@@ -11,7 +11,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig, SpeculativeConfig
+from infer.config import (
+    BATCHING_MODES,
+    SCHEDULER_POLICIES,
+    STATIC_ORDERS,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
 from infer.schedule.page_allocator import PageAllocator
@@ -76,6 +82,8 @@ class Workload:
             max_seq_len=max_seq_len,
             max_waiting_requests=r.choice([2, 100]),
             batching_mode=mode,
+            static_order=STATIC_ORDERS[seed % 2],
+            min_batch_size=1 + seed % seats,
             scheduler_policy=r.choice(SCHEDULER_POLICIES)
             if mode == "continuous" and not without_cache
             else "fcfs",

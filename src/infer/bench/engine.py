@@ -10,17 +10,23 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from infer.bench.drive import Piece, Prompt, Usage
+from infer.bench.recording import Recorder
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.types import SamplingParams
+from infer.types.stats_summary import ServingStats
 
 
 class EngineTarget:
     """A target that takes token ids and answers with token ids."""
 
-    def __init__(self, llm: AsyncLLM, *, ignore_eos: bool = True) -> None:
+    def __init__(
+        self, llm: AsyncLLM, *, ignore_eos: bool = True, recorder: Recorder | None = None
+    ) -> None:
+        """`recorder` keeps the engine's steps."""
         self.llm = llm
         self._ignore_eos = ignore_eos
+        self._recorder = recorder
 
     def prompt(self, planned: Prompt) -> Prompt:
         """The prompt itself; the text of a trace becomes token ids."""
@@ -32,6 +38,8 @@ class EngineTarget:
         """The answer, in one piece for each token."""
         sampling = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=self._ignore_eos)
         request = self.llm.make_request(prompt, sampling)
+        if self._recorder is not None:
+            self._recorder.add(request)
         count = 0
         async with self.llm.stream(request, merge=False) as pieces:
             async for piece in pieces:
@@ -43,27 +51,21 @@ class EngineTarget:
                     usage = Usage(len(prompt), count, piece.num_cached)
                 yield Piece(len(piece.token_ids), piece.token_ids, usage)
 
-    def counters(self) -> dict[str, int | float]:
-        """The engine's counters since it was made."""
-        counters = self.llm.read_stats().engine.counters
-        return {
-            "num_steps": counters.num_steps,
-            "num_computed_tokens": counters.num_computed_tokens,
-            "num_sampled_tokens": counters.num_sampled_tokens,
-            "num_prompt_tokens": counters.num_prompt_tokens,
-            "num_cached_tokens": counters.num_cached_tokens,
-            "num_preemptions": counters.num_preemptions,
-            "num_evictions": counters.num_evictions,
-            "num_batches": counters.num_batches,
-            "num_batch_tokens": counters.num_batch_tokens,
-            "num_padded_tokens": counters.num_padded_tokens,
-        }
+    def stats(self) -> ServingStats:
+        """The engine's statistics since it was made."""
+        return self.llm.read_stats()
 
 
 @asynccontextmanager
-async def engine_target(config: EngineConfig, *, ignore_eos: bool) -> AsyncIterator[EngineTarget]:
-    """Loads a model and starts an engine; stops it at the end of the block."""
+async def engine_target(
+    config: EngineConfig, *, ignore_eos: bool, recorder: Recorder | None = None
+) -> AsyncIterator[EngineTarget]:
+    """Loads a model and starts an engine; stops it at the end of the block. `recorder` keeps the
+    engine's steps."""
     from infer.engine.build.assemble import build_async_llm  # this imports torch
 
-    async with build_async_llm(config) as llm:
-        yield EngineTarget(llm, ignore_eos=ignore_eos)
+    llm = build_async_llm(config)
+    if recorder is not None:
+        llm.observe(recorder)
+    async with llm:
+        yield EngineTarget(llm, ignore_eos=ignore_eos, recorder=recorder)

@@ -18,6 +18,7 @@ from infer.bench.drive import Drive, Target
 from infer.bench.workloads import WORKLOADS, Draw, Planned, resolve_options
 from infer.config import NonNegativeInt, PositiveInt, at_least, check_fields, option
 from infer.errors import ConfigError
+from infer.types.stats_summary import ServingStats
 
 OF_WORKLOAD = (
     *("num_requests", "num_turns", "input_len", "output_len", "rate", "arrivals", "trace_file"),
@@ -77,14 +78,14 @@ async def measure(
     described: Mapping[str, Any],
     *,
     vocab_size: int = 1 << 30,
-    counters: Callable[[], dict[str, int | float]] | None = None,
+    stats: Callable[[], ServingStats] | None = None,
     on_run: Callable[[int, int], Any] = lambda run, total: None,
     on_end: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Measures a target; returns the JSON document.
 
-    `described` is what the document says about the target. `counters` reads the engine's own
-    counters. `on_run` is called with the number of a run and of its requests when it begins,
+    `described` is what the document says about the target. `stats` reads the engine's own
+    statistics. `on_run` is called with the number of a run and of its requests when it begins,
     `on_end` when a request has ended.
     """
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -100,11 +101,11 @@ async def measure(
     for run in range(options.repeat):
         plan = options.plan(run, vocab_size)
         on_run(run, len(plan))
-        before = counters() if counters else {}
+        before = stats() if stats else None
         records = await Drive(plan, target, **how, on_end=on_end).run()
         summary = results.summarize(records, options.slo_ttft_ms, options.slo_itl_ms)
-        if counters:
-            summary["engine"] = results.difference(before, counters())
+        if stats and before:
+            summary["engine"] = results.engine_summary(before, stats(), summary["duration_s"])
         runs.append(results.run_document(summary, records))
     median = results.median_run(runs)
     return {

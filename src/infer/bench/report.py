@@ -27,6 +27,26 @@ _HEADINGS = {
     "ITL ms": ("itl_ms", "Inter-token latency"),
     "end to end ms": ("e2e_ms", "End to end"),
 }
+_ENGINE = {
+    "mode": "mode",
+    "steps": "num_steps",
+    "rows a step": "mean_rows_per_step",
+    "batches": "batches_formed",
+    "batches a minute": "batches_per_minute",
+    "requests a batch": "mean_batch_size",
+    "mean wait ms": "mean_wait_ms",
+    "wait p50": "p50_wait_ms",
+    "wait p95": "p95_wait_ms",
+    "wait p99": "p99_wait_ms",
+    "success rate": "success_rate",
+    "mean processing ms": "mean_processing_ms",
+    "KV bytes": "kv_bytes",
+    "KV pages used": "kv_pages_used",
+    "prefix hit rate": "prefix_hit_rate",
+    "cached tokens": "num_cached_tokens",
+    "preemptions": "num_preemptions",
+}
+"""Heading → statistic of the engine; one that has no meaning there is a dash."""
 _BINS = 60
 
 
@@ -209,7 +229,7 @@ def _cells(values: dict[str, Any]) -> list[str]:
 def _page(results: Sequence[Result], plots: Sequence[str]) -> str:
     rows: list[list[object]] = [["", "workload", "answered", "output tok/s", "goodput", *_HEADINGS]]
     groups: list[list[object]] = [["", "group", *_HEADINGS]]
-    steps: list[list[object]] = [["", "steps", "sequences a step", "cached tokens", "preemptions"]]
+    steps: list[list[object]] = [["", *_ENGINE]]
     where: list[list[object]] = [["", "mode", "model", "prompts", "CPU", "versions", "started"]]
     for result in results:
         document, summary = result.document, result.document["summary"]
@@ -221,8 +241,10 @@ def _page(results: Sequence[Result], plots: Sequence[str]) -> str:
         for group, values in summary.get("groups", {}).items():
             groups.append([result.label, group, *_cells(values)])
         if engine := summary.get("engine"):
-            names = ("num_steps", "mean_batch_size", "num_cached_tokens", "num_preemptions")
-            steps.append([result.label, *(engine[name] for name in names)])
+            if "mean_rows_per_step" not in engine:  # written before there was this name
+                engine = {**engine, "mean_rows_per_step": engine["mean_batch_size"]}
+                del engine["mean_batch_size"]
+            steps.append([result.label, *(engine.get(name, "—") for name in _ENGINE.values())])
         target, machine = document["target"], document["machine"]
         versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
         cpu = f"{machine['cpu']}, {machine['logical_cpus']} logical"

@@ -18,10 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from infer.bench.drive import Record
+from infer.types.engine_stats import EngineStats
+from infer.types.stats_summary import ServingStats, summary_of
 from infer.version import VERSION
 
 FORMAT = 1
 PERCENTILES = (50, 95, 99)
+COUNTED = (
+    *("num_steps", "num_computed_tokens", "num_sampled_tokens", "num_prompt_tokens"),
+    *("num_cached_tokens", "num_preemptions", "num_evictions"),
+    *("num_batches", "num_batch_tokens", "num_padded_tokens"),
+)
+"""the counters of the engine that are in a summary, those of batches in static mode"""
 LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
 
 
@@ -122,14 +130,18 @@ def _beside_long_prompt(streams: list[Record], long: Record) -> dict[str, Any]:
     }
 
 
-def difference(
-    before: dict[str, int | float], after: dict[str, int | float]
-) -> dict[str, int | float]:
-    """The counts between two readings, and the mean number of sequences in a step."""
-    counted = {name: after[name] - before[name] for name in after}
-    sampled = counted.get("num_sampled_tokens", 0)
-    counted["mean_batch_size"] = round(sampled / max(1, counted.get("num_steps", 0)), 3)
-    return counted
+def engine_summary(
+    before: ServingStats, after: ServingStats, duration_s: float
+) -> dict[str, str | int | float]:
+    """The engine's statistics of the time between two readings, of `duration_s` seconds, with the
+    names of `types.stats_summary`; and some of its counters."""
+    counters = after.engine.counters.plus(before.engine.counters, -1)
+    engine = EngineStats(after.engine.gauges, counters)
+    found = summary_of(engine, after.limits)
+    if "batches_formed" in found and duration_s > 0:
+        found["batches_per_minute"] = round(60 * counters.num_batches_formed / duration_s, 3)
+    names = engine.by_name(after.limits.batching_mode)
+    return found | {name: names[name] for name in COUNTED if name in names}
 
 
 def run_document(summary: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:

@@ -106,6 +106,8 @@ def write(trace: Fields, console: Console) -> None:
         if start is not None and stop is not None:
             parts.append(Text.assemble(f"{name} ", (_ms(stop - start), "bold")))
     console.print(Text(" + ").join(parts) + (f" = {_ms(marks[-1])}" if marks[-1] else ""))
+    for batch in trace.get("batches", ()):
+        console.print(plain(_batch(batch)))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(justify="right", style="cyan", no_wrap=True)
     table.add_column(style="bold", no_wrap=True)
@@ -146,7 +148,8 @@ def _text(event: Fields) -> str:
             behind = f": {', '.join(event['behind'])}" if event["behind"] else ""
             return f"behind {event['waiting_before']} waiting, {event['running']} running{behind}"
         case "admitted":
-            return f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
+            found = f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
+            return found + (f"; in {event['batch_id']}" if "batch_id" in event else "")
         case "speculated":
             return f"{event['accepted']} of {event['proposed']} proposed tokens were accepted"
         case "preempted":
@@ -155,6 +158,16 @@ def _text(event: Fields) -> str:
         case "finished":
             return str(event["outcome"])
     return ""
+
+
+def _batch(batch: Fields) -> str:
+    padding = f"{batch['prompt_padding_tokens']} to {batch['prompt_tokens']} prompt tokens"
+    if batch["tokens"] is not None:
+        padding += f", {batch['padding_tokens']} to all {batch['tokens']}"
+    return (
+        f"{batch['batch_id']}: {batch['requests']} requests, formed after a wait of"
+        f" {_ms(batch['wait_ms'])}; padding would add {padding}"
+    )
 
 
 def _gap(gap: Fields) -> Text:

@@ -116,12 +116,16 @@ class EngineCore:
         scheduler: Scheduler,
         runner: Runner,
         announce: Callable[[str | None], None] = lambda request_id: None,
+        *,
+        kv_bytes: int = 0,
     ) -> None:
         """`announce` is called with the id of a request that is computed alone next because an
-        engine crashed with it, and with None before several requests are computed together."""
+        engine crashed with it, and with None before several requests are computed together.
+        `kv_bytes` is the size of the runner's KV cache, for statistics."""
         self.scheduler = scheduler
         self.runner = runner
         self._announce = announce
+        self._kv_bytes = kv_bytes
         self.step_events: StepEvents | None = None
         """events of the last call of `step`; None if there were none"""
         self._num_lost = 0
@@ -133,10 +137,11 @@ class EngineCore:
         """Whether a request is unfinished or a step is in flight."""
         return self.scheduler.num_unfinished > 0 or self._in_flight is not None
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, sent_s: float | None = None) -> None:
         """Accept a request. Raises `RequestError` if it can never be served, `OverloadedError` if
-        the queue is full."""
-        self.scheduler.add(request)
+        the queue is full. `sent_s` is the time on the scheduler's clock, in seconds, from which it
+        has waited; None: now."""
+        self.scheduler.add(request, sent_s)
 
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT
@@ -362,6 +367,8 @@ class EngineCore:
                 num_pages=allocator.num_usable,
                 num_free_pages=allocator.num_free,
                 num_indexed_pages=allocator.num_indexed,
+                kv_bytes=self._kv_bytes,
+                num_batches_last_minute=scheduler.num_batches_last_minute(),
             ),
             scheduler.stats.counters(num_evictions=allocator.num_evictions),
         )

@@ -23,6 +23,7 @@ from infer.engine.client.step_lines import StepLines
 from infer.engine.core import EngineCore
 from infer.errors import EngineDeadError, RequestError
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
+from infer.types.stats_summary import summary_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """text; token ids; or a dict with either `prompt` (text) or `prompt_token_ids`"""
@@ -225,7 +226,7 @@ class LLM:
         try:
             with _progress_bar(len(requests), False if show_steps else use_tqdm) as advance:
                 while unfinished:
-                    while to_add and self._fits_queue():
+                    while to_add and self._fits_queue(to_add[0]):
                         self._add(to_add.popleft())
                     ended = self._step()
                     if lines:
@@ -249,8 +250,10 @@ class LLM:
             raise EngineDeadError("this LLM has been closed")
         return self._open_core
 
-    def _fits_queue(self) -> bool:
-        return self.core.scheduler.num_unfinished < self._input_processor.limits.max_unfinished
+    def _fits_queue(self, request: Request) -> bool:
+        scheduler = self.core.scheduler
+        has_place = scheduler.num_unfinished < self._input_processor.limits.max_unfinished
+        return has_place and scheduler.may_wait(len(request.prompt_token_ids))
 
     def _add(self, request: Request) -> None:
         self.core.add(request)
@@ -281,9 +284,11 @@ class LLM:
         self._processors.pop(request_id, None)
         self._pieces.pop(request_id, None)
 
-    def stats(self) -> dict[str, int | float]:
-        """Gauges and counters of the engine, by name."""
-        return {**self.core.stats().by_name()}
+    def stats(self) -> dict[str, Any]:
+        """Statistics of the engine by name: those of `types.stats_summary`, then all gauges and
+        counters."""
+        stats, limits = self.core.stats(), self._input_processor.limits
+        return {**summary_of(stats, limits), **stats.by_name(limits.batching_mode)}
 
     def close(self) -> None:
         """Abort all requests and release the model."""

@@ -103,8 +103,8 @@ class EngineLoop:
     def _apply(self, command: Command) -> bool:
         """Apply a command; returns whether the loop continues."""
         match command:
-            case Add(request):
-                self._add(request)
+            case Add(request, sent_s):
+                self._add(request, sent_s)
                 return True
             case Abort(request_id, reason):
                 self._core.abort(request_id, reason)
@@ -114,9 +114,9 @@ class EngineLoop:
             case _:
                 assert_never(command)
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, sent_s: float | None) -> None:
         try:
-            self._core.add(request)
+            self._core.add(request, sent_s)
         except RequestError as error:
             reason = ErrorRecord.of(error)
             refusal = StepOutput(request.request_id, None, FinishReason.ERROR, error=reason)
@@ -168,7 +168,7 @@ class EngineThread:
 
     def add(self, request: Request) -> None:
         """See `EngineClient`."""
-        self._commands.put(Add(request))
+        self._commands.put(Add(request, time.monotonic()))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""

@@ -48,14 +48,18 @@ class ContinuousAdmission:
 class StaticAdmission:
     """Admits a whole batch at once, when no sequence is left of the batch before.
 
-    A batch is admitted when it is full, or `wait_timeout_s` after a request first waited with no
-    batch running. That wait never begins while a batch runs, so requests that came meanwhile also
-    get the chance to be joined by others.
+    A batch is admitted when `min_batch_size` requests wait, or `wait_timeout_s` after a request
+    first waited with no batch running. That wait never begins while a batch runs, so requests that
+    came meanwhile also get the chance to be joined by others.
     """
 
-    def __init__(self, num_seats: int, wait_timeout_s: float) -> None:
+    def __init__(
+        self, num_seats: int, wait_timeout_s: float, min_batch_size: int | None = None
+    ) -> None:
+        """`min_batch_size`: None for `num_seats`."""
         self.num_seats = num_seats
         self.wait_timeout_s = wait_timeout_s
+        self.min_batch_size = min_batch_size or num_seats
         self._waiting_since_s: float | None = None
 
     def seats(self, now_s: float, num_waiting: int, num_seated: int) -> int:
@@ -65,14 +69,14 @@ class StaticAdmission:
             return 0
         if self._waiting_since_s is None:
             self._waiting_since_s = now_s
-        full = num_waiting >= self.num_seats
-        if not full and now_s - self._waiting_since_s < self.wait_timeout_s:
+        enough = num_waiting >= self.min_batch_size
+        if not enough and now_s - self._waiting_since_s < self.wait_timeout_s:
             return 0
         self._waiting_since_s = None
         return self.num_seats
 
     def opens_at_s(self) -> float | None:
-        """End of the wait for a full batch; None if nothing waits for one."""
+        """End of the wait for more requests; None if none is waited for."""
         if self._waiting_since_s is None:
             return None
         return self._waiting_since_s + self.wait_timeout_s
@@ -81,5 +85,7 @@ class StaticAdmission:
 def make_admission(config: SchedulerConfig) -> Admission:
     """The admission of `config.batching_mode`."""
     if config.batching_mode == "static":
-        return StaticAdmission(config.max_batch_size, config.batch_wait_timeout_s)
+        return StaticAdmission(
+            config.max_batch_size, config.batch_wait_timeout_s, config.min_batch_size
+        )
     return ContinuousAdmission(1 if config.batching_mode == "sequential" else config.max_batch_size)

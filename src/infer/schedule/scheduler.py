@@ -28,7 +28,7 @@ from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from infer.config import SchedulerConfig
-from infer.errors import OverloadedError, RequestError
+from infer.errors import OverloadedError, RequestError, too_many_tokens
 from infer.schedule.admission import make_admission
 from infer.schedule.arrival import check_fits, queued
 from infer.schedule.fair_share import FairShare
@@ -45,9 +45,11 @@ from infer.schedule.sequence import (
     TenantShare,
 )
 from infer.schedule.speculation import Speculator
+from infer.schedule.static_batches import StaticBatches
 from infer.schedule.stats import SchedulerStats
 from infer.schedule.step_budget import StepBudget
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.ends import end_of
 from infer.types.step_events import Admitted, ComputedChunk, Preempted, Speculated, StepEvent
 
 _rank = attrgetter("rank")
@@ -76,6 +78,8 @@ class Scheduler:
         self.fair_share = FairShare()
         """counts the tokens computed for each tenant"""
         self._admission = make_admission(config)
+        is_static = config.batching_mode == "static"
+        self._static_batches = StaticBatches(config.static_order) if is_static else None
         self._policy = find_policy(config.scheduler_policy)
         self._recomputes = not config.keep_computed
         self.clock = clock
@@ -91,7 +95,6 @@ class Scheduler:
         self._held: list[PageTable] = []
         self._launched: tuple[Advanced, ...] = ()
         """chunks of the step launched last; empty after it has been committed"""
-        self._batch_lengths: list[int] = []
 
     @property
     def num_seats(self) -> int:
@@ -116,21 +119,25 @@ class Scheduler:
             raise RequestError(message, param="request_id", code="request_not_found")
         return sequence
 
-    def add(self, request: Request) -> Sequence:
-        """Put a request into the waiting queue.
+    def num_batches_last_minute(self) -> int:
+        """Number of static batches that were formed in the last minute; 0 in the other modes."""
+        batches = self._static_batches
+        return 0 if batches is None else batches.num_formed_since(self.clock() - 60)
 
-        Raises `OverloadedError` if the queue is full, `RequestError` if the request can never fit
-        or its id is in use.
+    def add(self, request: Request, sent_s: float | None = None) -> Sequence:
+        """Put a request into the waiting queue; `sent_s`: see `EngineCore.add`.
+
+        Raises `OverloadedError` if the queue is full, in requests or in prompt tokens;
+        `RequestError` if the request can never fit or its id is in use.
         """
         if request.request_id in self.by_id:
             raise RequestError(f"a request with id {request.request_id!r} is already running")
         check_fits(request, self.config.max_seq_len, self.allocator)
-        if self.num_unfinished >= self.num_seats + self.config.max_waiting_requests:
+        if error := self._overload(request):
             self.stats.num_requests_refused += 1
-            raise OverloadedError(
-                f"the queue is full: {self.num_unfinished} requests are running or waiting"
-            )
+            raise error
         sequence = Sequence.from_request(request, self._num_arrived)
+        sequence.queued_s = self.clock() if sent_s is None else sent_s
         self._num_arrived += 1
         self.by_id[request.request_id] = sequence
         self.fair_share.join(sequence)
@@ -138,6 +145,34 @@ class Scheduler:
         insort(self.waiting, sequence, key=_rank)
         self.stats.num_submitted += 1
         return sequence
+
+    def _overload(self, request: Request) -> OverloadedError | None:
+        if self.num_unfinished >= self.num_seats + self.config.max_waiting_requests:
+            message = f"the queue is full: {self.num_unfinished} requests are running or waiting"
+            return OverloadedError(message)
+        # What an engine before this one had accepted is not refused.
+        if request.num_crashes or self.may_wait(num_prompt := len(request.prompt_token_ids)):
+            return None
+        assert self.config.max_waiting_tokens is not None
+        waiting = self._num_waiting_tokens()
+        return too_many_tokens(waiting, num_prompt, self.config.max_waiting_tokens)
+
+    def may_wait(self, num_prompt: int) -> bool:
+        """Whether one more request with a prompt of `num_prompt` tokens stays within
+        `max_waiting_tokens`. Requests for which seats are free do not count."""
+        limit = self.config.max_waiting_tokens
+        if limit is None or len(self.waiting) < self._num_free_seats():
+            return True
+        return self._num_waiting_tokens() + num_prompt <= limit
+
+    def _num_waiting_tokens(self) -> int:
+        return sum(s.num_prompt for s in self.waiting[self._num_free_seats() :])
+
+    def _num_free_seats(self) -> int:
+        num_seated = len(self.running) + len(self.preempted)
+        if num_seated and self._static_batches is not None:
+            return 0  # nobody joins a batch that runs
+        return max(0, self.num_seats - num_seated)
 
     def abort(
         self, request_id: str, reason: FinishReason = FinishReason.ABORT
@@ -234,6 +269,9 @@ class Scheduler:
         seats = self._admission.seats(self.clock(), len(self.waiting), len(self.running))
         if flush and seats == 0 and not self.running:
             seats = self.num_seats
+        if self._static_batches is not None:
+            self._form_batch(self._static_batches, seats)
+            return
         while self.waiting:
             several = self.fair_share.several
             sequence = self.fair_share.next_of(self.waiting) if several else self.waiting[0]
@@ -244,11 +282,32 @@ class Scheduler:
             self.waiting.remove(sequence)
             seats -= 1
 
+    def _form_batch(self, batches: StaticBatches, num_seats: int) -> None:
+        """Admit a static batch of at most `num_seats`, as large as the free pages allow. Between
+        several tenants, fair sharing decides who is in it."""
+        if not self.waiting or num_seats <= 0:
+            return
+        several, members = self.fair_share.several, list[Sequence]()
+        place = len(self.pending_events)
+        batches.open()
+        chosen = [] if several else list(batches.choose(self.waiting, num_seats))
+        while self.waiting and len(members) < num_seats:
+            number = len(members)
+            sequence = self.fair_share.next_of(self.waiting) if several else chosen[number]
+            if not self._seat(sequence):
+                break
+            self.waiting.remove(sequence)
+            members.append(sequence)
+        if members:
+            event = batches.form(members, self.waiting, self.clock())
+            self.pending_events.insert(place, event)
+            self.stats.count_formed(event)
+
     def _free_seat(self, sequence: Sequence) -> bool:
         """Preempt a sequence of the tenant with most seats, if that tenant then still has at least
         as many as the newcomer's tenant gets. So seats are shared evenly, and two tenants can never
         take the same seat from each other in turn."""
-        if not self.running or self.config.batching_mode == "static":
+        if not self.running:
             return False
         victim, seats = self.fair_share.richest(self.running)
         if seats[victim.tenant_share] < seats[sequence.tenant_share] + 2:
@@ -276,8 +335,11 @@ class Scheduler:
         if sequence.admitted_s is None:
             sequence.admitted_s = self.clock()
             self.stats.num_prompt_tokens += sequence.num_prompt
+            if not request.output_token_ids:  # its wait was counted by the engine that had it
+                self.stats.count_wait(sequence.admitted_s - sequence.queued_s)
+        batch_id = None if self._static_batches is None else self._static_batches.current_id
         self.pending_events.append(
-            Admitted(sequence.request_id, sequence.num_computed, len(sequence.tokens))
+            Admitted(sequence.request_id, sequence.num_computed, len(sequence.tokens), batch_id)
         )
         sequence.status = Status.RUNNING
         sequence.last_turn = self._num_turns
@@ -463,6 +525,7 @@ class Scheduler:
                 continue
             outputs += self._append(advanced, result)
         stats.num_steps += 1
+        stats.num_rows += len(step)
         stats.num_sampled_tokens += sum(output.token_id is not None for output in outputs)
         self._end_batch()
         return outputs
@@ -496,6 +559,9 @@ class Scheduler:
                 break
         if advanced.chunk.proposed:
             self._settle_proposals(advanced, len(result.following), len(outputs) - 1)
+        if (guesses := sequence.guesses) is not None and (text := guesses.prediction):
+            counts = (text.num_accepted, text.num_rejected)
+            outputs[-1] = outputs[-1]._replace(num_predicted=counts)
         if reason is not None:
             self._finish(sequence, reason)
         elif error is not None:
@@ -543,8 +609,8 @@ class Scheduler:
             self.pending_events.append(
                 Speculated(sequence.request_id, guesses.num_proposed, guesses.num_accepted)
             )
-        if sequence.admitted_s is not None and self.config.batching_mode == "static":
-            self._batch_lengths.append(len(sequence.tokens))
+        if sequence.admitted_s is not None and self._static_batches is not None:
+            self._static_batches.leave(sequence)
         if self.config.hold_pages_until_batch_ends:
             self._held.append(sequence.table)
         else:
@@ -553,6 +619,8 @@ class Scheduler:
         del self.by_id[sequence.request_id]
         self.fair_share.leave(sequence)
         self.stats.num_finished[reason] += 1
+        if sequence.admitted_s is not None and end_of(reason).counter == "num_requests_finished":
+            self.stats.processing_s += self.clock() - sequence.admitted_s
 
     def _end_batch(self) -> None:
         """When the batch has ended, give held pages back and count what padding would cost."""
@@ -561,9 +629,9 @@ class Scheduler:
         for table in self._held:
             self.allocator.release(table)
         self._held.clear()
-        if self._batch_lengths:
-            self.stats.count_batch(self._batch_lengths)
-            self._batch_lengths.clear()
+        if self._static_batches is not None and (event := self._static_batches.end()):
+            self.pending_events.append(event)
+            self.stats.count_batch(event)
 
     def check(self) -> None:
         """Assert the invariants between sequences, pages and counters. For tests."""

@@ -68,8 +68,12 @@ class Sequence:
     """times it lost its pages"""
     last_turn: int = 0
     """number of the step in which it last made progress"""
+    queued_s: float = 0.0
+    """time at which it was handed to the engine (scheduler's clock, seconds)"""
     admitted_s: float | None = None
     """time of its first admission (scheduler's clock, seconds); None before it"""
+    is_owed_a_seat: bool = False
+    """whether another one got a seat in its turn; see `schedule.static_batches`"""
     tenant_share: TenantShare = field(default_factory=TenantShare)
     """counters of its tenant, shared by all sequences of that tenant"""
     end_token_ids: frozenset[int] = frozenset()

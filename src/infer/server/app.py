@@ -12,12 +12,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import State
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
@@ -25,15 +25,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import EngineDeadError, InferError, UnprocessableError
+from infer.errors import EngineDeadError, UnprocessableError
 from infer.server.body_reader import BodyReader
+from infer.server.comparisons import Comparisons
 from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
-from infer.server.http.error_responses import HttpError, RequestBoundary, pass_on, respond
+from infer.server.http.error_responses import HttpError, RequestBoundary, error_handlers, pass_on
 from infer.server.http.hosts import HostGuard
-from infer.server.observe.logs import log_request
+from infer.server.observe.logs import log_batch, log_request
 from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.observe.spans import make_tracing
@@ -87,6 +88,7 @@ class Endpoints:
         ignores_unknown = settings.unknown_params == "ignore"
         self._bodies = BodyReader(offload, engine.model_name, ignores_unknown=ignores_unknown)
         self.traces = RequestTraces(engine, settings.limits)
+        self.traces.on_batch_end.append(partial(log_batch, engine.model_name))
         if settings.tracing:
             self.traces.on_end.append(make_tracing(engine.model_name))
         quota = Quota(
@@ -102,7 +104,9 @@ class Endpoints:
             self.sessions,
             settings,
         )
-        self.about_engine = EngineEndpoints(EngineViewers(engine, self.traces))
+        self.about_engine = EngineEndpoints(
+            EngineViewers(engine, self.traces), Comparisons(engine), self._bodies
+        )
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
         self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage, settings.limits)
         self._started = int(time.time())
@@ -364,7 +368,7 @@ def create_app(
     outer = layers(settings, (endpoints.metrics.seen,), engine.model_name, page)
     app = Starlette(
         routes=[*map(endpoints.generation.route, generating), *endpoints.routes()],
-        exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
+        exception_handlers={**error_handlers(settings.status_when_full), Exception: pass_on},
         middleware=[] if is_inner else outer,
         lifespan=lifespan,
     )

@@ -159,6 +159,7 @@ class GenerationCall(Generic[B]):
 
     def _begin(self, wire: B, prepared: Prepared, places: Places) -> list[RequestStream]:
         """Hand the places over. No coroutine: see the module's docstring."""
+        places.reservation.check(prepared.requests)
         self._own(wire, prepared)
         places.waiting.close()  # the trace counts them now
         return self._enter(prepared, places.reservation)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -31,11 +30,11 @@ from starlette.types import Receive, Scope, Send
 
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import ConfigError, EngineDeadError, InferError, LoadError
+from infer.errors import ConfigError, EngineDeadError, LoadError, OverloadedError
 from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
-from infer.server.http.error_responses import HttpError, respond
+from infer.server.http.error_responses import HttpError, error_handlers
 from infer.server.observe.metrics import CONTENT_TYPE, text_of
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.offload import PARSED, Offload
@@ -284,8 +283,11 @@ class ModelRouter:
 
     # ---- answering
 
-    def make_app(self, layers: list[Middleware]) -> Starlette:
-        """The ASGI app over all models, with `layers` around it."""
+    def make_app(
+        self, layers: list[Middleware], overload_status: int = OverloadedError.status
+    ) -> Starlette:
+        """The ASGI app over all models, with `layers` around it. `overload_status`: see
+        `http.error_responses.describe`."""
         return Starlette(
             routes=[
                 Route("/v1/models", self._list, methods=["GET"]),
@@ -301,7 +303,7 @@ class ModelRouter:
                 Route("/health/ready", self._ready, methods=["GET"]),
                 Mount("/", self._pass_on),
             ],
-            exception_handlers={HTTPException: respond, InferError: respond},
+            exception_handlers=error_handlers(overload_status),
             middleware=layers,
             lifespan=self._lifespan,
         )
@@ -331,6 +333,9 @@ class ModelRouter:
     def _find(self, name: Any, unknown_status: int = 404) -> _Model:
         if name is None:
             return next(iter(self._models.values()))
+        if not isinstance(name, str) and unknown_status != 404:
+            message = "model must be a string"
+            raise HttpError(400, message, param="model", code="invalid_type")
         if not isinstance(name, str) or name not in self._models:
             message = f"there is no such model here; this server has {self.model_name}"
             raise HttpError(unknown_status, message, param="model", code="model_not_found")

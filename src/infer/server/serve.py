@@ -213,12 +213,15 @@ class Server(uvicorn.Server):
         limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
         turn_away: TurnAway | None = None
         if isinstance(engine, ModelRouter):
-            app = engine.make_app(layers(settings, (engine.seen,), page=page))
+            outer = layers(settings, (engine.seen,), page=page)
+            app = engine.make_app(outer, settings.status_when_full)
         else:
             app = create_app(engine, settings, page=page)
             if settings.api_keys is None:
                 on_end = (app.state.metrics.seen, log_request)
-                turn_away = TurnAway(engine, app.state.generating_paths, on_end)
+                turn_away = TurnAway(
+                    engine, app.state.generating_paths, on_end, settings.status_when_full
+                )
         super().__init__(
             uvicorn.Config(
                 app,
@@ -227,6 +230,7 @@ class Server(uvicorn.Server):
                     write_stall_s=settings.write_stall_s,
                     places=Connections(limits),
                     turn_away=turn_away,
+                    overload_status=settings.status_when_full,
                     limits=settings.limits,
                 ),
                 ws="none",

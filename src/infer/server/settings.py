@@ -33,6 +33,9 @@ class ServerSettings:
     load_timeout_s: Annotated[float, at_least(1)] = option(
         3600.0, "Seconds that an engine has to load."
     )
+    overload_status: Literal["503", "429"] = option(
+        "503", "Status of a request that is refused because the server is full; see Retry-After."
+    )
     completions_api: Literal["openai", "typed"] = option(
         "openai",
         "typed = /v1/completions always streams typed events and has statuses and defaults of its"
@@ -119,6 +122,11 @@ class ServerSettings:
                 raise ConfigError(
                     "allowed_hosts", f"{host!r} is not a name like models.example.org"
                 )
+
+    @property
+    def status_when_full(self) -> int:
+        """The status that `overload_status` names."""
+        return int(self.overload_status)
 
     @property
     def origins(self) -> list[str]:

@@ -1,6 +1,6 @@
 """`TurnAway`: refuses generating requests by their headers while the engine has no room for more
 
-Under overload nearly all requests end with 503. A request that is refused here costs no task, no
+Under overload nearly all requests are refused. A request that is refused here costs no task, no
 reading of its body and no pass through the app's layers; the answer, the log and the counters are
 the same. It is used by servers without keys only: with keys, a request must be authenticated first.
 """
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.errors import OverloadedError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import describe
 
@@ -25,12 +26,14 @@ class TurnAway:
         engine: AsyncLLM,
         paths: Collection[str],
         on_end: Sequence[Callable[[RequestContext], None]] = (),
+        overload_status: int = OverloadedError.status,
     ) -> None:
         """`paths`: of the endpoints that generate. `on_end` is called with each refused request, as
-        the outermost layer does with all others."""
+        the outermost layer does with all others. `overload_status`: see `describe`."""
         self._engine = engine
         self._paths = paths
         self._on_end = on_end
+        self._overload_status = overload_status
 
     def __call__(self, scope: Scope) -> Response | None:
         """The refusal of a request by its headers; None if the app is to answer it.
@@ -46,7 +49,7 @@ class TurnAway:
         if error is None:
             return None
         context = RequestContext.of(scope)
-        response = describe(error)
+        response = describe(error, self._overload_status)
         context.status, context.model = response.status_code, self._engine.model_name
         response.raw_headers += context.standard_headers
         for listener in self._on_end:

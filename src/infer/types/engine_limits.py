@@ -1,4 +1,4 @@
-"""`EngineLimits`: how much an engine can take, for whoever makes its requests."""
+"""`EngineLimits`: how much an engine can take and how it batches, for whoever sends it requests."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ class EngineLimits:
     """maximum number of sequences in the batch"""
     max_waiting_requests: int
     """maximum number of requests in the queue"""
+    max_waiting_tokens: int | None = None
+    """maximum number of prompt tokens in the queue; None: only requests are counted"""
     batching_mode: str = "continuous"
+    """see `EngineConfig.batching_mode`"""
     page_size: int = 0
     """tokens in a page of the KV cache; 0 where nobody has said it"""
+    prefix_caching: bool = True
+    """whether prompts that begin alike share pages"""
 
     @property
     def max_unfinished(self) -> int:

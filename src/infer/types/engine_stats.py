@@ -7,11 +7,17 @@ summed over restarts, or not, by where it stands.
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import Any, assert_never
 
 import msgspec
 
 from infer.types.ends import EndCounter, FinishReason
+
+OF_STATIC_BATCHES = (
+    *("num_batches_last_minute", "num_batches_formed", "num_batch_requests"),
+    *("num_batches", "num_batch_tokens", "num_padded_tokens"),
+)
+"""the fields that have a meaning in static mode only"""
 
 
 class EngineGauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -29,6 +35,10 @@ class EngineGauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """pages that no request uses; their content may still be found"""
     num_indexed_pages: int = 0
     """pages whose content the prefix index knows"""
+    kv_bytes: int = 0
+    """size of the KV cache in bytes; 0 where it is not known"""
+    num_batches_last_minute: int = 0
+    """static mode: batches that were formed in the last minute"""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -47,6 +57,8 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     num_requests_refused: int = 0
     """requests that the scheduler refused because its queue was full"""
     num_steps: int = 0
+    num_rows: int = 0
+    """sequences that were computed, summed over the steps"""
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
     num_late_tokens: int = 0
@@ -55,6 +67,14 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     num_cached_tokens: int = 0
     """prompt tokens that were taken from the prefix cache"""
     num_preemptions: int = 0
+    wait_s: float = 0.0
+    """seconds from the hand-over to the engine until the first seat, summed over the requests"""
+    processing_s: float = 0.0
+    """seconds from the first seat to the end, summed over the requests that ended normally"""
+    num_batches_formed: int = 0
+    """static mode: batches that have begun"""
+    num_batch_requests: int = 0
+    """static mode: requests of those batches"""
     num_batches: int = 0
     """static mode: batches that have ended"""
     num_batch_tokens: int = 0
@@ -71,19 +91,22 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """engines that have died"""
     num_accepted_at: dict[int, int] = {}
     """speculation: accepted tokens by their place in the proposal, from 0"""
+    wait_counts: dict[int, int] = {}
+    """requests that got a first seat, by the bucket of their wait; see `types.stats_summary`"""
     num_finished: dict[FinishReason, int] = {}
     """requests that have ended, by reason; reasons that did not occur are left out"""
 
-    def plus(self, other: EngineCounters) -> EngineCounters:
-        """The sum, field by field."""
-        sums: dict[str, int | dict[FinishReason, int] | dict[int, int]] = {}
+    def plus(self, other: EngineCounters, sign: int = 1) -> EngineCounters:
+        """The sum, field by field; with `sign` -1 the difference."""
+        sums: dict[str, Any] = {}
         for name in self.__struct_fields__:
             mine, others = getattr(self, name), getattr(other, name)
             if isinstance(mine, dict):
-                sums[name] = {r: mine.get(r, 0) + others.get(r, 0) for r in {**mine, **others}}
+                both = {**mine, **others}
+                sums[name] = {key: mine.get(key, 0) + sign * others.get(key, 0) for key in both}
             else:
-                sums[name] = mine + others
-        return EngineCounters(**sums)  # type: ignore[arg-type]
+                sums[name] = mine + sign * others
+        return EngineCounters(**sums)
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):
@@ -92,9 +115,14 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     gauges: EngineGauges = EngineGauges()
     counters: EngineCounters = EngineCounters()
 
-    def by_name(self) -> dict[str, int]:
-        """All numbers in one mapping, for people and for JSON."""
+    def by_name(self, batching_mode: str = "static") -> dict[str, int | float]:
+        """All numbers in one mapping, for people and for JSON; those of static batches in static
+        mode only."""
         names = {**msgspec.structs.asdict(self.gauges), **msgspec.structs.asdict(self.counters)}
+        del names["wait_counts"]
+        if batching_mode != "static":
+            for name in OF_STATIC_BATCHES:
+                del names[name]
         finished, accepted = names.pop("num_finished"), names.pop("num_accepted_at")
         names |= {f"num_accepted_at_{position}": n for position, n in sorted(accepted.items())}
         return {**names, **{f"num_finished_{reason}": n for reason, n in finished.items()}}
@@ -121,19 +149,3 @@ class RequestCounters(msgspec.Struct):
                 self.num_requests_failed += 1
             case _:
                 assert_never(counter)
-
-
-class ServingStats(msgspec.Struct, frozen=True):
-    """An engine's statistics, and those of the façade in front of it."""
-
-    engine: EngineStats
-    requests: RequestCounters
-    num_open: int
-    """requests that callers hold open"""
-
-    def by_name(self) -> dict[str, int]:
-        """All numbers in one mapping, for people and for JSON."""
-        names = self.engine.by_name()
-        requests = msgspec.structs.asdict(self.requests)
-        requests["num_requests_refused"] += names["num_requests_refused"]
-        return {**names, "num_open": self.num_open, **requests}

@@ -36,6 +36,8 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
     """tokens that were found in the prefix cache"""
     num_tokens: int
     """all tokens that it has now"""
+    batch_id: str | None = None
+    """id of the static batch that it joins (see `BatchFormed`); None in the other modes"""
 
 
 class ComputedChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
@@ -67,7 +69,37 @@ class Speculated(msgspec.Struct, frozen=True, array_like=True, tag="speculated")
     """tokens of them that are part of the answer"""
 
 
-StepEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted | Speculated
+class BatchFormed(msgspec.Struct, frozen=True, array_like=True, tag="batch_formed"):
+    """Static mode: a batch begins. An `Admitted` for each of its requests follows in the step."""
+
+    batch_id: str
+    """id of the batch; no other batch of this engine, or of one before or after it, has it"""
+    created_s: float
+    """time of its creation, on the clock of `StepEvents`"""
+    num_requests: int
+    wait_s: float
+    """longest time, in seconds, that one of its requests had waited for it"""
+    num_prompt_tokens: int
+    """sum of the lengths of its requests, in tokens"""
+    num_padded_tokens: int
+    """the same sum if each request were padded to the longest one; never computed"""
+
+
+class BatchEnded(msgspec.Struct, frozen=True, array_like=True, tag="batch_ended"):
+    """Static mode: the last request of a batch has ended. There is one batch at a time."""
+
+    batch_id: str
+    num_tokens: int
+    """prompt and output tokens of its requests"""
+    num_padded_tokens: int
+    """the same sum if each request were padded to the longest one; never computed"""
+
+
+RequestEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted | Speculated
+"""an event of the request that its `request_id` names"""
+BatchEvent = BatchFormed | BatchEnded
+"""an event of the static batch that its `batch_id` names"""
+StepEvent = RequestEvent | BatchEvent
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True):

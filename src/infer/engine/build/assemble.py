@@ -19,7 +19,7 @@ import infer.engine.build.hardware as machine
 from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
-from infer.config import EngineConfig, SchedulerConfig, own_function
+from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size, own_function
 from infer.engine.build.checkpoint import Checkpoint, find_checkpoint, text_of
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
@@ -193,12 +193,15 @@ def _build(
         max_seq_len=plan.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
         batching_mode=config.batching_mode,
         page_size=plan.page_size,
+        prefix_caching=config.prefix_caching,
     )
     held = None if before is None or after is None else after - before
     _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)
-    core = EngineCore(scheduler, runner, announce)
+    kv_bytes = (num_pages + 1) * plan.page_size * plan.kv_bytes_per_token
+    core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes)
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
@@ -236,15 +239,20 @@ def _scheduler_config(
     beside = CUDA_TOKENS_BESIDE_STREAMS if device.type == "cuda" else CPU_TOKENS_BESIDE_STREAMS
     keep_computed = config.kv_cache_backend != "none"
     divides = keep_computed and config.max_num_batched_tokens is None
+    max_batch_size = config.max_batch_size or machine.default_seats(device)
+    check_min_batch_size(config.min_batch_size, max_batch_size)
     return SchedulerConfig(
-        max_batch_size=config.max_batch_size or machine.default_seats(device),
+        max_batch_size=max_batch_size,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_tokens_beside_streams=beside if divides else None,
         max_seq_len=plan.max_seq_len,
         max_waiting_requests=config.max_waiting_requests,
+        max_waiting_tokens=config.max_waiting_tokens,
         batching_mode=config.batching_mode,
         scheduler_policy=config.scheduler_policy,
         batch_wait_timeout_s=config.batch_wait_timeout_s,
+        min_batch_size=config.min_batch_size,
+        static_order=config.static_order,
         max_step_ms=config.max_step_ms,
         speculative=config.speculative,
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",

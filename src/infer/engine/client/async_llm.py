@@ -23,6 +23,7 @@ from infer.engine.client.engine_client import EngineClient
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import Mailbox, MailboxLimits, OpenRequest
 from infer.engine.client.output import OutputProcessor, collected
+from infer.engine.client.waiting_tokens import WaitingTokens
 from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
 from infer.types import (
     FinishReason,
@@ -32,7 +33,8 @@ from infer.types import (
     TextDelta,
 )
 from infer.types.ends import end_of
-from infer.types.engine_stats import RequestCounters, ServingStats
+from infer.types.engine_stats import RequestCounters
+from infer.types.stats_summary import ServingStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
@@ -76,10 +78,22 @@ class RequestStream:
 class Reservation:
     """Places in the queue that are held for requests which are being made."""
 
-    def __init__(self, count: int, enter: Callable[[Request, bool], RequestStream]) -> None:
-        """`enter` runs a request in one of the held places."""
+    def __init__(
+        self,
+        count: int,
+        enter: Callable[[Request, bool], RequestStream],
+        check_waiting_tokens: Callable[[Sequence[int]], None],
+    ) -> None:
+        """`enter` runs a request in one of the held places. `check_waiting_tokens` raises
+        `OverloadedError` for lengths of prompts that may not wait."""
         self._num_left = count
         self._enter = enter
+        self._check_waiting_tokens = check_waiting_tokens
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise `OverloadedError` if the prompts of all these requests together would exceed
+        `max_waiting_tokens`, so that none of them is begun. Lengths are not known before."""
+        self._check_waiting_tokens([len(request.prompt_token_ids) for request in requests])
 
     def enter(self, request: Request, *, merge: bool = True) -> RequestStream:
         """Run a request in one of the held places, which no other request can take in between; see
@@ -145,6 +159,7 @@ class AsyncLLM:
         self._draining = False
         self._check_is_planned = False
         self._num_reserved = 0
+        self._waiting_tokens = WaitingTokens(input_processor.limits)
         self._counts = RequestCounters()
 
     def observe(self, observer: Observer) -> None:
@@ -221,8 +236,8 @@ class AsyncLLM:
 
     def refusal(self) -> OverloadedError | None:
         """The error for one more request if the queue is full, which is then counted as refused;
-        None if there is room, or if the engine is not running."""
-        error = self._capacity_error(1)
+        None if there is room for one with a short prompt, or if the engine is not running."""
+        error = self._capacity_error((1,))
         if not isinstance(error, OverloadedError):
             return None
         self._counts.num_requests_refused += 1
@@ -236,9 +251,9 @@ class AsyncLLM:
         A place is held until a request takes it over (`Reservation.enter`) or the block is left.
         Raises `OverloadedError` or `EngineDeadError`, like `stream`.
         """
-        self._check_capacity(count)
+        self._check_capacity((1,) * count)
         self._num_reserved += count
-        reservation = Reservation(count, self._take_over)
+        reservation = Reservation(count, self._take_over, self._check_waiting_tokens)
         try:
             yield reservation
         finally:
@@ -258,17 +273,19 @@ class AsyncLLM:
         `merge=False` keeps one piece per token for a slow reader too. Raises `OverloadedError` if
         the queue is full, `EngineDeadError` if the engine is not running or the server shuts down.
         """
-        self._check_capacity(1)
+        self._check_capacity((len(request.prompt_token_ids),))
         if request.request_id in self._mailboxes:
             raise ValueError(f"a request with id {request.request_id!r} is already running")
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge, self._mailbox_limits)
         self._mailboxes[request.request_id] = mailbox
         self._counts.num_requests_admitted += 1
+        self._waiting_tokens.add(request)
         self.engine_client.add(request)
         return RequestStream(request, mailbox, partial(self._leave, request.request_id))
 
     def _leave(self, request_id: str) -> None:
         mailbox = self._mailboxes.pop(request_id)
+        self._waiting_tokens.leave(request_id)
         reason = mailbox.processor.finish_reason
         if reason is None:
             self.engine_client.abort(request_id)
@@ -300,31 +317,43 @@ class AsyncLLM:
         """
         return await self.enter(request).output()
 
-    def stats(self) -> dict[str, int | float]:
-        """Gauges and counters of engine and façade by name."""
-        return {**self.read_stats().by_name()}
+    def stats(self) -> dict[str, Any]:
+        """Statistics of engine and façade by name: those of `types.stats_summary`, then all gauges
+        and counters."""
+        stats = self.read_stats()
+        return {**stats.summary(), **stats.by_name()}
 
     def read_stats(self) -> ServingStats:
         """The same as a record."""
-        return ServingStats(self.engine_client.stats(), copy(self._counts), self.num_open)
+        limits = self._input_processor.limits
+        return ServingStats(self.engine_client.stats(), copy(self._counts), limits, self.num_open)
 
     def snapshot(self) -> dict[str, OpenRequest]:
         """What waits for the readers of the open requests, by request id."""
         return {name: mailbox.snapshot() for name, mailbox in self._mailboxes.items()}
 
-    def _capacity_error(self, count: int) -> EngineDeadError | OverloadedError | None:
+    def _capacity_error(
+        self, prompt_lengths: Sequence[int]
+    ) -> EngineDeadError | OverloadedError | None:
+        """The error for further requests with prompts of these lengths in tokens; a length that is
+        not known is 1."""
         num_taken = len(self._mailboxes) + self._num_reserved
         if not self.is_alive:
             return EngineDeadError("the engine is not running")
         if self._draining:
             return EngineDeadError("the server is shutting down")
-        if num_taken + count > self._input_processor.limits.max_unfinished:
+        if num_taken + len(prompt_lengths) > self._input_processor.limits.max_unfinished:
             busy = f"the server is busy: {num_taken} requests are running or waiting"
             return OverloadedError(busy)
-        return None
+        return self._waiting_tokens.error(prompt_lengths)
 
-    def _check_capacity(self, count: int) -> None:
-        error = self._capacity_error(count)
+    def _check_capacity(self, prompt_lengths: Sequence[int]) -> None:
+        self._refuse_with(self._capacity_error(prompt_lengths), len(prompt_lengths))
+
+    def _check_waiting_tokens(self, prompt_lengths: Sequence[int]) -> None:
+        self._refuse_with(self._waiting_tokens.error(prompt_lengths), len(prompt_lengths))
+
+    def _refuse_with(self, error: EngineDeadError | OverloadedError | None, count: int) -> None:
         if error is None:
             return
         self._counts.num_requests_refused += count
@@ -364,7 +393,11 @@ class AsyncLLM:
         is_full = is_behind = False
         if self._observer is not None:
             self._observer.stepped(outputs, step_events)
+        if step_events is not None:
+            self._waiting_tokens.stepped(step_events)
         for output in outputs:
+            if output.finish_reason is not None:
+                self._waiting_tokens.leave(output.request_id)
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is None:
                 continue

@@ -25,12 +25,15 @@ from infer.types import FinishReason, StepOutput
 from infer.types.ends import end_of
 from infer.types.step_events import (
     Admitted,
+    BatchEnded,
+    BatchEvent,
+    BatchFormed,
     ComputedChunk,
     Preempted,
     Queued,
+    RequestEvent,
     Resumed,
     Speculated,
-    StepEvent,
     StepEvents,
 )
 
@@ -149,6 +152,8 @@ class Frame:
     """number of the step before the first row"""
     rows: list[StepRow] = field(default_factory=list)
     events: list[FrameEvent] = field(default_factory=list)
+    batches: list[tuple[str, str, float, tuple[Any, ...]]] = field(default_factory=list)
+    """what happened to static batches: kind, id, time and numbers"""
     tokens: dict[FollowedRequest, int] = field(default_factory=dict)
     """output tokens since the frame before"""
     gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS_MS) + 1))
@@ -165,8 +170,9 @@ class Frame:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to tell."""
-        found = self.rows or self.events or self.tokens or self.restarted_s or self.left_out
-        return not (found or self.requests is not None or self.gauges is not None)
+        fields = (self.rows, self.events, self.tokens, self.batches, self.left_out)
+        given = (self.restarted_s, self.requests, self.gauges)
+        return not any(fields) and all(each is None for each in given)
 
     @property
     def num_steps(self) -> int:
@@ -259,6 +265,9 @@ class FrameBuilder:
             self.restarted()
         step_ms = round(1000 * (step_events.ended_s - started_s), 2)
         for event in step_events.events:
+            if isinstance(event, BatchEvent):
+                self._add_batch(event, started_s)
+                continue
             if isinstance(event, ComputedChunk):
                 num_prompt += event.num_tokens
             self._add_event(event, started_s, step_ms)
@@ -283,7 +292,7 @@ class FrameBuilder:
             odd = frame.rows[-1:] if len(frame.rows) % 2 else []
             frame.rows = [*(one.merged(next_one) for one, next_one in pairs), *odd]
 
-    def _add_event(self, event: StepEvent, at_s: float, step_ms: float) -> None:
+    def _add_event(self, event: RequestEvent, at_s: float, step_ms: float) -> None:
         is_new = event.request_id not in self._followed
         request = self._find(event, at_s)
         if request is None:
@@ -312,7 +321,24 @@ class FrameBuilder:
             case _:
                 assert_never(event)
 
-    def _find(self, event: StepEvent, at_s: float) -> FollowedRequest | None:
+    def _add_batch(self, event: BatchEvent, at_s: float) -> None:
+        values: tuple[Any, ...]
+        match event:
+            case BatchFormed():
+                kind, at_s = "formed", event.created_s
+                wait_ms = round(1000 * event.wait_s, 2)
+                values = (event.num_requests, event.num_prompt_tokens, event.num_padded_tokens)
+                values = (*values, wait_ms)
+            case BatchEnded():
+                kind, values = "ended", (event.num_tokens, event.num_padded_tokens)
+            case _:
+                assert_never(event)
+        if self._max_events is None or len(self._frame.batches) < self._max_events // 2:
+            self._frame.batches.append((kind, event.batch_id, at_s, values))
+        else:
+            self._frame.left_out.events += 1
+
+    def _find(self, event: RequestEvent, at_s: float) -> FollowedRequest | None:
         """The request of an event; a new one is introduced by an event of its own."""
         request = self._followed.get(event.request_id)
         if request is not None:
@@ -364,6 +390,11 @@ class FrameWriter:
             fields["number"], fields["steps"] = frame.number, list(_step_rows(frame.rows, at_s))
         if frame.events:
             fields["events"] = [self._event(event, at_s) for event in frame.events]
+        if frame.batches:
+            fields["batches"] = [
+                [kind, batch_id, round(1000 * (then_s - at_s), 2), *values]
+                for kind, batch_id, then_s, values in frame.batches
+            ]
         if frame.tokens:
             counts = frame.tokens.items()
             known = [[self._numbers.get(request), count] for request, count in counts]

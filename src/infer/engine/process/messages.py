@@ -216,7 +216,7 @@ def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
     for command in commands:
         if isinstance(command, Add):
             if command.request.sampling == sampling:
-                command = Add(replace(command.request, sampling=sampling))
+                command = Add(replace(command.request, sampling=sampling), command.sent_s)
             sampling = command.request.sampling
         shared.append(command)
     return shared

@@ -169,7 +169,7 @@ class EngineProcess:
         with self._lock:
             self._journal.add(request)
             if (worker := self._worker) is not None:
-                worker.send(Add(request))
+                worker.send(Add(request, time.monotonic()))
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """See `EngineClient`."""
@@ -295,7 +295,7 @@ class EngineProcess:
             self._stats = ready.stats
             requests = self._journal.resumed()
             for request in requests:
-                engine_run.send(Add(request))
+                engine_run.send(Add(request, time.monotonic()))
         self._want_standby()
         return len(requests)
 

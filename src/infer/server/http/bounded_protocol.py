@@ -126,12 +126,15 @@ class BoundedProtocol(H11Protocol):
         places: Connections,
         turn_away: Callable[[Scope], Response | None] | None = None,
         limits: ServerLimits = SERVER_LIMITS,
+        overload_status: int = OverloadedError.status,
         **named: Any,
     ) -> None:
         """`write_stall_s`: seconds after which a client that reads nothing is cut off. `turn_away`:
-        the refusal of a request by its headers; None if the app is to answer it."""
+        the refusal of a request by its headers; None if the app is to answer it.
+        `overload_status`: see `describe`."""
         super().__init__(*arguments, **named)
         self._turn_away = turn_away
+        self._overload_status = overload_status
         self._refusal: Response | None = None
         self.logger = _uvicorn_log
         self.conn: BoundedConnection = BoundedConnection()
@@ -328,7 +331,7 @@ class BoundedProtocol(H11Protocol):
 
     def _refuse(self, error: RequestError, reason: str, linger_s: float = REFUSED_S) -> None:
         self._places.refusals.note(reason, self.client)
-        response = describe(error)
+        response = describe(error, self._overload_status)
         self._write_last(response.status_code, response.raw_headers, bytes(response.body))
         self._linger(linger_s)
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -19,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.errors import EngineError, RequestError
+from infer.errors import EngineError, InferError, OverloadedError, RequestError
 from infer.server.http.connections import note_refusal
 from infer.server.http.context import HARMLESS, RequestContext
 
@@ -39,6 +40,7 @@ _ROUTER = {
     405: "this route does not allow this method; see the Allow header",
 }
 _MAX_IGNORED_SHOWN = 32
+Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class ClientGone(Exception):
@@ -92,8 +94,10 @@ def _check_head(scope: Scope) -> None:
         raise HttpError(400, message, code="invalid_http")
 
 
-def describe(error: BaseException) -> Response:
-    """The response for an exception: OpenAI's error body, as one line of ASCII JSON."""
+def describe(error: BaseException, overload_status: int = OverloadedError.status) -> Response:
+    """The response for an exception: OpenAI's error body, as one line of ASCII JSON.
+
+    `overload_status` is the status of an `OverloadedError`."""
     status, kind, message = 500, "server_error", _UNEXPECTED
     param: str | None = None
     code: str | None = "internal_error"
@@ -102,6 +106,8 @@ def describe(error: BaseException) -> Response:
         status, kind, message = error.status, error.type, str(error) or _UNEXPECTED
         if isinstance(error, RequestError):
             param, code = error.param, error.code
+            if isinstance(error, OverloadedError):
+                status = overload_status
         else:
             code = "engine_unavailable" if status == 503 else "engine_error"
         if status == 408:  # the rest of this request could be mistaken for the next one
@@ -119,12 +125,17 @@ def describe(error: BaseException) -> Response:
     return Response(body, status, headers, "application/json")
 
 
-async def respond(http: Request, error: Exception) -> Response:
-    """The app's handler for expected exceptions."""
+def error_handlers(overload_status: int) -> dict[type[Exception], Handler]:
+    """An app's handlers for expected exceptions. `overload_status`: see `describe`."""
+    handler = partial(_respond, overload_status)
+    return {HTTPException: handler, InferError: handler}
+
+
+async def _respond(overload_status: int, http: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and (name := _ABSENT.get(http.url.path)):
         message = f"this server has no {name}: it completes texts and chats; see / for its routes"
         error = HttpError(404, message, code="not_found")
-    response = describe(error)
+    response = describe(error, overload_status)
     if response.status_code == 405:  # the router knows only the first route of this path
         here = [
             r for r in http.app.routes if isinstance(r, Route) and r.matches(http.scope)[0].value

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 
 from infer.log_fields import LOG_FIELDS
 from infer.server.http.context import RequestContext
+from infer.server.observe.request_trace import BatchTrace
 from infer.threads import BackgroundThread
 
 MAX_QUEUED_CHARS = 4 << 20
@@ -176,6 +177,12 @@ def _takes(fd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLOUT)
     return bool(poll.poll(1000 * timeout_s))
+
+
+def log_batch(model_name: str, batch: BatchTrace) -> None:
+    """Log one line about a static batch that has ended."""
+    if access.isEnabledFor(logging.INFO):
+        access.info("batch", extra={"fields": {"model": model_name, **batch.fields()}})
 
 
 def log_request(context: RequestContext) -> None:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 import logging
-import statistics
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -34,13 +33,12 @@ from infer.server.http.private_files import locked, write_private
 from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, RequestTrace, RequestTraces
 from infer.types.engine_stats import EngineCounters, EngineGauges
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
+from infer.types.stats_summary import ServingStats
 from infer.types.step_events import ComputedChunk, StepEvents
 
 log = logging.getLogger("infer.server")
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-MAX_WAITS = 1000
-"""number of latest requests whose waiting times are in `/stats`"""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _COUNTS = tuple(2**i for i in range(18))
 
@@ -79,7 +77,8 @@ _COUNTERS: dict[str, Callable[[EngineCounters], float]] = {
     "engine_steps": lambda counters: counters.num_steps,
     "engine_restarts": lambda counters: counters.num_restarts,
 }
-
+_COUNTED = ("batches_formed",)
+"""the statistics of `ServingStats.summary` that are counters; the others are gauges"""
 
 DEFAULT_PREFIX = "infer"
 
@@ -153,7 +152,6 @@ class Metrics:
         self._sizes = {name: Histogram(_COUNTS) for name in _SIZES}
         self._per_token = Histogram(GAP_BUCKETS_S)
         self._per_step = Histogram(_COUNTS)
-        self._num_rows = 0
         self._outcomes: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
         self._usage = usage
@@ -162,14 +160,12 @@ class Metrics:
         self._by_key = {key: Counter(counts) for key, counts in known.items()}
         self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
         """the part of `_by_key` that is in the file"""
-        self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
         traces.on_step.append(self._stepped)
         traces.on_end.append(self._ended)
 
     def _stepped(self, step_events: StepEvents) -> None:
         chunks = [e.num_tokens for e in step_events.events if isinstance(e, ComputedChunk)]
         self._per_step.add(sum(chunks) + step_events.num_sequences - len(chunks))
-        self._num_rows += step_events.num_sequences
 
     def _ended(self, trace: RequestTrace) -> None:
         assert trace.outcome is not None
@@ -184,8 +180,6 @@ class Metrics:
         num_tokens, first_s = trace.sum_of("num_tokens"), points["first_s"]
         if num_tokens > 1 and first_s is not None and trace.ended_s is not None:
             self._per_token.add((trace.ended_s - first_s) / (num_tokens - 1))
-        if points["admitted_s"] is not None:
-            self._waits_s.append(points["admitted_s"] - trace.context.received_s)
         self._outcomes[trace.outcome] += 1
         if trace.context.key_name:
             self.add_usage(
@@ -238,21 +232,15 @@ class Metrics:
     def stats(self) -> dict[str, Any]:
         """The body of `/stats`: what the scheduler does, for people."""
         stats = self._engine.read_stats()
-        gauges, counters = stats.engine.gauges, stats.engine.counters
+        gauges = stats.engine.gauges
         num_steps = sum(self._per_step.counts)
-        waits_ms = sorted(round(1000 * wait_s, 3) for wait_s in self._waits_s) or [0.0]
-        last = len(waits_ms) - 1
+        per_step = {"mean_tokens_per_step": round(self._per_step.sum / max(1, num_steps), 3)}
         return {
+            **stats.summary(),
             "queue_depth": gauges.num_waiting,
             "running": gauges.num_running,
             "preempted": gauges.num_preempted,
-            "mean_batch_size": round(self._num_rows / num_steps, 3) if num_steps else 0.0,
-            "mean_tokens_per_step": round(self._per_step.sum / num_steps, 3) if num_steps else 0.0,
-            "batches_formed": counters.num_batches or counters.num_steps,
-            "waiting_ms": {
-                "mean": round(statistics.fmean(waits_ms), 3),
-                **{f"p{q}": waits_ms[q * last // 100] for q in (50, 95, 100)},
-            },
+            **(per_step if num_steps else {}),
             "keys": {name: dict(counts) for name, counts in self._by_key.items()},
             "engine": stats.by_name(),
         }
@@ -261,13 +249,15 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """All families of metrics; called by the prometheus client."""
-        stats = self._engine.read_stats().engine
+        serving = self._engine.read_stats()
+        stats = serving.engine
         for name, gauge in _GAUGES.items():
             yield self._one(GaugeMetricFamily, name, gauge(stats.gauges))
         for name, counter in _COUNTERS.items():
             yield self._one(CounterMetricFamily, name, counter(stats.counters))
         at = {str(place): n for place, n in sorted(stats.counters.num_accepted_at.items())}
         yield self._labelled("spec_decode_num_accepted_tokens_per_pos", "position", at)
+        yield from self._summary(serving)
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):
@@ -280,15 +270,31 @@ class Metrics:
         for name, histogram in histograms.items():
             yield self._histogram(name, histogram)
 
+    def _summary(self, serving: ServingStats) -> Iterator[Metric]:
+        """What `/stats` and `LLM.stats()` say too, under the same names."""
+        for name, value in serving.summary().items():
+            if isinstance(value, str):
+                yield self._labelled(f"engine_{name}", name, {value: 1}, GaugeMetricFamily)
+            elif name in _COUNTED:
+                yield self._one(CounterMetricFamily, name, value)
+            else:
+                yield self._one(GaugeMetricFamily, name, value)
+
     def _one(self, kind: type[Any], name: str, value: float) -> Metric:
         family = kind(f"{self.prefix}:{name}", name.replace("_", " "), labels=["model_name"])
         family.add_metric([self._engine.model_name], value)
         assert isinstance(family, Metric)
         return family
 
-    def _labelled(self, name: str, label: str, counts: dict[str, int]) -> Metric:
+    def _labelled(
+        self,
+        name: str,
+        label: str,
+        counts: dict[str, int],
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
         name, words = f"{self.prefix}:{name}", name.replace("_", " ")
-        family = CounterMetricFamily(name, words, labels=["model_name", label])
+        family = kind(name, words, labels=["model_name", label])
         for value, count in counts.items():
             family.add_metric([self._engine.model_name, value], count)
         return family

@@ -28,15 +28,20 @@ from infer.types.ends import outcome_of
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 from infer.types.step_events import (
     Admitted,
+    BatchEnded,
+    BatchEvent,
+    BatchFormed,
     ComputedChunk,
     Preempted,
     Queued,
+    RequestEvent,
     Resumed,
     Speculated,
-    StepEvent,
     StepEvents,
 )
 
+MAX_BATCHES = 16
+"""number of static batches that a trace names; the choices of one request may be in several"""
 NUM_GAPS = 5
 MAX_STEPS = 256
 """number of latest steps that can explain a slow gap"""
@@ -69,6 +74,34 @@ class ChoiceTrace:
     """why it ended; None while it runs, and if its client left before the end"""
 
 
+@dataclass(slots=True, eq=False)
+class BatchTrace:
+    """A static batch, shared by the traces of its requests."""
+
+    formed: BatchFormed
+    ended: BatchEnded | None = None
+    """None while it runs, and if its engine has died"""
+
+    def fields(self, context: RequestContext | None = None) -> dict[str, Any]:
+        """The batch as JSON: sizes in tokens, and its creation as the time of day in seconds.
+
+        With a `context` also in milliseconds since that request was received."""
+        formed, ended = self.formed, self.ended
+        now_s, now_at = time.monotonic(), time.time()
+        since = {} if context is None else {"created_ms": _ms(formed.created_s, context)}
+        return {
+            "batch_id": formed.batch_id,
+            "created": round(now_at - (now_s - formed.created_s), 3),
+            **since,
+            "requests": formed.num_requests,
+            "wait_ms": round(1000 * formed.wait_s, 3),
+            "prompt_tokens": formed.num_prompt_tokens,
+            "prompt_padding_tokens": formed.num_padded_tokens - formed.num_prompt_tokens,
+            "tokens": None if ended is None else ended.num_tokens,
+            "padding_tokens": None if ended is None else ended.num_padded_tokens - ended.num_tokens,
+        }
+
+
 @dataclass(slots=True)
 class RequestTrace:
     """The trace of one request of a client."""
@@ -85,6 +118,8 @@ class RequestTrace:
     num_left_out: int = 0
     gaps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
     """(seconds, details) of the longest gaps between two tokens, the longest first"""
+    batches: list[BatchTrace] = field(default_factory=list)
+    """the static batches that its choices were in"""
     ended_s: float | None = None
     outcome: str | None = None
     error: RequestError | None = None
@@ -111,6 +146,11 @@ class RequestTrace:
         order = ("running", "preempted", "queued")
         return next((state for state in order if state in states), "running")
 
+    @property
+    def batch_ids(self) -> list[str]:
+        """The ids of its static batches."""
+        return [batch.formed.batch_id for batch in self.batches]
+
     def sum_of(self, name: str) -> int:
         """Sum of a number over its choices; `name`: the attribute of `ChoiceTrace`."""
         return sum(getattr(choice_trace, name) for choice_trace in self.choices.values())
@@ -122,12 +162,16 @@ class RequestTrace:
 
     def ms(self, time_s: float | None) -> float | None:
         """Milliseconds from the arrival of the request to a time on the monotonic clock."""
-        return None if time_s is None else round(1000 * (time_s - self.context.received_s), 3)
+        return None if time_s is None else _ms(time_s, self.context)
 
     def earliest(self, name: str) -> float | None:
         """Earliest time among its choices; `name`: the attribute of `ChoiceTrace`."""
         times = [getattr(choice_trace, name) for choice_trace in self.choices.values()]
         return min((time_s for time_s in times if time_s is not None), default=None)
+
+
+def _ms(time_s: float, context: RequestContext) -> float:
+    return round(1000 * (time_s - context.received_s), 3)
 
 
 class EngineWatcher(Protocol):
@@ -174,8 +218,11 @@ class RequestTraces:
         """owner → ids of its ended traces, the oldest first"""
         self._choices: dict[str, ChoiceTrace] = {}
         self._steps: deque[StepEvents] = deque(maxlen=MAX_STEPS)
+        self._batch: BatchTrace | None = None
+        """the static batch that runs"""
         self.on_step: list[Callable[[StepEvents], None]] = []
         self.on_end: list[Callable[[RequestTrace], None]] = []
+        self.on_batch_end: list[Callable[[BatchTrace], None]] = []
         self.gaps = Histogram(GAP_BUCKETS_S)
         self._watchers: list[EngineWatcher] = []
         engine.observe(self)
@@ -318,7 +365,9 @@ class RequestTraces:
         self._steps.append(step_events)
         choices, now_s = self._choices, step_events.ended_s
         for event in step_events.events:
-            if (choice_trace := choices.get(event.request_id)) is not None:
+            if isinstance(event, BatchEvent):
+                self._record_batch(event)
+            elif (choice_trace := choices.get(event.request_id)) is not None:
                 self._record_event(choice_trace, event, step_events)
         known_s, bucket = -1.0, 0
         for output in outputs:
@@ -352,8 +401,31 @@ class RequestTraces:
         if (choice_trace := self._choices.get(request_id)) is not None:
             choice_trace.reason = reason
 
+    def _record_batch(self, event: BatchEvent) -> None:
+        match event:
+            case BatchFormed():
+                self._batch = BatchTrace(event)
+            case BatchEnded():
+                batch, self._batch = self._batch, None
+                if batch is None or batch.formed.batch_id != event.batch_id:
+                    return  # its engine has died meanwhile
+                batch.ended = event
+                for listener in self.on_batch_end:
+                    listener(batch)
+            case _:
+                assert_never(event)
+
+    def _join_batch(self, trace: RequestTrace, batch_id: str) -> None:
+        """Note that a choice of a request is in the batch that runs; its choices may be in
+        several."""
+        batch = self._batch
+        if batch is None or batch.formed.batch_id != batch_id or batch in trace.batches:
+            return
+        if len(trace.batches) < MAX_BATCHES:
+            trace.batches.append(batch)
+
     def _record_event(
-        self, choice_trace: ChoiceTrace, event: StepEvent, step_events: StepEvents
+        self, choice_trace: ChoiceTrace, event: RequestEvent, step_events: StepEvents
     ) -> None:
         trace, at_s = choice_trace.trace, step_events.started_s
         details: dict[str, Any]
@@ -373,6 +445,9 @@ class RequestTraces:
                     choice_trace.admitted_s = at_s
                 kind = "admitted"
                 details = {"cached_tokens": event.num_cached, "of_tokens": event.num_tokens}
+                if event.batch_id is not None:
+                    details["batch_id"] = event.batch_id
+                    self._join_batch(trace, event.batch_id)
             case ComputedChunk():
                 kind, at_s = "chunk", step_events.ended_s
                 details = {"from_token": event.start, "tokens": event.num_tokens}
@@ -457,13 +532,16 @@ def summary(trace: RequestTrace) -> dict[str, Any]:
         "admitted_ms": trace.ms(trace.earliest("admitted_s")),
         "first_token_ms": trace.ms(trace.earliest("first_s")),
         "total_ms": trace.ms(trace.ended_s),
+        **({"batch_ids": trace.batch_ids} if trace.batches else {}),
     }
 
 
 def view(trace: RequestTrace) -> dict[str, Any]:
     """A whole trace as JSON; times are milliseconds since the request was received."""
+    batches = [batch.fields(trace.context) for batch in trace.batches]
     return {
         **summary(trace),
+        **({"batches": batches} if batches else {}),
         "events": sorted(trace.events, key=itemgetter("at_ms")),
         "events_left_out": trace.num_left_out,
         "slowest_gaps": [details for _, details in trace.gaps],

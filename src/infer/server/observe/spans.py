@@ -59,6 +59,8 @@ def make_tracing(model_name: str) -> Callable[[RequestTrace], None]:
                 "gen_ai.usage.cache_read.input_tokens": trace.sum_of("num_cached"),
             },
         )
+        if trace.batches:
+            span.set_attribute("infer.batch.ids", trace.batch_ids)
         for name, attribute in (("admitted", "admitted_s"), ("first token", "first_s")):
             if (at_s := trace.earliest(attribute)) is not None:
                 span.add_event(name, timestamp=ns(at_s))

@@ -1,6 +1,7 @@
 /** `<settings-dialog>`: how the open conversation is answered, and where conversations are kept. */
 
 import { html, live, nothing } from "../vendor/core.js";
+import { server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
 import { number, t } from "../lib/i18n.js";
 import { keep, recall } from "../lib/local.js";
@@ -14,6 +15,7 @@ class SettingsDialog extends PageDialog {
   constructor() {
     super();
     this.tick = 0;
+    this.hears(server, "change"); // the fields and their limits may come later
   }
 
   get heading() {
