@@ -122,7 +122,10 @@ void pack_panel(const Packing& p, long panel) {
           put_line(layer, p.source + (own.first + i) * p.stride, step, own.inverses[(size_t)(step * 16 + i)],
                    (char*)square[i]);
       uint32_t* to = (uint32_t*)(layer.tiles(panel, step) + (layer.bits == 4 ? 0 : half * TILE));
-      for (int part = 0; part < 16; ++part, to += 16)
+      const bool all = own.lanes == 0xffff && layer.bits >= 8;
+      for (int part = 0; all && part < 16; ++part, to += 16)
+        for (int i = 0; i < 16; ++i) to[i] = square[i][part];
+      for (int part = 0; !all && part < 16; ++part, to += 16)
         for (int i = 0; i < 16; ++i) {
           if (!(own.lanes >> i & 1)) continue;
           const uint32_t four = square[i][part];

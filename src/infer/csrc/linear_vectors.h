@@ -123,20 +123,18 @@ struct Widened {
       for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
         ask<R>(one.next);
         if (C > 2) ask<R>(two.next);
-        vf pairs[C], some[C];
+        vf some[C];
 #pragma GCC unroll 4
-        for (int v = 0; v < C; ++v) {
-          pairs[v] = bits(b + line_place(v) + i * 16);
-          some[v] = lower_half(pairs[v]);
-        }
+        for (int v = 0; v < C; ++v) some[v] = lower_half(bits(b + line_place(v) + i * 16));
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) {
           const vf x = word(a + r * 128 + i);
 #pragma GCC unroll 4
           for (int v = 0; v < C; ++v) sum[r][v] = fma(x, some[v], sum[r][v]);
         }
+        FENCE();  // read again: 16 registers hold no more than the sums and what is multiplied
 #pragma GCC unroll 4
-        for (int v = 0; v < C; ++v) some[v] = upper_half(pairs[v]);
+        for (int v = 0; v < C; ++v) some[v] = upper_half(bits(b + line_place(v) + i * 16));
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) {
           const vf x = word(a + r * 128 + 64 + i);
@@ -164,20 +162,18 @@ struct Words {
 #pragma GCC unroll 2
       for (long i = 0; i < 64; i += 4, one.next += one.lines * 4) {
         ask<R>(one.next);
-        vb bytes[C], words[C];
+        vb words[C];
 #pragma GCC unroll 4
-        for (int v = 0; v < C; ++v) {
-          bytes[v] = load_bytes(b + line_place(v) + i * 16);
-          words[v] = even_words(bytes[v]);
-        }
+        for (int v = 0; v < C; ++v) words[v] = even_words(load_bytes(b + line_place(v) + i * 16));
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) {
           const vb x = four_bytes(a + r * 128 + i);
 #pragma GCC unroll 4
           for (int v = 0; v < C; ++v) sum[r][v] = add_lanes(sum[r][v], pair_products(x, words[v]));
         }
+        FENCE();  // read again, as in Widened
 #pragma GCC unroll 4
-        for (int v = 0; v < C; ++v) words[v] = odd_words(bytes[v]);
+        for (int v = 0; v < C; ++v) words[v] = odd_words(load_bytes(b + line_place(v) + i * 16));
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) {
           const vb x = four_bytes(a + r * 128 + 64 + i);
@@ -326,6 +322,7 @@ using MultiplyNibbles = decltype(&Nibbles::multiply<1, SOME>);
     case 13: CALL(13);          \
     default: CALL(14);          \
   }
+static_assert(FEW_VECTOR_ROWS <= 2, "of_few_rows knows no more");
 constexpr int limited(int rows) { return rows < VECTOR_ROWS ? rows : VECTOR_ROWS; }
 
 template <class Product, bool FIRST>
@@ -335,7 +332,7 @@ Multiply of_rows(long rows) {
 #undef CALL
 }
 [[maybe_unused]] MultiplyNibbles nibbles_of_rows(long rows) {
-#define CALL(R) return Nibbles::multiply<limited(R), SOME>
+#define CALL(R) return Nibbles::multiply<(R < NIBBLE_ROWS ? R : NIBBLE_ROWS), SOME>
   FOR_SO_MANY(rows, CALL)
 #undef CALL
 }
@@ -343,18 +340,11 @@ Multiply of_rows(long rows) {
 
 template <class Product, bool FIRST>
 [[maybe_unused]] Multiply of_few_rows(long rows) {
-  switch (rows) {
-    case 1: return Product::template multiply<1, WHOLE_PANEL, FIRST>;
-    case 2: return Product::template multiply<2, WHOLE_PANEL, FIRST>;
-    default: return Product::template multiply<3, WHOLE_PANEL, FIRST>;
-  }
+  return rows == 1 ? Product::template multiply<1, WHOLE_PANEL, FIRST>
+                   : Product::template multiply<2, WHOLE_PANEL, FIRST>;
 }
 [[maybe_unused]] MultiplyNibbles nibbles_of_few_rows(long rows) {
-  switch (rows) {
-    case 1: return Nibbles::multiply<1, WHOLE_PANEL>;
-    case 2: return Nibbles::multiply<2, WHOLE_PANEL>;
-    default: return Nibbles::multiply<3, WHOLE_PANEL>;
-  }
+  return rows == 1 ? Nibbles::multiply<1, WHOLE_PANEL> : Nibbles::multiply<2, WHOLE_PANEL>;
 }
 
 bool is_few(long rows) { return FEW_VECTOR_ROWS && rows <= FEW_VECTOR_ROWS; }
@@ -417,7 +407,7 @@ void multiply_panel(const Call& c, long group, const char* b, long panel, long k
   const Layer& layer = c.layer;
   const long rows = c.rows_in(group), row_bytes = c.row_bytes();
   const bool few = is_few(rows) && c.format != RowFormat::WORDS;
-  const long parts = few ? 1 : ceil_div(rows, VECTOR_ROWS), passes = few ? 1 : PASSES;
+  const long parts = few ? 1 : ceil_div(rows, c.nibbles() ? NIBBLE_ROWS : VECTOR_ROWS), passes = few ? 1 : PASSES;
   const int32_t* start = layer.starts ? layer.starts + panel * SIDE : nullptr;
   one.lines = ceil_div(one.lines, parts * passes), two.lines = ceil_div(two.lines, parts * passes);
   for (long pass = 0; pass < passes; ++pass)

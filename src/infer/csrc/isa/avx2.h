@@ -254,7 +254,14 @@ INLINE void put_digits(uint8_t* high, uint8_t* low, I16 one, I16 two, I16 three,
 // ---- Bytes of weights, keys and values ---------------------------------------------------------
 
 using vb = __m256i;
-constexpr int VECTOR_ROWS = 6, FEW_VECTOR_ROWS = 3;  // rows that are multiplied together by 2 vectors, or by 4
+// Rows that are multiplied together by 2 vectors of columns, of int4, and by 4 vectors: sums and what meets fill 16
+// registers.
+constexpr int VECTOR_ROWS = 6, FEW_VECTOR_ROWS = 2;
+#ifdef HAS_BYTE_PRODUCTS
+constexpr int NIBBLE_ROWS = 6;
+#else
+constexpr int NIBBLE_ROWS = 5;
+#endif
 INLINE vb load_bytes(const void* from) { return _mm256_loadu_si256((const __m256i*)from); }
 INLINE vb four_bytes(const void* from) {  // in every lane
   int four;
