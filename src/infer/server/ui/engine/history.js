@@ -186,7 +186,7 @@ export class History {
         break;
       case "finished":
         bar.state = "finished";
-        [bar.reason] = values;
+        [bar.reason, bar.output = bar.output] = values;
         bar.end = at;
         this._close(bar, at);
         this.open.delete(number);
