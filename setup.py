@@ -12,11 +12,11 @@ from setuptools.command.build_ext import build_ext
 KERNELS = Extension(
     "infer.kernels._kernels",
     sources=[
-        f"src/infer/kernels/{name}.cpp"
+        f"src/infer/csrc/{name}.cpp"
         for name in ("attention", "bandwidth", "draw", "layers", "linear", "rotary")
     ],
     depends=[
-        f"src/infer/kernels/{name}.h"
+        f"src/infer/csrc/{name}.h"
         for name in (
             *("attention_bytes", "attention_isa", "attention_products"),
             *("cpu", "draw_isa", "kernels", "linear_vectors", "rotary", "rotary_isa"),

@@ -131,7 +131,7 @@ def text_parts(count: int, rounds: int) -> dict[str, float]:
     return {
         "text": microseconds(push, rounds),
         "text + delivery": asyncio.run(deliver()),
-        "story": trace(),
+        "trace": trace(),
     }
 
 

@@ -3,7 +3,8 @@
 This program measures nothing; the page names the command behind each table. It reads `peers-*.json`
 of peers/run.py (`zen4-*.json`: of another machine), `floor-*.json` of floor.py, and results of
 `infer bench` that are named WORKLOAD-LABEL.json. Results of the same workload are compared with
-each other (`modes-zen4-*.json`: of another machine, in one table).
+each other (`modes-zen4-*.json`: of another machine, in one table). `batching-*.json` of
+batching_modes.py have a table and a plot each.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ sys.path.insert(0, str(HERE / "peers"))
 from run import tables  # noqa: E402
 
 COLOURS = {"ours": "#0072B2", "openvino": "#E69F00", "vllm": "#009E73", "llamacpp": "#D55E00"}
-SHAPES = {"llama-3.2-1b": "Llama 3.2 1B", "qwen3-0.6b": "Qwen3 0.6B"}
+SHAPES = {
+    "llama-3.2-1b": "Llama 3.2 1B",
+    "qwen3-0.6b": "Qwen3 0.6B",
+    "qwen3-1.7b": "Qwen3 1.7B",
+    "gemma-3-1b": "Gemma 3 1B",
+    "llama-3.2-3b": "Llama 3.2 3B",
+    "qwen3-4b": "Qwen3 4B",
+    "gemma-3-4b": "Gemma 3 4B",
+}
+MODES = {"sequential": "#888888", "static": "#E69F00", "continuous": "#0072B2"}
+WANTED_SHARE = 1 / 5
+"""the P99 of the time to first token that continuous batching may have, of static batching's"""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -124,6 +136,106 @@ def floors() -> str:
     return table(heading, rows)
 
 
+def by_workload(document: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Workload → mode → summary, in the order of `MODES`."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for mode in MODES:
+        for run in document["runs"]:
+            if run["mode"] == mode:
+                found.setdefault(run["workload"], {})[mode] = run["summary"]
+    return found
+
+
+def ranks(values: dict[str, float] | None) -> str:
+    """The three percentiles, for a table."""
+    return " / ".join(f"{values[p]:,.0f}" for p in ("p50", "p95", "p99")) if values else "—"
+
+
+def plot_batching(document: dict[str, Any], file: Path) -> None:
+    """Draws throughput and time to first token of each workload: a bar for each mode."""
+    from matplotlib.figure import Figure
+
+    workloads = by_workload(document)
+    figure = Figure(layout="constrained", dpi=110)
+    figure.set_size_inches(11, 4.6)
+    panels = figure.subplots(2, len(workloads), squeeze=False)
+    for column, (name, summaries) in enumerate(workloads.items()):
+        upper, lower = panels[0][column], panels[1][column]
+        rates = [summary["output_tok_s"] for summary in summaries.values()]
+        colours = [MODES[mode] for mode in summaries]
+        bars = upper.bar(list(summaries), rates, color=colours)
+        upper.bar_label(bars, [f"{each:,.0f}" for each in rates], padding=2, fontsize=7)
+        upper.set_ylim(top=1.2 * max(rates))
+        upper.set_title(f"{name}: output tok/s", fontsize=8)
+        for number, (mode, summary) in enumerate(summaries.items()):
+            values = [summary["ttft_ms"][p] / 1000 for p in ("p50", "p95", "p99")]
+            places = [i + 0.27 * (number - 1) for i in range(3)]
+            lower.bar(places, values, width=0.25, color=MODES[mode], label=mode)
+        lower.set_xticks(range(3), ["P50", "P95", "P99"])
+        lower.set_yscale("log")
+        lower.yaxis.set_major_formatter("{x:g}")
+        lower.set_title(f"{name}: time to first token, s", fontsize=8)
+        for axes in (upper, lower):
+            axes.tick_params(labelsize=7)
+            axes.spines[["top", "right"]].set_visible(False)
+    panels[1][0].legend(fontsize=7, frameon=False)
+    figure.savefig(file)
+
+
+def what_changed(workloads: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """One sentence on what the policy changed; and where the wanted share is not reached, why."""
+    mixed, arrivals = workloads["mixed"], workloads["continuous_batching"]
+    rate = {mode: summary["output_tok_s"] for mode, summary in mixed.items()}
+    first = {mode: summary["ttft_ms"]["p99"] for mode, summary in arrivals.items()}
+    share = first["continuous"] / first["static"]
+    text = (
+        f"On `mixed`, continuous batching has {rate['continuous'] / rate['sequential']:.2f} times"
+        f" the throughput of sequential and {rate['continuous'] / rate['static']:.2f} times that of"
+        f" static; with arrivals, the P99 of the time to first token is"
+        f" {first['continuous'] / 1000:.1f} s instead of {first['static'] / 1000:.1f} s (static)"
+        f" and {first['sequential'] / 1000:.1f} s (sequential), which is 1/{1 / share:.1f} of"
+        " static."
+    )
+    if share > WANTED_SHARE:
+        least = arrivals["continuous"]["ttft_ms"]["p50"] / 1000
+        text += (
+            " 1/5 is not reached here: a prompt takes so long by itself"
+            f" (P50 {least:.1f} s) that arrivals leave no room."
+        )
+    return text
+
+
+def batching(file: Path) -> str:
+    """The section of one shape."""
+    document = load(file.name)
+    name, workloads = document["model"], by_workload(document)
+    plot_batching(document, PLOTS / f"{file.stem}.png")
+    rows = []
+    for workload, summaries in workloads.items():
+        for mode, summary in summaries.items():
+            cells = [ranks(summary[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")]
+            rows.append([workload, mode, f"{summary['output_tok_s']:,.1f}", *cells])
+    heading = ["workload", "mode", "output tok/s", "TTFT ms", "ITL ms", "end to end ms"]
+    machine = document["runs"][0]["machine"]
+    about = f"{document['engine']['dtype']}, {machine['logical_cpus']} cores of {machine['cpu']}"
+    return (
+        f"### {SHAPES[name]}: {about}\n\n{what_changed(workloads)}\n\n"
+        f"{table(heading, rows)}\n![{SHAPES[name]}](performance/{file.stem}.png)\n"
+    )
+
+
+def plans() -> str:
+    """A table of what `infer plan --json` has said."""
+    rows = []
+    for file in sorted(RESULTS.glob("plan-*.json")):
+        plan = load(file.name)
+        sizes = [f"{plan[name] / 2**30:.2f}" for name in ("weight_bytes", "kv_bytes")]
+        fits = f"{plan['sequences_that_fit']['2048']} of 2,048 tokens" if plan["fits"] else "no"
+        count = f"{plan['num_parameters'] / 1e9:.2f}"
+        rows.append([SHAPES[plan["model"]], count, *sizes, fits])
+    return table(["", "10⁹ weights", "weights GiB", "cache GiB", "sequences"], rows)
+
+
 def main() -> None:
     PLOTS.mkdir(exist_ok=True)
     text = (HERE / "performance.template.md").read_text()
@@ -132,6 +244,9 @@ def main() -> None:
         plot_peers(documents, PLOTS / f"{name}.png")
         text = text.replace(f"{{{{{name}}}}}", "\n".join(tables(each) for each in documents))
     text = text.replace("{{floors}}", floors())
+    sections = [batching(file) for file in sorted(RESULTS.glob("batching-*.json"))]
+    text = text.replace("{{batching}}", "\n".join(sections))
+    text = text.replace("{{plans}}", plans())
     text = text.replace("{{modes-zen4}}", summaries(sorted(RESULTS.glob("modes-zen4-*.json"))))
     while "{{" in text:
         before, _, rest = text.partition("{{")

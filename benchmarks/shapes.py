@@ -1,9 +1,10 @@
 """Checkpoints in the shapes of real models, with random weights; nothing is downloaded.
 
 `write(folder, name)` writes config, tokenizer and sharded bfloat16 safetensors as transformers
-does. `python benchmarks/shapes.py NAME FOLDER` does it from the command line. The weights are
-scaled so that activations stay near one. The tokenizer is the shipped one, and every id beyond its
-vocabulary is a word of its own, because ids without text would stream nothing.
+does. `python benchmarks/shapes.py NAME FOLDER` does it from the command line. `write_config` leaves
+the weights out; `infer plan` and `--load-format dummy` need no more. The weights are scaled so that
+activations stay near one. The tokenizer is the shipped one, and every id beyond its vocabulary is a
+word of its own, because ids without text would stream nothing.
 """
 
 from __future__ import annotations
@@ -65,16 +66,78 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "torch_dtype": "bfloat16",
     },
+    "gemma-3-1b": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "torch_dtype": "bfloat16",
+    },
 }
+SHAPES |= {
+    "qwen3-1.7b": SHAPES["qwen3-0.6b"] | {"hidden_size": 2048, "intermediate_size": 6144},
+    "llama-3.2-3b": SHAPES["llama-3.2-1b"]
+    | {
+        "hidden_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "head_dim": 128,
+    },
+    "qwen3-4b": SHAPES["qwen3-0.6b"]
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "gemma-3-4b": SHAPES["gemma-3-1b"]
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "sliding_window": 1024,
+    },
+}
+
+
+def write_config(folder: Path, name: str) -> None:
+    """Write config and tokenizer of the named shape."""
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = SHAPES[name]
+    (folder / "config.json").write_text(json.dumps(raw, indent=2))
+    for file in ("tokenizer_config.json", "generation_config.json"):
+        shutil.copy(SHIPPED_FOLDER / file, folder / file)
+    tokenizer = json.loads((SHIPPED_FOLDER / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab.update({f"Ġw{i}": i for i in range(max(vocab.values()) + 1, raw["vocab_size"])})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
 
 
 def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
     """Write a checkpoint of the named shape, unless it is there."""
     if (folder / "model.safetensors.index.json").is_file():
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    raw = SHAPES[name]
-    names = _tensor_shapes(raw)
+    write_config(folder, name)
+    names = tensor_shapes(SHAPES[name])
     source = dummy_source(torch.bfloat16, torch.device("cpu"))
     shards: list[list[str]] = [[]]
     size = 0
@@ -90,18 +153,11 @@ def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         save_file({t: source.take(t, names[t]) for t in members}, folder / file)
         weight_map.update(dict.fromkeys(members, file))
-    (folder / "config.json").write_text(json.dumps(raw, indent=2))
-    for file in ("tokenizer_config.json", "generation_config.json"):
-        shutil.copy(SHIPPED_FOLDER / file, folder / file)
-    tokenizer = json.loads((SHIPPED_FOLDER / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    vocab.update({f"Ġw{i}": i for i in range(max(vocab.values()) + 1, raw["vocab_size"])})
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def _tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the decoder's weights, found by building it without memory."""
     shapes = {}
 

@@ -1,7 +1,8 @@
 """The layering and the rules of `docs/architecture.md`, enforced.
 
 `LEVELS` is the only place where the order of the rooms is written; the tables of the page are made
-from it and from the modules' own docstrings: `python tests/test_architecture.py` writes them. The
+from it, from the modules' own docstrings and from the sizes of the files:
+`python tests/test_architecture.py` writes them. The
 checks read the source with `ast`, so an import inside a function or under TYPE_CHECKING counts too.
 They are functions of a tree of sources; the tests at the end run them on trees that are broken on
 purpose, to show that each of them can fail.
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +38,9 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads main_memory",
-        "exceptions that users see; the version; threads that end before the interpreter; main"
-        " memory",
+        "errors version threads log_fields",
+        "exceptions that users see; the version; threads that end before the interpreter;"
+        " what lines of the log carry",
     ),
     Level(
         "types config files kernels.loader",
@@ -54,9 +55,10 @@ LEVELS = (
         " over pages",
     ),
     Level(
-        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client",
+        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client"
+        " engine.build.processors",
         "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, the"
-        " states of a supervisor, an engine as its façade sees it",
+        " states of a supervisor, an engine as its façade sees it; the machine's processors",
     ),
     Level(
         "engine.core engine.client.input engine.client.output engine.process.journal"
@@ -65,11 +67,16 @@ LEVELS = (
         " received; what is on the disk and in the machine",
     ),
     Level(
-        "engine.loop engine.client.mailbox engine.client.step_lines engine.build.memory_plan",
-        "the core in a thread; what has arrived for a request; what a step did, as text; what fits"
-        " into memory",
+        "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
+        " engine.build.memory_plan",
+        "the core in a thread; what has arrived for a request; what a step did, as text and for"
+        " viewers; what fits into memory",
     ),
-    Level("engine.client.async_llm engine.process.messages", "the asyncio façade; frames"),
+    Level(
+        "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
+        "the asyncio façade; frames; what a machine is good for; an explicit batch over cells that"
+        " the caller manages",
+    ),
     Level(
         "engine.build.assemble engine.process.child engine.process.engine_run",
         "the composition root; the engine process, from inside and from outside",
@@ -78,7 +85,7 @@ LEVELS = (
     Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
-    Level("server.observe", "traces, metrics, logs, spans"),
+    Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
     Level("server.tenancy", "keys, limits, shared prefixes"),
     Level("server.openai", "OpenAI's formats"),
     Level("server.offload", "long work beside the event loop"),
@@ -105,10 +112,12 @@ BANNED = [
 ]
 # Beside the standard library, these may import nothing, or what is named.
 LIBRARIES = {
-    **dict.fromkeys(("errors", "version", "schedule", "engine.core"), ()),
+    **dict.fromkeys(
+        ("errors", "version", "schedule", "engine.core", "engine.build.processors"), ()
+    ),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
-# Concrete parts that only the composition root may name.
+# Concrete parts that only the composition roots may name.
 CONCRETE = (
     "infer.attention.cpu",
     "infer.attention.sdpa",
@@ -117,7 +126,7 @@ CONCRETE = (
     "infer.runner.model_runner",
     "infer.runner.kv_storage",
 )
-COMPOSITION_ROOT = "engine.build.assemble"
+COMPOSITION_ROOTS = ("engine.build.assemble", "cells.cell_model")
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FUNCTION_LINES = 60
 TRITON = "kernels.cuda"
@@ -213,7 +222,7 @@ def ban_problems(root: Path) -> list[str]:
             for package, banned in BANNED:
                 if is_inside(name, package) and is_inside(target, banned):
                     problems.append(f"{name} imports {target}, which {package or 'infer'} must not")
-            if target in CONCRETE and name != COMPOSITION_ROOT:
+            if target in CONCRETE and name not in COMPOSITION_ROOTS:
                 problems.append(f"{name} names the concrete {target}")
             library = target.split(".")[0]
             if library in {*sys.stdlib_module_names, "infer", "__future__"}:
@@ -390,6 +399,123 @@ def test_the_api_side_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+# What tests may reach into.
+
+TESTS = ROOT / "tests"
+MUTANTS = "it breaks private rules on purpose, to see that the workloads notice"
+ON_A_GPU = "it checks a kernel's own choices on a device"
+REACHES = {
+    "cells/test_cells_reference.py": (1, "compares the keys in the cells"),
+    "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
+    "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
+    "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
+    "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
+    "engine/test_threads.py": (1, "a model counts as small by its bytes"),
+    "gpu/test_attention_kernels.py": (2, ON_A_GPU),
+    "gpu/test_compiled.py": (2, ON_A_GPU),
+    "gpu/test_layer_kernels.py": (3, ON_A_GPU),
+    "gpu/test_on_device.py": (1, ON_A_GPU),
+    "kernels/test_fusion.py": (2, "replaces a product by one that saturates"),
+    "models/test_gguf.py": (1, "a tensor in many parts"),
+    "runner/test_storage.py": (1, "prepares less memory"),
+    "schedule/test_ahead.py": (8, MUTANTS),
+    "schedule/test_fairness.py": (1, MUTANTS),
+    "schedule/test_workloads.py": (4, MUTANTS),
+    "server/test_engine_events.py": (
+        5,
+        "short waits; nobody watches when the last viewer has left",
+    ),
+    "server/test_ends.py": (1, "a metric whose counter has gone"),
+    "support/device_runners.py": (1, "counts the graphs that were captured"),
+    "test_libraries.py": (1, "looks for the private parts that are used of gguf"),
+    "text/test_grammar_checker.py": (1, "a deadline of 10 ms in the process that checks"),
+    "text/test_text_template.py": (1, "a prompt of more than 10 characters is too long"),
+}
+"""file below tests/ → number of reaches into private members and constants of `infer`, and why"""
+
+
+def private_names(root: Path) -> set[str]:
+    """Names with one leading underscore that a tree defines or uses."""
+    found = set()
+    for _, _, tree in modules(root):
+        for node in ast.walk(tree):
+            for name in (getattr(node, each, None) for each in ("attr", "name", "id")):
+                if isinstance(name, str) and re.match("_[^_]", name):
+                    found.add(name)
+    return found
+
+
+def reaches(tree: ast.AST, private: set[str]) -> Iterator[tuple[int, str]]:
+    """Line and text of each use of a private member, import of a private name, and constant that is
+    set in a module of `infer` (`setattr` with a name in capitals)."""
+    own = {each.asname or each.name for each in _aliases(tree, "infer")}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in private:
+            owner = ast.unparse(node.value)
+            if owner not in ("self", "cls", "super()", "os", "sys") and node.attr != "_replace":
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("infer"):
+            yield from (
+                (node.lineno, each.name) for each in node.names if re.match("_[^_]", each.name)
+            )
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+            target, *names = [ast.unparse(each).strip("'") for each in node.args[:2]]
+            where, _, name = target.rpartition(".") if "infer." in target else (target, "", "")
+            name = name or next(iter(names), "")
+            if name.isupper() and (where in own or where.startswith("infer.")):
+                yield node.lineno, f"{where}.{name}"
+
+
+def _aliases(tree: ast.AST, package: str) -> Iterator[ast.alias]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
+            yield from node.names
+
+
+def reach_problems(tests: Path, allowed: dict[str, tuple[int, str]]) -> list[str]:
+    """Files with more or fewer reaches than are allowed, with what they reach."""
+    private, problems = private_names(SOURCE), []
+    for path in sorted(tests.rglob("*.py")):
+        name = path.relative_to(tests).as_posix()
+        if name.startswith("clients/drivers"):
+            continue
+        found = [
+            f"line {line}: {what}" for line, what in reaches(parsed(path.read_text()), private)
+        ]
+        count = allowed.get(name, (0, ""))[0]
+        if len(found) > count:
+            problems.append(
+                f"{name} reaches into what is private or constant {len(found)} times ({count} are"
+                f" allowed): {'; '.join(found)}. Use or make a public way, such as a setting that"
+                " comes through a constructor"
+            )
+        elif len(found) < count:
+            problems.append(f"{name} has {len(found)} reaches: lower its number in REACHES")
+    return problems
+
+
+def test_tests_use_public_ways() -> None:
+    assert reach_problems(TESTS, REACHES) == []
+    assert set(REACHES) <= {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py")}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def test(engine):\n    assert not engine._mailboxes",
+        "from infer.models.gguf_file import _Reader",
+        "from infer.engine import loop\ndef test(patch):\n    patch.setattr(loop, 'STOP_S', 1)",
+        "def test(patch):\n    patch.setattr('infer.engine.loop.STOP_S', 1)",
+    ],
+)
+def test_a_reach_is_found(source: str, tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(source)
+    (problem,) = reach_problems(tmp_path, {})
+    assert "test_x.py reaches" in problem
+    assert reach_problems(tmp_path, {"test_x.py": (1, "why")}) == []
+    assert "lower its number" in reach_problems(tmp_path, {"test_x.py": (2, "why")})[0]
+
+
 # The tables of the page.
 
 
@@ -418,9 +544,79 @@ def module_table() -> str:
     return "\n".join(rows)
 
 
+LANGUAGES = {
+    "Python": (".py",),
+    "C++": (".cpp", ".h"),
+    "JavaScript": (".js", ".mjs"),
+}
+"""the columns of the table of lines, and the files that they count"""
+BESIDE = ("tests", "benchmarks", "examples", "training")
+"""folders beside the package, each counted as a whole"""
+UNCOUNTED = {"demo_model", "vendor", "node_modules", "__pycache__"}
+"""folders with files that were not written here"""
+
+
+def is_about(shown: int, lines: int) -> bool:
+    """Whether a number in the table still tells how much a room holds; an exact one would have to
+    be written with every change."""
+    return (shown > 0) is (lines > 0) and abs(shown - lines) <= max(100, lines // 5)
+
+
+def room_sizes(root: Path) -> dict[str, list[int]]:
+    """Lines by room (a folder of the package, or what is beside it), in each of `LANGUAGES`."""
+    sizes: dict[str, list[int]] = {}
+
+    def count(room: str, paths: Iterable[Path]) -> None:
+        for path in paths:
+            for i, suffixes in enumerate(LANGUAGES.values()):
+                inside = path.relative_to(root).parts
+                if path.suffix in suffixes and UNCOUNTED.isdisjoint(inside):
+                    row = sizes.setdefault(room, [0] * len(LANGUAGES))
+                    row[i] += path.read_bytes().count(b"\n")
+
+    package = root / "src" / "infer"
+    for folder in [package, *sorted(path for path in package.rglob("*") if path.is_dir())]:
+        room = ".".join(folder.relative_to(package).parts) or "infer"
+        count(room, folder.iterdir())
+    for name in BESIDE:
+        count(name, (root / name).rglob("*"))
+    return sizes
+
+
+def size_table(sizes: dict[str, list[int]], page: str) -> str:
+    """The lines of each room, to the next 50. A number of the page stays if it is about right."""
+    shown = dict(shown_sizes(page))
+
+    def rounded(room: str, i: int, lines: int) -> int:
+        before = shown.get(room, [])[i : i + 1]
+        if before and is_about(before[0], lines):
+            return before[0]
+        return max(50, round(lines / 50) * 50) if lines else 0
+
+    rows = [f"| room | {' | '.join(LANGUAGES)} |", "|---" * (1 + len(LANGUAGES)) + "|"]
+    for room, lines in sizes.items():
+        numbers = [rounded(room, i, number) for i, number in enumerate(lines)]
+        cells = " | ".join(f"{number:,}" if number else "" for number in numbers)
+        rows.append(f"| {room if room in BESIDE else f'`{room}`'} | {cells} |")
+    return "\n".join(rows)
+
+
+def shown_sizes(page: str) -> Iterator[tuple[str, list[int]]]:
+    """The rooms in the page's table of lines, with their numbers."""
+    table = page.partition("<!-- sizes -->\n")[2].partition("<!-- end of sizes -->")[0]
+    for row in table.splitlines()[2:]:
+        room, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        yield room.strip("`"), [int(cell.replace(",", "") or 0) for cell in cells]
+
+
 def with_tables(page: str) -> str:
     """The page with its tables made anew, between their marks."""
-    for mark, table in (("layers", layer_table()), ("modules", module_table())):
+    tables = {
+        "layers": layer_table(),
+        "modules": module_table(),
+        "sizes": size_table(room_sizes(ROOT), page),
+    }
+    for mark, table in tables.items():
         begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
         head, found, rest = page.partition(begin)
         assert found, f"docs/architecture.md has no mark {begin!r}"
@@ -431,6 +627,26 @@ def with_tables(page: str) -> str:
 def test_the_tables_of_the_page_are_those_of_the_source() -> None:
     page = PAGE.read_text()
     assert with_tables(page) == page, "run python tests/test_architecture.py"
+
+
+def test_the_table_of_lines_is_made_anew_where_a_room_has_grown(tmp_path: Path) -> None:
+    package = tmp_path / "src" / "infer"
+    for file, lines in (("x.py", 90), ("y/a.cpp", 1020), ("y/b.js", 2), ("y/vendor/c.js", 999)):
+        path = package / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n" * lines)
+    sizes = room_sizes(tmp_path)
+    assert sizes == {"infer": [90, 0, 0], "y": [0, 1020, 2]}
+
+    def page(table: str) -> str:
+        return f"<!-- sizes -->\n{table}\n<!-- end of sizes -->"
+
+    table = size_table(sizes, page(""))
+    assert table.splitlines()[2:] == ["| `infer` | 100 |  |  |", "| `y` |  | 1,000 | 50 |"]
+    assert size_table({"infer": [190, 0, 0], "y": [0, 900, 90]}, page(table)) == table
+    for grown in ({**sizes, "infer": [210, 0, 0]}, {**sizes, "z": [1, 0, 0]}, {"y": sizes["y"]}):
+        assert size_table(grown, page(table)) != table
+    assert size_table({**sizes, "y": [0, 1020, 0]}, page(table)) != table
 
 
 if __name__ == "__main__":

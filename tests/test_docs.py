@@ -92,6 +92,34 @@ def unknown_names(text: str) -> list[str]:
     return unknown
 
 
+def unshown_rows(text: str) -> list[str]:
+    """Rows of the tables of designs that name no test, or one that is not there."""
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    wrong = []
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        if cells == ["design", "here", "shown by"]:
+            continue
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", cells[-1])
+        there = [(ROOT / path).exists() and name in names_of(ROOT / path) for path, name in tests]
+        if len(cells) != 3 or not tests or not all(there):
+            wrong.append(row)
+    assert len(rows) > 5
+    return wrong
+
+
+def test_every_row_of_the_designs_is_shown_by_a_test() -> None:
+    text = PAGES["docs/designs.md"].read_text()
+    assert unshown_rows(text) == []
+    assert text.count("\n## ") == 5
+    for broken in (
+        text.replace("test_scheduler.py::test_sequential_runs", "test_scheduler.py::test_no", 1),
+        text.replace("tests/schedule/test_page_allocator.py", "tests/schedule/test_no.py", 1),
+        text + "| a | b | no test |\n",
+    ):
+        assert len(unshown_rows(broken)) == 1
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     assert broken_links(PAGES[page], PAGES[page].read_text()) == []

@@ -1,12 +1,18 @@
-"""The programs of `examples/` and of docs/core.md, run as a reader would run them."""
+"""The programs of `examples/` and of docs/core.md.
+
+One of them runs in a process of its own, as a reader would run it; the others run in this process,
+which has imported torch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +26,38 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 
 
-def run(name: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a program with arguments; returns what it has printed."""
+
+    def run(name: str, *arguments: str) -> str:
+        monkeypatch.syspath_prepend(EXAMPLES)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
 
 
 def test_all_examples_are_listed_and_tested() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py")}
     readme = (EXAMPLES / "README.md").read_text()
     assert programs == set(re.findall(r"\[(\w+\.py)\]", readme))
-    assert programs == set(re.findall(r'run\("(\w+\.py)"', Path(__file__).read_text()))
+    tested = re.findall(r'(?:run\(|EXAMPLES / )"(\w+\.py)"', Path(__file__).read_text())
+    assert programs == set(tested)
 
 
-def test_chat() -> None:
+def test_chat(run: Run) -> None:
     shown = run("chat.py")
     questions = [line for line in shown.splitlines() if line.startswith("> ")]
     assert len(questions) == 2
     assert len(shown.split()) > 40
 
 
-def test_batch_file(tmp_path: Path) -> None:
+def test_batch_file(run: Run, tmp_path: Path) -> None:
     rows = [{"prompt": "Once upon a time", "max_tokens": 5}, {"prompt": "The fox", "id": 7}]
     source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -57,18 +68,26 @@ def test_batch_file(tmp_path: Path) -> None:
     assert all(answer["text"] and answer["finish_reason"] for answer in answers)
 
 
-def test_own_policy() -> None:
+def test_own_policy(run: Run) -> None:
     shown = run("own_policy.py")
     assert "shortest_prompt_first: first tokens in the order ['short', 'long']" in shown
 
 
-def test_own_sampler() -> None:
+def test_own_sampler(run: Run) -> None:
     shown = run("own_sampler.py").splitlines()
     assert shown[1].startswith("own_sampler:never_twice: 0 repeats")
 
 
 def test_core() -> None:
-    shown = run("core.py").splitlines()
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "core.py")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.splitlines()
     assert shown[0].startswith("waiting 1, tokens {")
     assert shown[-1].startswith("waiting 0, tokens {'2'")
 

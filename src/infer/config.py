@@ -89,6 +89,8 @@ class Setting(NamedTuple):
         if self.kind is str:
             if not isinstance(value, str):
                 return f"must be a string, not {type(value).__name__}"
+            if not self.names:
+                return f"must be {self.or_else}, not {value!r:.80}"
             others = f", or {self.or_else}" if self.or_else else ""
             return f"must be one of {', '.join(self.names)}{others}; not {value!r}"
         kinds = (int,) if self.kind is int else (int, float)
@@ -108,10 +110,12 @@ _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
 
 @functools.cache
 def settings_of(config: type[Any]) -> tuple[Setting, ...]:
-    """The fields of a settings class, in their order."""
+    """The fields of a settings class that are options, in their order."""
     annotations = get_type_hints(config, include_extras=True)
     found = []
     for spec in dataclasses.fields(config):
+        if "help" not in spec.metadata:  # no option
+            continue
         kind: Any = inspect.type_info(annotations[spec.name])
         if isinstance(kind, inspect.UnionType):
             (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
@@ -154,6 +158,36 @@ def check_fields(config: Any) -> None:
             msgspec.convert(value, setting.annotation)
         except msgspec.ValidationError:
             raise ConfigError(setting.name, setting.problem(value)) from None
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of speculation; `EngineConfig.speculative_config` holds them as JSON."""
+
+    method: Literal["ngram"]
+    """Source of proposals: ngram = what followed the same tokens before, in prompt and output."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 8
+    """The most tokens that are proposed for a sequence in a step."""
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
+    """Number of tokens that an earlier place must have in common with the end."""
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
+    """Number of tokens in common for which a longer match is not looked for."""
+
+    @classmethod
+    def from_json(cls, text: str) -> SpeculativeConfig:
+        """Read the setting; raises `ConfigError` that says which field is wrong."""
+        name = "speculative_config"
+        try:
+            config = msgspec.json.decode(text, type=cls)
+        except msgspec.MsgspecError as error:
+            form = '{"method": "ngram", "num_speculative_tokens": 8}'
+            raise ConfigError(name, f"{error}; it must be JSON such as {form}") from None
+        if config.prompt_lookup_min > config.prompt_lookup_max:
+            raise ConfigError(
+                name,
+                f"prompt_lookup_min ({config.prompt_lookup_min}) must not exceed"
+                f" prompt_lookup_max ({config.prompt_lookup_max})",
+            )
+        return config
 
 
 def own_function(field_name: str, value: str) -> Callable[..., Any]:
@@ -264,12 +298,24 @@ class EngineConfig:
         None, "Share pages between prompts that begin alike; default: yes if paged."
     )
     num_threads: PositiveInt | None = option(
-        None, "CPU threads; default: one for each physical core (one less to serve a small model)."
+        None,
+        "CPU threads; default: one for each physical performance core, within the CPU quota of a"
+        " container (one less to serve a small model).",
+    )
+    numa: Literal["one", "all"] = option(
+        "one",
+        "On a machine with several NUMA nodes: one = threads and memory of one node; all = threads"
+        " on the cores of all nodes.",
     )
     attention_backend: Literal["auto", "native", "triton", "sdpa"] = option(
         "auto",
         "native = the compiled CPU kernel; triton = the CUDA kernels; sdpa = torch's own;"
         " auto = the first of them that works here.",
+    )
+    speculative_config: Annotated[str, name_or_pattern("^[{]", "a JSON object")] | None = option(
+        None,
+        "Proposes tokens that one step verifies, which changes no token (CPU): JSON such as"
+        ' {"method": "ngram", "num_speculative_tokens": 8}.',
     )
     batch_invariant: bool = option(
         False,
@@ -306,6 +352,12 @@ class EngineConfig:
             )
         if self.kv_cache_backend == "none":
             self._check_without_cache()
+        if self.speculative is not None and self.sampler != "default":
+            raise ConfigError(
+                "speculative_config",
+                "a sampler of your own may depend on the steps, which speculation changes; leave"
+                " one of the two out",
+            )
         if self.scheduler_policy != "fcfs" and self.batching_mode != "continuous":
             raise ConfigError(
                 "scheduler_policy",
@@ -340,6 +392,13 @@ class EngineConfig:
         return cls(**kwargs)
 
     @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """The settings of speculation; None: no tokens are proposed."""
+        if self.speculative_config is None:
+            return None
+        return SpeculativeConfig.from_json(self.speculative_config)
+
+    @property
     def weight_format(self) -> str | None:
         """The quantization of the linear layers' weights; None: they are not quantised."""
         return self.quantization or (self.dtype if self.dtype in QUANTIZATIONS else None)
@@ -366,6 +425,8 @@ class SchedulerConfig:
     scheduler_policy: str = "fcfs"
     batch_wait_timeout_s: float = 0.05
     max_step_ms: float | None = None
+    speculative: SpeculativeConfig | None = None
+    """Settings of speculation; None: no tokens are proposed."""
     hold_pages_until_batch_ends: bool = False
     """Whether a finished sequence keeps its pages until its whole batch has finished."""
     keep_computed: bool = True

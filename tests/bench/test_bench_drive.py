@@ -103,7 +103,7 @@ def test_a_turn_holds_what_was_said_before() -> None:
     assert [record.prompt_tokens for record in records] == [1, 4, 6]
 
 
-def test_errors_are_told_apart_and_end_nothing_else() -> None:
+def test_errors_are_distinguished_and_end_nothing_else() -> None:
     target = Echo(9, {0: Failure("cut_off", "it broke"), 1: OverloadedError("no room")})
     plan = [Planned(0.0, (i,), 3) for i in range(3)]
     plan.append(Planned(0.0, (3,), 3, after=0, continues=True))

@@ -11,8 +11,8 @@ from infer.cli.explain import write
 from infer.cli.main import app
 from infer.errors import InferError
 from tests.support.doubles import make_hash_llm
-from tests.support.request_stories import (
-    STORY,
+from tests.support.request_traces import (
+    TRACE,
 )
 from tests.support.serving import live
 
@@ -34,11 +34,11 @@ slowest pauses:
 
 def test_the_page() -> None:
     out = io.StringIO()
-    write(STORY, Console(file=out, width=120))
+    write(TRACE, Console(file=out, width=120))
     assert [line.rstrip() for line in out.getvalue().splitlines()] == PAGE.splitlines()
 
 
-def test_what_cannot_be_told() -> None:
+def test_what_cannot_be_explained() -> None:
     with live(make_hash_llm()) as url:
         result = CliRunner().invoke(app, ["explain", "no-such", "--url", url])
     assert isinstance(result.exception, InferError)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,12 +15,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from infer.cli.explain import write
-from infer.cli.main import app
+from infer.cli.main import app, main
 from infer.cli.plain import note, visible
 from infer.cli.terminal import write_stream
 from infer.errors import InferError
 from infer.types import TextDelta
-from tests.support.request_stories import STORY
+from tests.support.request_traces import TRACE
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"
 HOSTILE = {
@@ -58,22 +57,18 @@ def test_notes_read_no_markup() -> None:
 
 
 @pytest.mark.parametrize("model", ["[/foo]", "[bold]x", "/no/[red]such", "a\x1b[2Jb"])
-def test_errors_of_the_start_read_no_markup(model: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "infer.cli.main", "plan", model],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert visible(model) in done.stderr
-    assert done.stderr.startswith("infer: ")
+def test_errors_of_the_start_read_no_markup(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", model])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    assert visible(model) in error
+    assert error.startswith("infer: ")
 
 
-def test_a_story_reads_no_markup() -> None:
-    trace: dict[str, Any] = json.loads(json.dumps(STORY))
+def test_a_trace_reads_no_markup() -> None:
+    trace: dict[str, Any] = json.loads(json.dumps(TRACE))
     trace.update(id="[/x]", path="[bold]" + CLIPBOARD, outcome="[red]o")
     trace["events"][1]["behind"] = ["[/y]"]
     trace["slowest_gaps"][0]["slowest_step"]["prompts_of"] = ["[/z]" + CLIPBOARD]
@@ -92,10 +87,10 @@ ANSWERS: list[tuple[int, bytes]] = [
     (200, b"{}"),
     (200, b"\xff\xfe"),
     (200, b"[" * 100_000),
-    (200, json.dumps({**STORY, "events": 5}).encode()),
-    (200, json.dumps({**STORY, "events": [{}]}).encode()),
-    (200, json.dumps({**STORY, "slowest_gaps": ["x"]}).encode()),
-    (200, json.dumps({**STORY, "total_ms": "soon"}).encode()),
+    (200, json.dumps({**TRACE, "events": 5}).encode()),
+    (200, json.dumps({**TRACE, "events": [{}]}).encode()),
+    (200, json.dumps({**TRACE, "slowest_gaps": ["x"]}).encode()),
+    (200, json.dumps({**TRACE, "total_ms": "soon"}).encode()),
     (500, b"hello"),
     (500, b"[]"),
     (404, b'{"error": 5}'),

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from infer import FinishReason, SamplingParams
-from infer.engine.client import async_llm, mailbox
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.mailbox import MAX_MAILBOX_BYTES
+from infer.engine.client.mailbox import MailboxLimits, OpenRequest
 from infer.errors import EngineDeadError, EngineError, OverloadedError
+from infer.types import Request
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import core_of, make_hash_llm, small_tokenizer, solo
 
@@ -91,7 +91,7 @@ def test_leaving_aborts(how: str) -> None:
     run(body, step_s=0.002)
 
 
-def test_a_full_engine_refuses_at_the_door_and_takes_others_later() -> None:
+def test_a_full_engine_refuses_at_once_and_takes_others_later() -> None:
     async def body(llm: AsyncLLM) -> None:
         params = GREEDY.replace(max_tokens=400)
         async with llm.stream(llm.make_request("a", params)):
@@ -155,6 +155,12 @@ def test_a_slow_reader_finds_one_merged_piece_or_one_a_token() -> None:
     run(lambda llm: body(llm, False))
 
 
+def one(llm: AsyncLLM) -> OpenRequest:
+    """The only open request."""
+    (found,) = llm.snapshot().values()
+    return found
+
+
 LONG = GREEDY.replace(max_tokens=3000)
 ROOM: dict[str, Any] = {"max_seq_len": 4096, "num_pages": 2000}
 
@@ -165,8 +171,7 @@ def test_a_reader_far_behind_gets_everything_while_it_takes_little_room_when_mer
     async def body(llm: AsyncLLM) -> None:
         request = llm.make_request("abc", LONG)
         async with llm.stream(request) as pieces:
-            (mailbox,) = llm._mailboxes.values()
-            await until(lambda: mailbox.processor.finish_reason is not None)
+            await until(lambda: one(llm).finish_reason is not None)
             (piece,) = [piece async for piece in pieces]
         assert list(piece.token_ids) == solo(request, VOCAB_SIZE)
 
@@ -178,11 +183,10 @@ def test_a_reader_for_whom_too_much_gathers_is_cancelled(merge: bool) -> None:
     async def body(llm: AsyncLLM) -> None:
         request, other = (llm.make_request([i, 7], LONG.replace(logprobs=20)) for i in (1, 2))
         async with llm.stream(request, merge=merge) as pieces:
-            (mailbox,) = llm._mailboxes.values()
             output = await llm.generate(other)
             assert list(output.token_ids) == solo(other, VOCAB_SIZE)
-            assert mailbox.num_bytes < 2 * MAX_MAILBOX_BYTES
-            assert sum(len(piece.token_ids) for piece in mailbox._pieces) < 300
+            assert one(llm).num_unread_bytes < 2 * MailboxLimits.max_bytes
+            assert one(llm).num_unread_tokens < 300
             taken = [piece async for piece in pieces]
         assert taken[-1].error is not None
         assert taken[-1].error.code == "client_stalled"
@@ -196,31 +200,48 @@ def test_a_reader_for_whom_too_much_gathers_is_cancelled(merge: bool) -> None:
     run(body, **ROOM)
 
 
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(
-    has_ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One has 900 unread tokens with log-probabilities, one a few, and one is read at once."""
-    for module in (async_llm, mailbox):
-        monkeypatch.setattr(module, "MAX_MAILBOX_BYTES", 10**9)
+def waiting(llm: AsyncLLM) -> int:
+    """Bytes that wait for all readers."""
+    return sum(each.num_unread_bytes for each in llm.snapshot().values())
 
-    def waiting(llm: AsyncLLM) -> int:
-        return sum(mailbox.num_bytes for mailbox in llm._mailboxes.values())
+
+def unread(llm: AsyncLLM) -> list[Request]:
+    """A request with 900 tokens with log-probabilities, one with a few, and a long one."""
+    return [
+        llm.make_request([i, 7], GREEDY.replace(max_tokens=count, logprobs=logprobs))
+        for i, count, logprobs in ((1, 900, 5), (2, 30, 0), (3, 1500, 0))
+    ]
+
+
+def bytes_of_all() -> int:
+    """Bytes that wait when the first two of `unread` have ended and nobody has read."""
+
+    async def body(llm: AsyncLLM) -> int:
+        first, second, _ = unread(llm)
+        async with llm.stream(first), llm.stream(second):
+            await until(lambda: all(each.finish_reason for each in llm.snapshot().values()))
+            return waiting(llm)
+
+    found: int = run(body, **ROOM, mailbox_limits=MailboxLimits(max_bytes=10**9))
+    return found
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(has_ended: bool) -> None:
+    """Of the two that wait; a third request is read at once, and one comes later."""
 
     async def body(llm: AsyncLLM) -> None:
-        wanted = [
-            llm.make_request([i, 7], GREEDY.replace(max_tokens=count, logprobs=logprobs))
-            for i, count, logprobs in ((1, 900, 5), (2, 30, 0), (3, 1500, 0))
-        ]
+        wanted = unread(llm)
         async with llm.stream(wanted[0]) as full, llm.stream(wanted[1]) as behind:
-            mailbox = llm._mailboxes[wanted[0].request_id]
+
+            def first() -> OpenRequest:
+                return llm.snapshot()[wanted[0].request_id]
+
             if has_ended:
-                await until(lambda: mailbox.processor.finish_reason is not None)
+                await until(lambda: all(each.finish_reason for each in llm.snapshot().values()))
             else:
-                await until(lambda: mailbox.num_bytes > 100_000)
-            assert mailbox.processor.finish_reason is (FinishReason.LENGTH if has_ended else None)
-            limit = waiting(llm) + 100
-            monkeypatch.setattr(async_llm, "MAX_MAILBOXES_BYTES", limit)
+                await until(lambda: first().num_unread_bytes > 100_000)
+            assert first().finish_reason is (FinishReason.LENGTH if has_ended else None)
             running = asyncio.create_task(llm.generate(wanted[2]))
             async with llm.stream(llm.make_request([4, 7], GREEDY)) as late:
                 await until(lambda: waiting(llm) < 20_000)
@@ -236,7 +257,8 @@ def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(
         stats = llm.stats()
         assert (stats["num_requests_finished"], stats["num_requests_cancelled"]) == (3, 1)
 
-    run(body, **ROOM)
+    in_all = bytes_of_all() + 100 if has_ended else 300_000
+    run(body, **ROOM, mailbox_limits=MailboxLimits(max_bytes=10**9, max_bytes_in_all=in_all))
 
 
 def test_a_reader_that_only_had_no_chance_to_read_is_not_cancelled() -> None:

@@ -113,8 +113,8 @@ def test_what_keeps_the_kernels_from_running(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_next_engine_gets_as_many_pages() -> None:
     core = make_hash_core(num_pages=77, max_seq_len=48)
-    assert assemble._pinned(core, GPU) == {"kv_cache_pages": 76, "max_seq_len": 48}
-    assert assemble._pinned(core, CPU) == {}
+    assert assemble.pinned_settings(core, GPU) == {"kv_cache_pages": 76, "max_seq_len": 48}
+    assert assemble.pinned_settings(core, CPU) == {}
 
 
 class Wavering(PlainLinear):

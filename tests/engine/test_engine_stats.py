@@ -24,7 +24,9 @@ def counters(factor: int) -> EngineCounters:
     """Counters with a different number in each field."""
     numbers = {name: factor * (i + 1) for i, name in enumerate(COUNTERS)}
     ends = {reason: factor * (100 + i) for i, reason in enumerate(FinishReason)}
-    return EngineCounters(**{**numbers, "num_finished": ends})  # type: ignore[arg-type]
+    places = {place: factor * (200 + place) for place in range(3)}
+    tables = {"num_finished": ends, "num_accepted_at": places}
+    return EngineCounters(**{**numbers, **tables})  # type: ignore[arg-type]
 
 
 def test_each_counter_is_summed() -> None:
@@ -34,17 +36,21 @@ def test_each_counter_is_summed() -> None:
 
 @pytest.mark.parametrize("name", COUNTERS)
 def test_a_counter_is_added_to_itself_alone(name: str) -> None:
-    value = {FinishReason.EOS: 3} if name == "num_finished" else 3
-    one = EngineCounters(**{name: value})  # type: ignore[arg-type]
-    twice = {FinishReason.EOS: 6} if name == "num_finished" else 6
-    assert one.plus(one) == EngineCounters(**{name: twice})  # type: ignore[arg-type]
+    keys = {"num_finished": FinishReason.EOS, "num_accepted_at": 2}
+    one, twice = (
+        EngineCounters(**{name: {keys[name]: n} if name in keys else n})  # type: ignore[arg-type]
+        for n in (3, 6)
+    )
+    assert one.plus(one) == twice
 
 
-def test_whatever_the_scheduler_counts_is_told() -> None:
+def test_whatever_the_scheduler_counts_is_reported() -> None:
     stats = SchedulerStats()
     for i, field in enumerate(fields(SchedulerStats)):
         if field.name == "num_finished":
             stats.num_finished.update(eos=7)
+        elif field.name == "num_accepted_at":
+            stats.num_accepted_at.update({0: 8, 1: 3})
         else:
             setattr(stats, field.name, 10 + i)
     found = stats.counters(num_evictions=5)
@@ -57,10 +63,11 @@ def test_whatever_the_scheduler_counts_is_told() -> None:
 def test_all_numbers_have_a_name_and_none_has_two() -> None:
     names = EngineStats(EngineGauges(), counters(1)).by_name()
     ends = [f"num_finished_{reason.value}" for reason in FinishReason]
-    assert list(names) == [*GAUGES, *COUNTERS[:-1], *ends]
+    places = [f"num_accepted_at_{place}" for place in range(3)]
+    assert list(names) == [*GAUGES, *COUNTERS[:-2], *places, *ends]
     served = make_hash_llm().stats()
     own = {field.name for field in msgspec.structs.fields(RequestCounters)}
-    assert served.keys() == {*GAUGES, *COUNTERS[:-1], "num_open", *own}
+    assert served.keys() == {*GAUGES, *COUNTERS[:-2], "num_open", *own}
 
 
 def test_the_gauges_of_a_core_are_those_of_now() -> None:

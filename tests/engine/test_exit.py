@@ -67,8 +67,7 @@ def assert_ends(script: str) -> None:
 
 
 def test_a_script_ends_while_the_cache_is_being_prepared() -> None:
-    for _ in range(2):
-        assert_ends(SLOW + BLOCKING)
+    assert_ends(SLOW + BLOCKING)
 
 
 def test_a_script_ends_while_an_engine_works_in_a_thread() -> None:

@@ -191,7 +191,7 @@ def test_preempted_at_every_third_step(alone: Tokens) -> None:
 
         llm.core.step = stepping  # type: ignore[method-assign]
         assert run(llm) == alone
-        assert llm.stats()["num_preemptions"] > 20
+        assert llm.stats()["num_preemptions"] > 12
 
 
 def test_asyncio(alone: Tokens) -> None:

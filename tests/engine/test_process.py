@@ -53,6 +53,7 @@ from infer.types.step_events import (
     Preempted,
     Queued,
     Resumed,
+    Speculated,
     StepEvent,
     StepEvents,
 )
@@ -172,6 +173,7 @@ EVENTS = (
     Preempted("c", 5),
     Admitted("a", 3, 7),
     ComputedChunk("a", 3, 4),
+    Speculated("a", 9, 4),
 )
 
 

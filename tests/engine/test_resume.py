@@ -17,7 +17,6 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.process import supervisor
 from infer.engine.process.blame import MAX_FROM_OUTSIDE
 from infer.engine.process.journal import RequestJournal
 from infer.engine.process.supervisor import EngineProcess
@@ -79,7 +78,7 @@ def token(name: str, token_id: int, reason: FinishReason | None = None) -> StepO
     return StepOutput(name, token_id, reason)
 
 
-def test_the_ledger_knows_what_goes_on_and_where() -> None:
+def test_the_journal_knows_what_goes_on_and_where() -> None:
     journal = RequestJournal()
     for name in "abcd":
         journal.add(request(name))
@@ -239,9 +238,8 @@ def test_three_pills_at_once() -> None:
 
 
 def test_an_engine_that_does_not_start_again_and_later_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "_MAX_PAUSE_S", 0.1)
     path = tmp_path / "there"
     path.touch()
 
@@ -263,7 +261,8 @@ def test_an_engine_that_does_not_start_again_and_later_does(
         check([again], [await llm.generate(again)])
 
     with caplog.at_level(logging.ERROR):
-        run(body, factory="tests.support.faulty:starts", while_there=str(path), step_s=0.01)
+        settings = {"while_there": str(path), "step_s": 0.01, "max_pause_s": 0.1}
+        run(body, factory="tests.support.faulty:starts", **settings)
     assert "the checkpoint has gone" in caplog.text
     assert "requests are refused" in caplog.text
 

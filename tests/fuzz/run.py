@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 from infer.models.hub import SHIPPED_FOLDER
 from tests.fuzz.call import MODEL, Call, CallSequence, RawRequest, id_of
-from tests.support.server_process import Served, served
+from tests.support.server_process import Served, served, stack_limit
 
 MODULES = {
     "grammars": "tests.fuzz.grammars",
@@ -121,8 +121,12 @@ def is_promised(status: int, retry: str | None, body: bytes) -> bool:
 class Watched:
     """A server, and what it was like before; it is started again when it has ended."""
 
-    def __init__(self, models: list[str], counts: Counts, folder: Path) -> None:
+    def __init__(
+        self, models: list[str], counts: Counts, folder: Path, stack_bytes: int | None = None
+    ) -> None:
+        """`stack_bytes`: default stack size of the server's threads; None for the system's."""
         self.counts = counts
+        self._stack_bytes = stack_bytes
         self._folder = folder
         self._models = models
         self._stack = ExitStack()
@@ -132,7 +136,8 @@ class Watched:
         sessions = f"sqlite:///{self._folder / 'sessions.db'}"
         arguments = ["-m", "infer.server", *OPTIONS, "--sessions", sessions, *self._models]
         log = self._folder / "log"
-        self.server: Served = self._stack.enter_context(served(arguments, log))
+        with stack_limit(self._stack_bytes):
+            self.server: Served = self._stack.enter_context(served(arguments, log))
         self._engines = self.server.engine_pids()
         assert self._engines, log.read_text()
 
@@ -277,14 +282,16 @@ def try_examples(
 
 
 @contextmanager
-def checks(kinds: list[str], counts: Counts) -> Iterator[dict[str, tuple[Any, Any]]]:
+def checks(
+    kinds: list[str], counts: Counts, stack_bytes: int | None = None
+) -> Iterator[dict[str, tuple[Any, Any]]]:
     """For each kind its check and its strategy; the servers that they need run meanwhile."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
 
         def watched(label: str, models: list[str]) -> Watched:
             (folder / label).mkdir()
-            server = Watched(models, counts, folder / label)
+            server = Watched(models, counts, folder / label, stack_bytes)
             stack.callback(server.close)
             return server
 
@@ -306,14 +313,21 @@ def checks(kinds: list[str], counts: Counts) -> Iterator[dict[str, tuple[Any, An
 
 
 def run(
-    kinds: list[str], minutes: float, number: int, *, max_calls: int | None = None
+    kinds: list[str],
+    minutes: float,
+    number: int,
+    *,
+    max_calls: int | None = None,
+    stack_bytes: int | None = None,
 ) -> dict[str, object]:
-    """What was tried and came of it; `findings` has the smallest example of all that broke."""
+    """What was tried and came of it; `findings` has the smallest example of all that broke.
+
+    `stack_bytes`: default stack size of the servers' threads; None for the system's."""
     counts = Counts()
     ends_s = time.monotonic() + 60 * minutes
     told_s = time.monotonic()
     first = number + 1
-    with checks(kinds, counts) as tried:
+    with checks(kinds, counts, stack_bytes) as tried:
         is_over = False
         while not is_over:
             for kind, (check, strategy) in tried.items():

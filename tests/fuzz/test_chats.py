@@ -9,15 +9,17 @@ import pytest
 from tests.fuzz.chats import checks, try_examples
 from tests.support.serving import scripted, serving, spelled
 
-NUM_EXAMPLES = {"answers": 150, "written calls": 150, "conversations": 100, "bodies": 40}
+NUM_EXAMPLES = {"answers": 60, "written calls": 60, "conversations": 40, "bodies": 20}
 
 
-@pytest.mark.parametrize("name", ["answers", "written calls", "conversations", "bodies"])
-def test_nothing_breaks(name: str) -> None:
+@pytest.mark.parametrize("factor", [1, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NUM_EXAMPLES)
+def test_nothing_breaks(name: str, factor: int) -> None:
     with asyncio.Runner() as runner:
         opened = serving(scripted(spelled("<tool_call>{}"), max_seq_len=4096, num_pages=4096))
         app = runner.run(opened.__aenter__())
         try:
-            try_examples(checks(runner.get_loop(), app)[name], NUM_EXAMPLES[name], None)
+            count = factor * NUM_EXAMPLES[name]
+            try_examples(checks(runner.get_loop(), app)[name], count, None)
         finally:
             runner.run(opened.__aexit__(None, None, None))

@@ -122,7 +122,7 @@ def test_memory_that_runs_out_is_contained(alone: Result, monkeypatch: pytest.Mo
     assert failed
 
 
-def test_a_device_that_has_failed_is_told_from_one_that_is_full() -> None:
+def test_a_device_that_has_failed_is_distinguished_from_one_that_is_full() -> None:
     """In a process of its own: nothing works there any more."""
     code = """
 import torch

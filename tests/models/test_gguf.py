@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Q
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
 from infer.kernels.rotary import QKRotation
-from infer.models.gguf_file import GGUFFile, _readable_types
+from infer.models.gguf_file import GGUFFile, readable_types
 from infer.models.model import build_model
 from tests.support.checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
 from tests.support.gguf_files import write, write_gpt2
@@ -126,7 +126,7 @@ def test_gpt2_quantised_in_the_whole_engine(tmp_path: Path) -> None:
 
 
 def test_the_types_that_load_are_named() -> None:
-    names = _readable_types()
+    names = readable_types()
     assert len(names) >= 26
     assert {"F32", "F16", "BF16", "Q8_0", "Q2_K", "Q6_K", "IQ4_XS", "MXFP4"} <= set(names)
     assert not {"I32", "F64", "Q8_1"} & set(names)

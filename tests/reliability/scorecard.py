@@ -39,7 +39,11 @@ class Row:
 
 
 ROWS = (
-    Row("1", "ledger under load", (f"{HERE}/test_overload.py::test_the_ledger_for_longer",)),
+    Row(
+        "1",
+        "ledger under load",
+        (f"{HERE}/test_overload.py::test_every_request_is_counted_for_longer",),
+    ),
     Row(
         "2",
         "batch independence",
@@ -125,7 +129,7 @@ ROWS = (
     Row(
         "22",
         "noisy neighbour",
-        ("tests/schedule/test_accounts.py", "tests/server/test_tenants.py::test_limits"),
+        ("tests/schedule/test_fair_share.py", "tests/server/test_tenants.py::test_limits"),
         "Hash model: bounds of what one key gets while another floods, and the limits of a key; the"
         " times to the first token are in the log, by `benchmarks/tenants.py`",
     ),
@@ -256,12 +260,12 @@ ROWS = (
         "A4",
         "what is refused costs nothing more",
         (
-            f"{HERE}/test_attack_connections.py::test_an_error_before_the_whole_body_ends_the_connection",
-            f"{HERE}/test_attack_connections.py::test_framing_longer_than_the_body",
-            f"{HERE}/test_attack_connections.py::test_refusals_of_the_protocol_are_counted_and_logged",
-            f"{HERE}/test_attack_connections.py::test_the_budget_of_bodies",
-            f"{HERE}/test_attack_connections.py::test_chunk_floods_without_a_key",
-            f"{HERE}/test_attack_connections.py::test_a_thousand_bodies_that_never_end",
+            f"{HERE}/test_attack_bodies.py::test_an_error_before_the_whole_body_ends_the_connection",
+            f"{HERE}/test_attack_bodies.py::test_framing_longer_than_the_body",
+            f"{HERE}/test_attack_bodies.py::test_refusals_of_the_protocol_are_counted_and_logged",
+            f"{HERE}/test_attack_bodies.py::test_the_budget_of_bodies",
+            f"{HERE}/test_attack_bodies.py::test_chunk_floods_without_a_key",
+            f"{HERE}/test_attack_bodies.py::test_a_thousand_bodies_that_never_end",
         ),
     ),
     Row(
@@ -273,7 +277,7 @@ ROWS = (
             f"{HERE}/test_attack_connections.py::test_places_fit_into_the_descriptors",
             f"{HERE}/test_attack_connections.py::test_two_thousand_idle_connections",
             f"{HERE}/test_attack_connections.py::test_a_kept_connection",
-            f"{HERE}/test_attack_connections.py::test_a_client_that_closes_its_side_gets_its_answer",
+            f"{HERE}/test_attack_bodies.py::test_a_client_that_closes_its_side_gets_its_answer",
             "tests/server/test_limits.py::test_too_many_connections",
         ),
     ),
@@ -282,9 +286,9 @@ ROWS = (
         "Host and Origin",
         (
             f"{HERE}/test_hostile.py::test_every_route_and_no_other",
-            f"{HERE}/test_attack_connections.py::test_origins",
-            f"{HERE}/test_attack_connections.py::test_hosts_where_there_are_keys_or_others_may_come",
-            f"{HERE}/test_attack_connections.py::test_what_pages_may_send_and_see",
+            f"{HERE}/test_attack_pages.py::test_origins",
+            f"{HERE}/test_attack_pages.py::test_hosts_where_there_are_keys_or_others_may_come",
+            f"{HERE}/test_attack_pages.py::test_what_pages_may_send_and_see",
         ),
     ),
     Row(

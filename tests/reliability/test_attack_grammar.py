@@ -10,7 +10,6 @@ import http.client
 import json
 import os
 import re
-import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +19,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.server_process import Findings, Served, follow, model_server, percentile, served
+from tests.support.server_process import (
+    Findings,
+    Served,
+    follow,
+    model_server,
+    percentile,
+    served,
+    stack_limit,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -110,14 +117,9 @@ def pids(server: Served) -> tuple[int | None, int | None]:
 @contextmanager
 def a_server(log: Path, *options: str, stack_bytes: int | None = None) -> Iterator[Served]:
     """Run a server; `stack_bytes` is the default stack size of its threads."""
-    limits = resource.getrlimit(resource.RLIMIT_STACK)
-    if stack_bytes is not None:
-        resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, limits[1]))
-    try:
-        running = served(model_server("--max-batch-size", "8", *options), log)
+    running = served(model_server("--max-batch-size", "8", *options), log)
+    with stack_limit(stack_bytes):
         server = running.__enter__()
-    finally:
-        resource.setrlimit(resource.RLIMIT_STACK, limits)
     try:
         yield server
     finally:
@@ -300,11 +302,13 @@ def test_a_thousand_unique_grammars(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
-def test_ten_thousand_generated_grammars_leave_every_process() -> None:
+@pytest.mark.parametrize("stack_bytes", [None, 1 << 20], ids=["usual stacks", "stacks of 1 MiB"])
+def test_ten_thousand_generated_grammars_leave_every_process(stack_bytes: int | None) -> None:
     from tests.fuzz.run import run
 
-    with counting("A1", "10,000 generated grammars") as counted:
-        found = run(["grammars"], 240, 1, max_calls=10_000)
+    stacks = "" if stack_bytes is None else ", threads with stacks of 1 MiB"
+    with counting("A1", f"10,000 generated grammars{stacks}") as counted:
+        found = run(["grammars"], 240, 1, max_calls=10_000, stack_bytes=stack_bytes)
         counted.update(found)
         assert found["findings"] == []
         assert (found["exits"], found["restarts"]) == (0, 0)

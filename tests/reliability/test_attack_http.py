@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from infer.server import offload as body_reader
 from infer.server.openai.large_json import json_response, render
 from infer.server.sessions.store import Quota, SessionStore
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.text.tokenizer import Tokenizer
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import make_hash_llm
 from tests.support.server_process import OBSERVED, Findings, Served, hash_server, served
 from tests.support.serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
@@ -313,11 +313,7 @@ def test_what_one_request_may_use_is_bounded(tmp_path: Path) -> None:
     with_app(make_hash_llm(), use, api_keys=str(tmp_path / "keys"))
 
 
-def test_long_bodies_of_one_key_leave_places_to_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(body_reader, "MAX_LONG_BODIES", 6)
-    monkeypatch.setattr(body_reader, "MAX_LONG_BODIES_A_KEY", 4)
+def test_long_bodies_of_one_key_leave_places_to_others(tmp_path: Path) -> None:
     greedy, other = key(tmp_path / "keys", "a"), key(tmp_path / "keys", "b")
 
     async def use(app: App) -> None:
@@ -329,7 +325,8 @@ def test_long_bodies_of_one_key_leave_places_to_others(
         assert all("retry-after" in reply.headers for reply in replies if reply.status == 429)
         assert [reply.status for reply in replies[20:]] == [200, 200]
 
-    with_app(make_hash_llm(), use, api_keys=str(tmp_path / "keys"))
+    limits = ServerLimits(max_long_bodies=6, max_long_bodies_of_key=4)
+    with_app(make_hash_llm(), use, api_keys=str(tmp_path / "keys"), limits=limits)
 
 
 def test_bodies_that_come_late_do_not_pass_the_queues_limit(tmp_path: Path) -> None:
@@ -425,7 +422,7 @@ def test_sessions_of_before_there_were_quotas_are_measured(tmp_path: Path) -> No
     old = SessionStore(url)
     name = old.create("a", "t", [{"role": "user", "content": "é" * 100}, MESSAGE])["id"]
     empty = old.create("a")["id"]
-    with old._engine.begin() as db:
+    with sql.create_engine(url).begin() as db:
         (size,) = db.execute(sql.text("select bytes from session_sizes where messages = 2")).one()
         db.execute(sql.text("drop table session_sizes"))
     old.close()

@@ -237,9 +237,10 @@ def _key(core: EngineCore, told: dict[str, list[int]]) -> tuple[Any, ...]:
         for queue in (scheduler.running, scheduler.preempted, scheduler.waiting)
         for s in queue
     )
-    index = tuple(sorted((page, key[1]) for key, page in allocator._index.items()))
+    indexed, free = allocator.snapshot()
+    index = tuple(sorted((page, key[1]) for key, page in indexed.items()))
     heard = tuple(sorted((name, tuple(tokens)) for name, tokens in told.items()))
-    return (sequences, index, tuple(allocator._free), heard)
+    return (sequences, index, free, heard)
 
 
 def note_exploration(depth: int) -> None:

@@ -20,11 +20,12 @@ from typing import Any
 
 import pytest
 
+import infer
 from infer.engine.client.async_llm import AsyncLLM
-from infer.server import offload as body_reader
 from infer.server.http.error_responses import MAX_HEADER_BYTES
 from infer.server.http.json_body import MAX_BODY_BYTES
 from infer.server.openai.chat import ChatBody
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import VOCAB_SIZE, make_hash_llm
 from tests.support.server_process import Findings, Served, model_server, served
 from tests.support.serving import CHAT, COMPLETIONS, chat_body, completion_body, live
@@ -436,13 +437,19 @@ def server() -> Iterator[tuple[AsyncLLM, int]]:
         yield engine, int(url.rpartition(":")[2])
 
 
+@pytest.fixture(scope="module")
+def impatient_server() -> Iterator[tuple[AsyncLLM, int]]:
+    """Waits for a body for a moment only."""
+    engine = make_hash_llm(max_seq_len=CONTEXT)
+    with live(engine, limits=ServerLimits(body_timeout_s=0.05)) as url:
+        yield engine, int(url.rpartition(":")[2])
+
+
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
 def test_a_hostile_input(
-    row: Row, server: tuple[AsyncLLM, int], monkeypatch: pytest.MonkeyPatch
+    row: Row, server: tuple[AsyncLLM, int], impatient_server: tuple[AsyncLLM, int]
 ) -> None:
-    if row.waits:
-        monkeypatch.setattr(body_reader, "BODY_TIMEOUT_S", 0.05)
-    engine, port = server
+    engine, port = impatient_server if row.waits else server
     before = engine.stats()["num_steps"]
     asyncio.run(ask(port, row))
     if row.status != 200:
@@ -466,7 +473,7 @@ def test_the_time_of_each_answer(tmp_path: Path) -> None:
     """On the shipped model; `scorecard.py` judges the times."""
     with served(model_server(), tmp_path / "log") as server:
         config = json.loads(
-            (Path(body_reader.__file__).parents[2] / "demo_model/config.json").read_text()
+            (Path(infer.__file__).parents[2] / "demo_model/config.json").read_text()
         )
         longest_ms = asyncio.run(time_all(server, config["vocab_size"]))
     assert "Traceback" not in (tmp_path / "log").read_text()

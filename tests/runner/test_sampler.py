@@ -124,7 +124,7 @@ def kept_by_definition(logits: torch.Tensor, **params: Any) -> list[int]:
         {"top_p": 0.3, "min_p": 0.3},
     ],
 )
-@pytest.mark.parametrize("vocab", [640, 999])
+@pytest.mark.parametrize("vocab", [pytest.param(640, marks=pytest.mark.slow), 999])
 def test_what_is_drawn_is_what_the_definition_keeps(params: dict[str, Any], vocab: int) -> None:
     """Logits are multiples of 1/4, so many are equal, within a block and across blocks."""
     generator = torch.Generator().manual_seed(vocab)

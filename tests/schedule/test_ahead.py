@@ -23,7 +23,7 @@ from infer.types import FinishReason, Request, SamplingParams, StepOutput
 from tests.support.doubles import AheadHashRunner, make_hash_core, solo
 from tests.support.workloads import Seen, Workload
 
-NUM_WORKLOADS = 1000
+NUM_WORKLOADS = 500
 
 
 def test_every_request_has_the_tokens_that_it_has_alone() -> None:
@@ -35,11 +35,11 @@ def test_every_request_has_the_tokens_that_it_has_alone() -> None:
             raise AssertionError(f"workload {seed}: {error}") from error
     assert seen.modes == set(BATCHING_MODES)
     assert seen.reasons == set(FinishReason) - {FinishReason.ERROR, FinishReason.COMPLETE}
-    assert seen.num_pending > 20_000
-    assert seen.num_late > 500
-    assert seen.num_preemptions > 2_000
-    assert seen.num_cached > 2_000
-    assert seen.num_aborted > 300
+    assert seen.num_pending > 10_000
+    assert seen.num_late > 250
+    assert seen.num_preemptions > 1_000
+    assert seen.num_cached > 1_000
+    assert seen.num_aborted > 150
 
 
 def run_workloads(count: int, kind: type[AheadHashRunner] = AheadHashRunner) -> None:
@@ -68,13 +68,13 @@ def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[...,
 
 FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "the token goes to the end of the list": (
-        Scheduler.commit,
+        Scheduler._append,
         "sequence.tokens[end] = result.token_id",
         "sequence.tokens[-1] = result.token_id",
     ),
     "pending tokens count towards the end": (
-        Scheduler.commit,
-        "num_output = end + 1 - sequence.num_prompt",
+        Scheduler._append,
+        "num_output = end + num_more + 1 - sequence.num_prompt",
         "num_output = sequence.num_output",
     ),
     "pages are indexed that a preempted sequence has lost": (

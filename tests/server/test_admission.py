@@ -11,9 +11,9 @@ import pytest
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
-from infer.server import offload as body_reader
 from infer.server.app import create_app
 from infer.server.settings import ServerSettings
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import (
     BODIES,
@@ -62,7 +62,6 @@ def test_a_refused_request_costs_no_tokenising(
 
 def test_a_place_is_held_while_the_tokens_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long body is tokenised in a thread, no other request can take its place."""
-    monkeypatch.setattr(body_reader, "LONG_BODY_BYTES", 200)
     engine = make_hash_llm(max_batch_size=1, max_waiting_requests=0)
     started, real = threading.Event(), InputProcessor.tokenize
 
@@ -83,7 +82,7 @@ def test_a_place_is_held_while_the_tokens_are_made(monkeypatch: pytest.MonkeyPat
         assert (await app.post(COMPLETIONS, wrong)).status == 400
         assert (await app.post(COMPLETIONS, completion_body())).status == 200
 
-    with_app(engine, use)
+    with_app(engine, use, limits=ServerLimits(long_body_bytes=200))
 
 
 @pytest.mark.parametrize("path", BODIES)

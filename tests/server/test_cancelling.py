@@ -90,7 +90,7 @@ def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> N
             app.post(COMPLETIONS, {**body, "prompt": WORDS, **limit}, leave=leave)
         )
         await told(engine)
-        (name,) = set(engine._mailboxes) - set(sequences(engine))
+        (name,) = set(engine.snapshot()) - set(sequences(engine))
         await gate.step()
         while not reached(sequences(engine)[name]):
             await gate.step()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.server.sessions import database_threads
-from infer.server.sessions import store as module
+from infer.server.sessions.store import SessionStore
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import CHAT, App, chat_body, with_app
 
@@ -24,10 +24,7 @@ def check(reply: object) -> None:
     assert "sqlite" not in error["message"].lower()
 
 
-def test_a_locked_database_is_a_503_and_delays_nobody(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "BUSY_S", 1.0)
+def test_a_locked_database_is_a_503_and_delays_nobody(tmp_path: Path) -> None:
     file = tmp_path / "sessions.db"
 
     async def use(app: App) -> None:
@@ -60,12 +57,11 @@ def test_a_locked_database_is_a_503_and_delays_nobody(
         found = await app.get(f"/v1/sessions/{session}")
         assert (found.status, found.json()["messages"]) == (200, [])
 
-    with_app(make_hash_llm(step_s=0.02), use, sessions=f"sqlite:///{file}")
+    limits = ServerLimits(database_busy_s=0.5)
+    with_app(make_hash_llm(step_s=0.02), use, sessions=f"sqlite:///{file}", limits=limits)
 
 
-def test_calls_that_wait_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(database_threads, "MAX_CALLS", 3)
-    monkeypatch.setattr(module, "BUSY_S", 1.0)
+def test_calls_that_wait_have_an_end(tmp_path: Path) -> None:
     file = tmp_path / "sessions.db"
 
     async def use(app: App) -> None:
@@ -82,7 +78,8 @@ def test_calls_that_wait_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
             other.execute("rollback")
         assert (await app.get("/v1/sessions")).status == 200
 
-    with_app(make_hash_llm(), use, sessions=f"sqlite:///{file}")
+    limits = ServerLimits(database_busy_s=1.0, max_database_calls=3)
+    with_app(make_hash_llm(), use, sessions=f"sqlite:///{file}", limits=limits)
 
 
 @pytest.mark.parametrize("cause", ["read-only", "no place"])
@@ -92,7 +89,7 @@ def test_a_database_that_cannot_be_written_is_a_503(
     file = tmp_path / "sessions.db"
     sessions: str | None = f"sqlite:///{file}"
     if cause == "read-only":
-        module.SessionStore(str(sessions)).close()
+        SessionStore(str(sessions)).close()
         sessions = f"sqlite:///file:{file}?mode=ro&uri=true"
     else:
         (tmp_path / "state").write_text("no folder")

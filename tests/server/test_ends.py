@@ -52,9 +52,10 @@ def test_a_metric_without_its_counter_is_no_zero(monkeypatch: pytest.MonkeyPatch
 
 def test_who_reached_a_stop_string_has_finished() -> None:
     async def main() -> None:
-        engine = scripted(spelled("one two three four five six"))
+        # The engine hears of the stop string while the request is far from its last token.
+        engine = scripted(spelled("one two three four five six"), step_s=0.005)
         async with serving(engine) as app:
-            body = completion_body(stop="three", max_tokens=20)
+            body = completion_body(stop="three", max_tokens=400)
             reply = await app.post(COMPLETIONS, body)
             assert json.loads(reply.body)["choices"][0]["finish_reason"] == "stop"
             async with asyncio.timeout(20):

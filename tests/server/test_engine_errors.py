@@ -121,7 +121,7 @@ SECRET = "0x7f12 /home/somebody/prompt.txt"
         (EngineDeadError("it is gone"), 503, "engine_unavailable", True),
     ],
 )
-def test_what_an_exception_tells(
+def test_what_an_exception_says(
     monkeypatch: pytest.MonkeyPatch,
     path: str,
     raised: Exception,

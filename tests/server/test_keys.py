@@ -214,7 +214,7 @@ def test_two_servers_with_one_file_of_usage_lose_nothing(tmp_path: Path) -> None
     counts: dict[str, int] = {"requests": 1, "generation_tokens": 5}
     for turn in range(20):
         for metrics in both:
-            metrics._by_key.setdefault("a", type(metrics._outcomes)()).update(counts)
+            metrics.add_usage("a", **counts)
         at_once(*(metrics.save for metrics in (both if turn % 2 else both[::-1])))
     for metrics in both:
         metrics.save()

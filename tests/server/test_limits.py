@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from infer.server import offload, serve
-from infer.server.http import bounded_protocol, connections
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import launch_hash_llm, make_hash_llm
+from tests.support.raw_http import connect, read_all
 from tests.support.serving import COMPLETIONS, completion_body, is_idle, live, until
 
 ROOT = Path(__file__).parents[2]
@@ -28,22 +28,10 @@ ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
 LONG = {"max_tokens": 400, "ignore_eos": True, "stream": True}
 
 
-def connect(url: str) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
-
-
 def post(sock: socket.socket, body: Any) -> None:
     data = json.dumps(body).encode()
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     sock.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
-
-
-def read_all(sock: socket.socket) -> bytes:
-    received = bytearray()
-    while piece := sock.recv(65536):
-        received += piece
-    return bytes(received)
 
 
 def check(reply: bytes, status: int, code: str) -> None:
@@ -54,11 +42,10 @@ def check(reply: bytes, status: int, code: str) -> None:
     assert (b"retry-after: " in head) == (status == 503)
 
 
-def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_connections() -> None:
     """Connections that are in use stay; new ones get 503, except health probes."""
-    limits = connections.ConnectionLimits(places=3, probe_places=2)
-    monkeypatch.setattr(serve, "connection_limits", lambda: limits)
-    with live(make_hash_llm()) as url, contextlib.ExitStack() as stack:
+    limits = ServerLimits(max_connections=3, probe_connections=2)
+    with live(make_hash_llm(), limits=limits) as url, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connect(url)) for _ in range(3)]
         for sock in held:
             sock.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\n".encode())
@@ -83,9 +70,9 @@ def test_too_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "opening", [b"", b"POST /v1", b"GET / HTTP/1.1\r\nhost: localhost\r\nx-a: "]
 )
-def test_headers_that_do_not_come(monkeypatch: pytest.MonkeyPatch, opening: bytes) -> None:
-    monkeypatch.setattr(bounded_protocol, "HEADER_TIMEOUT_S", 0.3)
-    with live(make_hash_llm()) as url, connect(url) as sock:
+def test_headers_that_do_not_come(opening: bytes) -> None:
+    limits = ServerLimits(header_timeout_s=0.3)
+    with live(make_hash_llm(), limits=limits) as url, connect(url) as sock:
         started_s = time.monotonic()
         sending = threading.Thread(target=drip, args=(sock, opening))
         sending.start()
@@ -101,9 +88,9 @@ def drip(sock: socket.socket, data: bytes) -> None:
             time.sleep(0.05)
 
 
-def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "HEADER_TIMEOUT_S", 0.3)
-    with live(make_hash_llm(step_s=0.05)) as url, connect(url) as sock:
+def test_slow_headers_of_a_second_request() -> None:
+    limits = ServerLimits(header_timeout_s=0.3)
+    with live(make_hash_llm(step_s=0.05), limits=limits) as url, connect(url) as sock:
         for _ in range(2):  # neither a long answer nor a pause between requests counts as slow
             post(sock, completion_body(max_tokens=10))
             received = b""
@@ -115,12 +102,11 @@ def test_slow_headers_of_a_second_request(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 408 ", b"HTTP/1.1 413 "])
-def test_a_body_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
-    monkeypatch.setattr(offload, "BODY_TIMEOUT_S", 0.2 if b"408" in answer else 9)
-    monkeypatch.setattr(bounded_protocol, "LINGER_S", 0.3)
+def test_a_body_that_nobody_wants_any_more(answer: bytes) -> None:
+    limits = ServerLimits(body_timeout_s=0.2 if b"408" in answer else 9, linger_s=0.3)
     length = 100 if b"408" in answer else 10**9
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    with live(make_hash_llm()) as url, connect(url) as sock:
+    with live(make_hash_llm(), limits=limits) as url, connect(url) as sock:
         sock.sendall(f"{head}content-length: {length}\r\n\r\n{{".encode())
         sending = threading.Thread(target=drip, args=(sock, b"x" * 60))
         sending.start()
@@ -132,11 +118,11 @@ def test_a_body_that_nobody_wants_any_more(monkeypatch: pytest.MonkeyPatch, answ
         sending.join()
 
 
-def test_a_reader_of_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_of_nothing_is_cut() -> None:
     """Its connection is closed too, which unread data would otherwise keep open."""
-    monkeypatch.setattr(serve, "SEND_BUFFER_BYTES", 4096)
+    limits = ServerLimits(send_buffer_bytes=4096)
     engine = make_hash_llm(num_pages=4000)
-    with live(engine, write_stall_s=0.3) as url, socket.socket() as sock:
+    with live(engine, write_stall_s=0.3, limits=limits) as url, socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = url.removeprefix("http://").split(":")
         sock.connect((host, int(port)))

@@ -12,20 +12,20 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infer.server import serve
-from infer.server.observe import logs
 from infer.server.observe.logs import JsonLines, LogWriter
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import live
 
 
 @contextmanager
-def writer_to(stream: io.TextIOBase) -> Iterator[tuple[logging.Logger, LogWriter]]:
+def writer_to(stream: io.TextIOBase, **limits: Any) -> Iterator[tuple[logging.Logger, LogWriter]]:
     logger = logging.Logger("test")
-    handler = LogWriter(stream)  # type: ignore[arg-type]
+    handler = LogWriter(stream, **limits)  # type: ignore[arg-type]
     handler.setFormatter(logging.Formatter("%(message)s"))
     logger.addHandler(handler)
     try:
@@ -51,10 +51,10 @@ def test_a_stream_without_a_file_is_written_too() -> None:
         assert stream.getvalue() == "here\n"
 
 
-def test_what_nobody_reads_is_dropped_counted_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logs, "MAX_QUEUED_CHARS", 100_000)
+def test_what_nobody_reads_is_dropped_counted_and_said() -> None:
     reading, writing = os.pipe()
-    with os.fdopen(writing, "w") as stream, writer_to(stream) as (logger, handler):
+    limits = {"max_queued_chars": 100_000}
+    with os.fdopen(writing, "w") as stream, writer_to(stream, **limits) as (logger, handler):
         started_s = time.monotonic()
         for i in range(20_000):
             logger.warning("line %d %s", i, "x" * 40)
@@ -72,12 +72,12 @@ def test_what_nobody_reads_is_dropped_counted_and_said(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_closed", [False, True])
-def test_the_end_does_not_wait_for_readers(
-    is_closed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs, "LAST_LINES_S", 0.3)
+def test_the_end_does_not_wait_for_readers(is_closed: bool) -> None:
     reading, writing = os.pipe()
-    with os.fdopen(writing, "w") as stream, writer_to(stream) as (logger, handler):
+    with (
+        os.fdopen(writing, "w") as stream,
+        writer_to(stream, last_lines_s=0.3) as (logger, handler),
+    ):
         if is_closed:
             os.close(reading)
         for _ in range(5000):
@@ -92,7 +92,7 @@ def test_the_end_does_not_wait_for_readers(
 
 def test_every_line_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     """Also lines of uvicorn, asyncio and warnings, and stack traces."""
-    with serve._log_on_stderr("json"):
+    with serve.log_on_stderr("json"):
         for name in ("infer.engine", "uvicorn.error", "asyncio", "py.warnings"):
             logging.getLogger(name).warning("of %s\nin two lines", name)
         logging.getLogger("uvicorn.error").warning("where", stack_info=True)

@@ -19,11 +19,13 @@ import pytest
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
-from infer.server import multi_model as module
 from infer.server.app import create_app, layers
+from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.multi_model import ModelRouter, configs_of
+from infer.server.serve import log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import launch_hash_llm, make_hash_llm, pid_of
 from tests.support.serving import (
     CHAT,
@@ -62,7 +64,7 @@ def used(
         app.app = models.make_app(layers(settings, (models.seen,)))
         async with app.app.router.lifespan_context(app.app):
             await body(app, models)
-        assert not any(engine.is_alive for engine in models._engines())
+        assert not any(engine.is_alive for engine in models.engines())
 
     asyncio.run(main())
 
@@ -138,11 +140,34 @@ def test_requests_and_numbers_are_those_of_all() -> None:
         assert counts == [1, 3]
         one = (await app.get("/stats?model=b")).json()
         assert one["engine"]["num_requests_admitted"] == 3
+        for query, model in (("", "a"), ("?model=b", "b")):
+            gone = asyncio.Event()
+            watching = asyncio.ensure_future(app.send("GET", EVENTS_PATH + query, leave=gone))
+            await asyncio.sleep(0.02)
+            gone.set()
+            assert f'"model":"{model}"' in (await watching).body.decode()
+        assert (await app.get(f"{EVENTS_PATH}?model=c")).error()["code"] == "model_not_found"
 
     engines: dict[str, Callable[[], AsyncLLM]] = {
         name: partial(make_hash_llm, step_s=0.002) for name in "ab"
     }
     used(body, engines)
+
+
+def test_watching_loads_no_model() -> None:
+    loads: list[str] = []
+
+    def launch(name: str) -> AsyncLLM:
+        loads.append(name)
+        return make_hash_llm()
+
+    async def body(app: App, models: ModelRouter) -> None:
+        refused = await app.get(f"{EVENTS_PATH}?model=b")
+        assert refused.status == 503
+        assert "'b' is not loaded" in refused.error()["message"]
+        assert loads == []
+
+    used(body, {name: partial(launch, name) for name in "ab"}, load=False)
 
 
 def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
@@ -158,11 +183,11 @@ def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
         many = [app.post(COMPLETIONS, completion_body(model="b")) for _ in range(10)]
         assert {reply.status for reply in await asyncio.gather(*many)} == {200}
         assert (loads, await statuses(app)) == (["b"], {"a": "unloaded", "b": "loaded"})
-        (engine,) = models._engines()
+        (engine,) = models.engines()
         long = await app.post(COMPLETIONS, completion_body(model="b", **LONG))  # 0.8 s
         assert (long.status, loads) == (200, ["b"])
         async with asyncio.timeout(3):
-            while models._engines():
+            while models.engines():
                 await asyncio.sleep(0.02)
         assert not engine.is_alive
         assert (await app.post(COMPLETIONS, completion_body(model="b"))).status == 200
@@ -173,9 +198,12 @@ def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
 
 
 def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(module, "RETRY_LOAD_S", 0.3)
+    is_repaired = False
+
+    def repaired() -> AsyncLLM:
+        return make_hash_llm() if is_repaired else broken()
 
     async def body(app: App, models: ModelRouter) -> None:
         for _ in range(2):
@@ -187,11 +215,12 @@ def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
         assert (await app.post(COMPLETIONS, completion_body(model="good"))).status == 200
         assert await statuses(app) == {"bad": "failed", "good": "loaded"}
         assert (await app.get("/health/ready")).status == 200
-        models._models["bad"].launch = make_hash_llm
+        nonlocal is_repaired
+        is_repaired = True
         await asyncio.sleep(0.3)
         assert (await app.post(COMPLETIONS, completion_body(model="bad"))).status == 200
 
-    used(body, {"bad": broken, "good": make_hash_llm})
+    used(body, {"bad": repaired, "good": make_hash_llm}, limits=ServerLimits(retry_load_s=0.3))
     assert "/secret/path" in caplog.text
     with pytest.raises(LoadError, match="no such file"):
         used(body, {"bad": broken, "worse": broken})
@@ -203,7 +232,7 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
             asyncio.create_task(app.post(COMPLETIONS, completion_body(model=name, **LONG)))
             for name in "ab"
         ]
-        a, b = models._engines()
+        a, b = models.engines()
         async with asyncio.timeout(5):
             while not (a.stats()["num_running"] and b.stats()["num_running"]):
                 await asyncio.sleep(0.005)
@@ -218,6 +247,26 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
         assert (a.stats()["num_restarts"], b.stats()["num_restarts"]) == (1, 0)
 
     used(body, dict.fromkeys("ab", partial(launch_hash_llm, step_s=0.004)))
+
+
+def test_json_lines_of_the_log_carry_the_model(capfd: pytest.CaptureFixture[str]) -> None:
+    async def body(app: App, models: ModelRouter) -> None:
+        for name in ("a", "b", "c", None):
+            await app.post(COMPLETIONS, completion_body(model=name))
+        _, b = models.engines()
+        os.kill(pid_of(b), signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while not b.stats()["num_restarts"] or not b.is_ready:
+                await asyncio.sleep(0.005)
+
+    with log_on_stderr("json"):
+        used(body, {name: partial(launch_hash_llm, served_model_name=name) for name in "ab"})
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    requests = [line["model"] for line in lines if line["message"] == "request"]
+    assert requests == ["a", "b", None, "a"]
+    (died,) = [line for line in lines if "the engine process has died" in line["message"]]
+    (again,) = [line for line in lines if "another engine process" in line["message"]]
+    assert (died["model"], again["model"]) == ("b", "b")
 
 
 def test_each_counts_what_it_was_asked(tmp_path: Path) -> None:
@@ -265,7 +314,7 @@ def test_what_nobody_expected_reaches_the_edge(
         asking = asyncio.create_task(
             app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
         )
-        (engine,) = models._engines()
+        (engine,) = models.engines()
         async with asyncio.timeout(5):
             while not engine.stats()["num_running"]:
                 await asyncio.sleep(0.002)

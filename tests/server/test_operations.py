@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.engine.client import async_llm
 from infer.errors import ConfigError
 from infer.server.observe.logs import JsonLines
 from infer.server.settings import ServerSettings
@@ -114,27 +113,27 @@ def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture
     lines = [JsonLines().format(record) for record in caplog.records]
     assert all("\n" not in line and SECRET not in line for line in lines)
     entries = [json.loads(line) for line in lines]
-    visits = {e["request_id"]: e for e in entries if e["message"] == "request"}
-    traces = [context for context in visits.values() if "outcome" in context]
+    by_id = {e["request_id"]: e for e in entries if e["message"] == "request"}
+    traces = [context for context in by_id.values() if "outcome" in context]
     assert [trace["outcome"] for trace in traces].count("length") == 4
     assert all(trace["total_ms"] >= trace["first_token_ms"] > 0 for trace in traces[:4])
-    statuses = [context["status"] for context in visits.values()]
+    statuses = [context["status"] for context in by_id.values()]
     assert sorted(statuses) == [200, 200, 200, 200, 400, 404, 499]
-    (last,) = [context for context in visits.values() if context["status"] == 404]
+    (last,) = [context for context in by_id.values() if context["status"] == 404]
     assert (last["client_request_id"], last["path"]) == ("mine", "/no\nsuch")
+    assert {context["model"] for context in by_id.values()} == {"hash-model"}
 
 
-@pytest.mark.parametrize(("slow_ms", "num_tokens", "is_live"), [(2500, 1, False), (250, 9, True)])
+@pytest.mark.parametrize(("slow_ms", "num_tokens", "is_live"), [(1600, 1, False), (200, 8, True)])
 def test_an_engine_that_makes_no_progress_is_not_live(
     slow_ms: int, num_tokens: int, is_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As soon as the soft limit has passed. An engine with slow steps or without work is live."""
-    monkeypatch.setattr(async_llm, "SOFT_LIMIT_S", 1.5)
     monkeypatch.setenv("INFER_WRAP_CORE", "tests.support.faults:wrapped")
     monkeypatch.setenv("INFER_FAULT_SLOW_STEP_MS", str(slow_ms))
 
     async def use(app: App) -> None:
-        await asyncio.sleep(1.7)
+        await asyncio.sleep(1.1)
         assert (await app.get("/health/live")).status == 200  # idle
         body = completion_body(max_tokens=num_tokens, ignore_eos=True)
         asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
@@ -147,7 +146,7 @@ def test_an_engine_that_makes_no_progress_is_not_live(
         assert (await asking).status == 200
         assert (await app.get("/health/live")).status == 200
 
-    with_app(launch_hash_llm(), use)
+    with_app(launch_hash_llm(soft_limit_s=1.0), use)
 
 
 @pytest.mark.parametrize("keep_alive_s", [0.0, 0.05])

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from infer.server import offload as body_reader
 from infer.server.http.json_body import MAX_BODY_BYTES
 from infer.text.tokenizer import Tokenizer
+from infer.types.server_limits import ServerLimits
 from tests.support.checkpoints import write_tokenizer
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import (
@@ -144,9 +144,7 @@ def test_a_body_at_the_limit_is_read() -> None:
     assert ask(make_hash_llm(), COMPLETIONS, body, pieces=40).status == 200
 
 
-def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "BODY_TIMEOUT_S", 0.02)
-
+def test_a_body_that_does_not_come() -> None:
     async def use(app: App) -> Reply:
         sent: list[dict[str, Any]] = []
 
@@ -163,7 +161,8 @@ def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
         found = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
         return Reply(sent[0]["status"], found, [sent[1]["body"]])
 
-    check_refused(with_app(make_hash_llm(), use), 408, None, "request_timeout", "complete")
+    reply = with_app(make_hash_llm(), use, limits=ServerLimits(body_timeout_s=0.02))
+    check_refused(reply, 408, None, "request_timeout", "complete")
 
 
 @pytest.mark.parametrize(

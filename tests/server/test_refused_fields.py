@@ -392,7 +392,7 @@ def test_null_is_absent(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_unknown_names_are_left_out_and_told_where_that_is_wanted(path: str) -> None:
+def test_unknown_names_are_left_out_and_reported_where_that_is_wanted(path: str) -> None:
     unknown: dict[str, Any] = {"temprature": 5, "\r\nx: y": 1}
     for i in range(40):
         unknown[f"u{i}"] = [i]

@@ -121,6 +121,7 @@ def test_every_setting_is_an_option() -> None:
         "attention_backend": "sdpa",
         "tool_parser": "mistral",
         "sampler": "module:function",
+        "numa": "all",
     }
     for spec in settings_of(EngineConfig):
         flag = "--" + spec.name.replace("_", "-")

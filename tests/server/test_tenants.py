@@ -16,13 +16,12 @@ from infer.config import EngineConfig
 from infer.errors import ConfigError, RequestError
 from infer.server import serve
 from infer.server.http.context import RequestContext
-from infer.server.observe import metrics
-from infer.server.observe import request_trace as trace_module
 from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Key, KeyLimits, Keys
 from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
 from infer.types import Request, SamplingParams
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import held_runner, make_hash_llm
 from tests.support.serving import COMPLETIONS, App, Reply, all_open, completion_body, with_app
 from tests.support.tenants import (
@@ -110,7 +109,7 @@ def test_nothing_crosses_from_one_key_to_another(file: Path) -> None:
 
 
 def test_what_a_key_has_used_outlives_the_server(
-    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys, admin = {name: make(file, name) for name in "ab"}, make(file, "root", admin=True)
     usage = file.with_name("keys.json.usage")
@@ -134,7 +133,6 @@ def test_what_a_key_has_used_outlives_the_server(
         assert counts["requests"] == 2 * first[name]["requests"]
         assert counts["generation_tokens"] == 2 * first[name]["generation_tokens"]
     # A server that is killed loses what was not written; one that cannot write logs it and works.
-    monkeypatch.setattr(metrics, "SAVE_S", 0)
     before = usage.read_text()
 
     async def die(app: App) -> None:
@@ -143,13 +141,13 @@ def test_what_a_key_has_used_outlives_the_server(
         usage.write_text("{")
         assert await use(app)
 
-    with_app(make_hash_llm(), die, api_keys=str(file))
+    with_app(make_hash_llm(), die, api_keys=str(file), limits=ServerLimits(save_usage_s=0))
     assert "the usage of the keys is not saved" in caplog.text
     with pytest.raises(ConfigError, match=r"keys\.json\.usage holds no usage"):
         App(make_hash_llm(), api_keys=str(file))
 
 
-def test_the_story_does_not_name_others(file: Path) -> None:
+def test_the_trace_does_not_name_others(file: Path) -> None:
     a, b = make(file, "a"), make(file, "b")
     runner, arrived, opened = held_runner()
 
@@ -169,11 +167,7 @@ def test_the_story_does_not_name_others(file: Path) -> None:
     with_app(make_hash_llm(max_batch_size=1, runner=runner), use, api_keys=str(file))
 
 
-def test_stories_of_one_key_do_not_push_out_those_of_another(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trace_module, "MAX_RECENT", 5)
-    monkeypatch.setattr(trace_module, "MAX_RECENT_IN_ALL", 9)
+def test_traces_of_one_key_do_not_push_out_those_of_another(file: Path) -> None:
     keys = {name: make(file, name) for name in "abc"}
 
     async def use(app: App) -> None:
@@ -194,7 +188,8 @@ def test_stories_of_one_key_do_not_push_out_those_of_another(
         assert len(await ids("b")) + len(await ids("c")) == 8
         assert others[-1] in await ids("c")
 
-    with_app(make_hash_llm(), use, api_keys=str(file))
+    limits = ServerLimits(max_traces_of_owner=5, max_traces=9)
+    with_app(make_hash_llm(), use, api_keys=str(file), limits=limits)
 
 
 def test_limits(file: Path) -> None:
@@ -252,13 +247,13 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
     tenant, context = Tenant(key, lambda: 0.0), RequestContext()
     request = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=700)
     settle = tenant.reserve([request], context)
-    assert tenant._buckets["tokens"].level() == 200
+    assert tenant.level("tokens") == 200
     with pytest.raises(RequestError, match="tokens a minute"):
         tenant.reserve([request], context)
     trace = RequestTrace("r", "k", context, 100, 700)
     trace.choices["r-0"] = ChoiceTrace(trace, 0, num_tokens=30)
     settle(trace)
-    assert tenant._buckets["tokens"].level() == 870
+    assert tenant.level("tokens") == 870
     huge = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=10**6)
     with pytest.raises(RequestError, match="tokens a minute"):
         tenant.reserve([huge], context)
@@ -267,13 +262,13 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
 
 def test_a_refused_request_leaves_nothing() -> None:
     tenant = Tenant(Key(id="k", name="n", sha256="", limits=KeyLimits(requests_per_minute=1)))
-    visits = [RequestContext(), RequestContext()]
-    tenant.enter(visits[0])
+    contexts = [RequestContext(), RequestContext()]
+    tenant.enter(contexts[0])
     with pytest.raises(Exception, match="requests a minute"):
-        tenant.enter(visits[1])
-    for context in visits:
+        tenant.enter(contexts[1])
+    for context in contexts:
         context.cleanup.close()
-    assert tenant._num_open == 0
+    assert tenant.num_open == 0
 
 
 def test_the_command(file: Path) -> None:

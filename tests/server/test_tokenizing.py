@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from infer.server import offload as body_reader
 from infer.server.http.fair_threads import FairThreads
 from infer.text.tokenizer import Tokenizer
+from infer.types.server_limits import ServerLimits
 from tests.support.checkpoints import (
     BOS,
     BOS_ID,
@@ -439,16 +439,14 @@ def test_long_bodies_are_worked_on_beside_the_event_loop(monkeypatch: pytest.Mon
     with_app(make_hash_llm(), use)
 
 
-def test_more_long_bodies_than_the_pool_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_reader, "MAX_LONG_BODIES", 3)
-
+def test_more_long_bodies_than_the_pool_takes() -> None:
     async def use(app: App) -> None:
         body = {"prompt": "x" * 400_000}
         replies = await asyncio.gather(*[app.post(TOKENIZE, body) for _ in range(8)])
         assert sorted(reply.status for reply in replies) == [200] * 3 + [503] * 5
         assert (await app.post(TOKENIZE, body)).status == 200  # the places were released
 
-    with_app(make_hash_llm(), use)
+    with_app(make_hash_llm(), use, limits=ServerLimits(max_long_bodies=3))
 
 
 def test_the_index_names_the_routes() -> None:

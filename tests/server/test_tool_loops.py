@@ -22,11 +22,13 @@ from tests.support.demo_answers import demo
 from tests.support.serving import (
     CHAT,
     COMPLETIONS,
+    App,
     ask,
     chat_body,
     completion_body,
     scripted,
     spelled,
+    with_app,
 )
 
 TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
@@ -130,7 +132,7 @@ def test_what_we_answer_we_take_back(tmp_path: Path, template: str, content: str
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_is_told_what_is_not_known(tmp_path: Path, stream: bool) -> None:
+def test_a_header_names_what_is_not_known(tmp_path: Path, stream: bool) -> None:
     for name, template, words in (
         ("none", NO_TOOLS, "renders no tools"),
         ("unknown", UNKNOWN, "--tool-parser"),
@@ -197,14 +199,16 @@ def test_a_forced_call_that_is_cut_is_a_call(tmp_path: Path, template: str, choi
     head = f'{{"name": "time", "{key}": '
     head = f"<tool_call>\n{head}" if is_tagged else head
     arguments = '{"zone": "CET"}'
-    for size in range(len(head), len(head + arguments)):
-        text = (head + arguments)[:size]
-        fields = {"tools": [WEATHER, TIME], "tool_choice": choice, "max_tokens": len(text)}
-        engine = saying(spelled(text), tokenizer)
-        [told] = ask(engine, CHAT, chat_body(**fields)).json()["choices"]
-        [made] = told["message"]["tool_calls"]
-        assert made["function"] == {"name": "time", "arguments": arguments[: size - len(head)]}
-        assert (told["finish_reason"], told["message"]["content"]) == ("length", None)
+
+    async def use(app: App) -> None:
+        for size in range(len(head), len(head + arguments)):
+            fields = {"tools": [WEATHER, TIME], "tool_choice": choice, "max_tokens": size}
+            [answer] = (await app.post(CHAT, chat_body(**fields))).json()["choices"]
+            [made] = answer["message"]["tool_calls"]
+            assert made["function"] == {"name": "time", "arguments": arguments[: size - len(head)]}
+            assert (answer["finish_reason"], answer["message"]["content"]) == ("length", None)
+
+    with_app(saying(spelled(head + arguments), tokenizer), use)
 
 
 def test_how_much_was_thought(tmp_path: Path) -> None:

@@ -193,5 +193,5 @@ def test_keys_in_clear_text_are_warned_of(
         caplog.clear()
         settings = ServerSettings(api_keys=str(file), **more)
         with caplog.at_level(logging.WARNING), pytest.raises(LoadError, match="/no/such"):
-            serve.serve_config(EngineConfig(model="/no/such"), settings, host, 0)
+            serve.serve_config(EngineConfig(model="/no/such"), settings, host, 0, in_thread=True)
         assert ("in clear text" in caplog.text) is warned

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from infer.server.observe import request_trace
 from infer.server.serve import Server, bind
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import until
 
@@ -61,13 +61,16 @@ def post(
 
 @contextlib.contextmanager
 def busy(engine: Any, port: int, **headers: str) -> Iterator[None]:
-    """While one request takes the only place."""
-    first = threading.Thread(target=post, args=(port, "/v1/completions", LONG), kwargs=headers)
-    first.start()
+    """While one request takes the only place; its client leaves at the end."""
+    body = json.dumps(LONG)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    headers = {"content-type": "application/json", **headers}
+    connection.request("POST", "/v1/completions", body, headers)
     until(lambda: engine.num_open == 1)
     yield
     assert engine.num_open == 1, "the first request ended before the others were tried"
-    first.join()
+    connection.close()
+    until(lambda: engine.num_open == 0)
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -140,7 +143,6 @@ def test_a_refused_connection_leaves_nothing_to_collect(path: str) -> None:
         assert not OURS & garbage_of(port, path)
 
 
-def test_an_answered_request_leaves_nothing_to_collect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_trace, "MAX_RECENT", 2)
-    with full_server(ServerSettings()) as (_, port):
+def test_an_answered_request_leaves_nothing_to_collect() -> None:
+    with full_server(ServerSettings(limits=ServerLimits(max_traces_of_owner=2))) as (_, port):
         assert not OURS & garbage_of(port, "/v1/completions")

@@ -22,13 +22,14 @@ from typing import Any
 from infer.config import SchedulerConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
+from infer.engine.client.mailbox import MailboxLimits
 from infer.engine.core import EngineCore
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
 from infer.engine.process.supervisor import EngineProcess
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
-from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence
+from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence, verified
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
@@ -108,11 +109,16 @@ class HashRunner:
             if not chunk.samples:
                 self.num_chunks += 1
                 continue
-            token = sample_cell(cell, sequence.request, self.vocab_size)
-            logprobs = fake_logprobs(sequence.request, token, self.vocab_size)
-            results.append(Sampled(token, logprobs))
+            results.append(self._sample(cell, sequence.request))
+            for place, guess in enumerate(chunk.proposed, chunk.start + chunk.num_tokens):
+                cell = self._write(sequence, place, cell, guess)
+                results.append(self._sample(cell, sequence.request))
         self.max_rows = max(self.max_rows, len(plan))
-        return results
+        return verified(plan, results)
+
+    def _sample(self, cell: int, request: Request) -> Sampled:
+        token = sample_cell(cell, request, self.vocab_size)
+        return Sampled(token, fake_logprobs(request, token, self.vocab_size))
 
     def launch_now(self, plan: Plan, resolve: Callable[[Sequence, int], int]) -> list[Sampled]:
         """`execute`, with `resolve` for the values of pending tokens."""
@@ -138,14 +144,18 @@ class HashRunner:
     def _compute(self, sequence: Sequence, start: int, num_tokens: int) -> int:
         cell = self._read(sequence, start - 1) if start else _ROOT
         for position in range(start, start + num_tokens):
-            cell = hash_cell(cell, sequence.tokens[position])
-            page = sequence.table.pages[position // self.page_size]
-            assert page != 0
-            self.cells[page][position % self.page_size] = cell
+            cell = self._write(sequence, position, cell, sequence.tokens[position])
             count = sequence.request.sampling.prompt_logprobs
             if count is not None and position + 1 < sequence.num_prompt:
                 sequence.prompt_scores[position + 1] = TokenLogprobs(-0.5, ((0, -0.5),) * count)
         return self._read(sequence, start + num_tokens - 1)
+
+    def _write(self, sequence: Sequence, position: int, before: int, token: int) -> int:
+        cell = hash_cell(before, token)
+        page = sequence.table.pages[position // self.page_size]
+        assert page != 0
+        self.cells[page][position % self.page_size] = cell
+        return cell
 
     def _read(self, sequence: Sequence, position: int) -> int:
         page = sequence.table.pages[position // self.page_size]
@@ -237,16 +247,22 @@ def limits_of(core: EngineCore) -> EngineLimits:
         max_seq_len=scheduler.config.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=scheduler.config.max_waiting_requests,
+        batching_mode=scheduler.config.batching_mode,
+        page_size=scheduler.allocator.page_size,
     )
 
 
 def make_hash_llm(
-    *, tokenizer: Tokenizer | None = None, seed: int = 0, **settings: Any
+    *,
+    tokenizer: Tokenizer | None = None,
+    seed: int = 0,
+    mailbox_limits: MailboxLimits | None = None,
+    **settings: Any,
 ) -> AsyncLLM:
     """The real asyncio façade over a hash core; `settings` go to `make_hash_core`."""
     core = make_hash_core(**settings)
     input_processor = InputProcessor(tokenizer or small_tokenizer(), limits_of(core), seed)
-    return AsyncLLM(EngineThread(core), input_processor, "hash-model")
+    return AsyncLLM(EngineThread(core), input_processor, "hash-model", mailbox_limits)
 
 
 def held_runner() -> tuple[type[HashRunner], threading.Event, threading.Event]:
@@ -288,16 +304,20 @@ def pid_of(llm: AsyncLLM) -> int:
 
 
 def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
-    """The blueprint of a hash core for an engine process; `settings` as in `make_hash_core`."""
+    """The blueprint of a hash core for an engine process; `settings` as in `make_hash_core`, and
+    the model's name."""
+    settings = dict(settings)
+    name = settings.pop("served_model_name", "hash-model")
 
     def build(announce: Callable[[str | None], None]) -> tuple[EngineCore, EngineLimits]:
         core = make_hash_core(announce=announce, **settings)
         return core, limits_of(core)
 
-    return Blueprint("hash-model", small_text_files(), build)
+    return Blueprint(name, small_text_files(), build)
 
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    how = {name: settings.pop(name) for name in ("hang_s", "seed", "standby") if name in settings}
+    names = ("hang_s", "soft_limit_s", "max_pause_s", "standby", "standby_answer_s", "seed")
+    how = {name: settings.pop(name) for name in names if name in settings}
     return launch_factory(factory, settings, **how)

@@ -19,7 +19,7 @@ PROMPTS = [
 ]
 
 
-NUM_TOKENS = 40
+NUM_TOKENS = 28
 
 
 def params(i: int) -> SamplingParams:

@@ -157,6 +157,19 @@ def _text(path: Path) -> str:
 
 
 @contextmanager
+def stack_limit(stack_bytes: int | None) -> Iterator[None]:
+    """Processes that are started meanwhile have threads with stacks of `stack_bytes`; None: as
+    usual."""
+    limits = resource.getrlimit(resource.RLIMIT_STACK)
+    if stack_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_STACK, (stack_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, limits)
+
+
+@contextmanager
 def served(
     arguments: list[str], log: Path, descriptors: tuple[int, int] | None = None
 ) -> Iterator[Served]:

@@ -24,7 +24,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
-from infer.server.app import GENERATING, create_app
+from infer.server.app import create_app
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.openapi import document
 from infer.server.serve import Server, bind, url_of
@@ -114,7 +114,7 @@ class App:
     def __init__(
         self,
         engine: AsyncLLM,
-        generating: Sequence[GeneratingApi[Any]] = GENERATING,
+        generating: Sequence[GeneratingApi[Any]] | None = None,
         **settings: Any,
     ) -> None:
         self.engine = engine
@@ -272,9 +272,9 @@ def spelled(text: str) -> list[int]:
 @contextmanager
 def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
     """Run a server on a free port; yields its URL."""
-    with bind(port=0) as sock:
+    settings = ServerSettings(**how)
+    with bind(port=0, limits=settings.limits) as sock:
         listening = threading.Event()
-        settings = ServerSettings(**how)
         server = Server(engine, sock, settings, announce=lambda line: listening.set())
         thread = threading.Thread(target=server.serve_until_stopped)
         thread.start()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig
+from infer.config import BATCHING_MODES, SCHEDULER_POLICIES, SchedulerConfig, SpeculativeConfig
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
 from infer.schedule.page_allocator import PageAllocator
@@ -50,8 +50,10 @@ class Seen:
 class Workload:
     """The engine and the requests of one seed."""
 
-    def __init__(self, seed: int, *, ahead: bool = False) -> None:
-        """`ahead`: the runner works one step ahead."""
+    def __init__(
+        self, seed: int, *, ahead: bool = False, speculative: SpeculativeConfig | None = None
+    ) -> None:
+        """`ahead`: the runner works one step ahead. `speculative`: settings of speculation."""
         self.random = r = random.Random(seed)
         self.ahead = ahead
         mode = r.choice(BATCHING_MODES)
@@ -80,6 +82,7 @@ class Workload:
             hold_pages_until_batch_ends=backend == "contiguous",
             max_step_ms=None if without_cache else r.choice([None, None, 1.0]),
             keep_computed=not without_cache,
+            speculative=speculative,
         )
         caching = backend == "paged" and r.random() < 0.8
         self.allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=caching)

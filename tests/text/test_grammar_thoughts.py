@@ -139,7 +139,7 @@ def test_random_walks_end_in_what_the_grammar_says(compiler: Compiler) -> None:
                     break
             else:
                 for _ in range(300):
-                    if constraint._state == "inside":
+                    if constraint.is_inside:
                         taken += ids(CLOSE)
                         constraint.follow(taken)
                     allowed = (~constraint.forbidden()).nonzero()[0].tolist()

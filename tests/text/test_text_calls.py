@@ -77,7 +77,8 @@ def test_every_format_reads_what_it_writes(way: ToolFormat) -> None:
     assert format_named(way.name) is way
 
 
-def test_many_texts_at_many_splits() -> None:
+@pytest.mark.parametrize("rounds", [700, pytest.param(2500, marks=pytest.mark.slow)])
+def test_many_texts_at_many_splits(rounds: int) -> None:
     """Random texts made of the formats' marks and values, each split in many ways."""
     draw = random.Random(7)
     atoms = ["<think>", "</think>", "<tool_call>", "</tool_call>", ONE, "{", "}", "<", " ", "\n",
@@ -87,7 +88,7 @@ def test_many_texts_at_many_splits() -> None:
              "f(a=1)", "json\n", '"', "functools[", "<TOOLCALL>", "</TOOLCALL>", "[THINK]",
              "[/THINK]", "<function=f>{}</function>", BROKEN]  # fmt: skip
     num_cases = num_calls = 0
-    for _ in range(2500):
+    for _ in range(rounds):
         text = "".join(draw.choices(atoms, k=draw.randint(1, 9)))
         tools = draw.choice([None, *FORMATS])
         how = {
@@ -104,8 +105,8 @@ def test_many_texts_at_many_splits() -> None:
             pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
             assert told_apart(pieces, tools, **how) == whole, (tools and tools.name, pieces)
             num_cases += 1
-    assert num_cases >= 5000
-    assert num_calls > 100
+    assert num_cases == 8 * rounds
+    assert num_calls > rounds / 25
 
 
 def test_without_a_mark_only_calls_of_the_tools_are_held_back() -> None:

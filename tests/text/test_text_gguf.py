@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers.convert_slow_tokenizer import generate_merges
 
 from infer.errors import LoadError
-from infer.text.gguf_vocab import _PRE_TOKENIZERS, text_files
+from infer.text.gguf_vocab import PRE_TOKENIZERS, text_files
 from infer.text.tokenizer import Tokenizer as OurTokenizer
 from tests.support.text_checkpoints import CHATML_TEMPLATE, SENTENCES, load_pair, save
 
@@ -270,7 +270,7 @@ def test_refusals(changes: dict[str, Any], message: str, metadata: dict[str, Any
     ],
 )
 def test_what_words_end_at(name: str, words: list[str]) -> None:
-    splits = _PRE_TOKENIZERS[name].splits
+    splits = PRE_TOKENIZERS[name].splits
     text = "HelloWorld 123!/\ndon't ÉTÉs"
     found = [text[start:end] for _, (start, end) in splits.pre_tokenize_str(text)]
     assert found == words
@@ -280,7 +280,7 @@ def test_names_for_the_same_thing() -> None:
     same = (("llama-bpe", "falcon3"), ("qwen2", "megrez"), ("smaug-bpe", "dbrx"),
             ("smollm", "command-r"), ("gpt-2", "olmo"))  # fmt: skip
     for one, other in same:
-        assert _PRE_TOKENIZERS[one] is _PRE_TOKENIZERS[other]
-    tekken, smaug = _PRE_TOKENIZERS["tekken"], _PRE_TOKENIZERS["smaug-bpe"]
+        assert PRE_TOKENIZERS[one] is PRE_TOKENIZERS[other]
+    tekken, smaug = PRE_TOKENIZERS["tekken"], PRE_TOKENIZERS["smaug-bpe"]
     assert (tekken.add_bos, tekken.ignore_merges) == (True, True)
     assert (smaug.add_bos, smaug.ignore_merges) == (False, False)

@@ -46,10 +46,10 @@ def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
             trace = _read_json(reply)
     except urllib.error.HTTPError as error:
         with error:  # it holds the connection
-            message = _message_of(error, url)
+            message = message_of(error, url)
         raise InferError(message) from None
     except (OSError, ValueError, HTTPException) as error:
-        raise InferError(f"no infer server answers at {url}: {_line(error)}") from None
+        raise InferError(f"no infer server answers at {url}: {one_line(error)}") from None
     if not isinstance(trace, dict):
         raise InferError(f"no infer server answers at {url}: its answer is not a trace")
     return trace
@@ -65,17 +65,19 @@ def _read_json(reply: Any) -> Any:
     return parse_json(content.decode("utf-8"))
 
 
-def _message_of(error: urllib.error.HTTPError, url: str) -> str:
+def message_of(error: urllib.error.HTTPError, url: str) -> str:
+    """What a server's refusal says, in one line."""
     try:
         message = _read_json(error)["error"]["message"]
     except (OSError, ValueError, LookupError, TypeError, HTTPException):
         message = None
     if isinstance(message, str):
-        return _line(message)
+        return one_line(message)
     return f"no infer server answers at {url}: the status is {error.code}"
 
 
-def _line(problem: object) -> str:
+def one_line(problem: object) -> str:
+    """The text of an error, in one line of bounded length."""
     return " ".join(str(problem).split())[:500]
 
 
@@ -145,6 +147,8 @@ def _text(event: Fields) -> str:
             return f"behind {event['waiting_before']} waiting, {event['running']} running{behind}"
         case "admitted":
             return f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
+        case "speculated":
+            return f"{event['accepted']} of {event['proposed']} proposed tokens were accepted"
         case "preempted":
             needed = f"; its pages went to {event['needed_by'][0]}" if event["needed_by"] else ""
             return f"{event['lost_tokens']} computed tokens lost{needed}"

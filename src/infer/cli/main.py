@@ -25,7 +25,10 @@ NO_WINDOWS = (
     "infer: does not run on Windows itself: the engine process needs sockets and signals that"
     " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
 )
-COMMANDS = ("serve", "generate", "chat", "plan", "explain", "models", "bench", "keys")
+COMMANDS = (
+    *("serve", "generate", "chat", "plan", "doctor"),
+    *("explain", "top", "models", "bench", "keys"),
+)
 """The subcommands, in the order of `infer --help`."""
 _IN_MODULES = {
     "serve": "infer.cli.serving",
@@ -143,6 +146,18 @@ def plan(
 
 
 @app.command()
+def doctor(
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    numa: Annotated[str, typer.Option(help="one or all: which NUMA nodes are used.")] = "one",
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
+) -> None:
+    """Say what this machine has, what will be used of it, and what would be faster."""
+    from infer.cli.doctor import run_doctor
+
+    run_doctor(EngineConfig.from_kwargs(device=device, numa=numa), as_json)
+
+
+@app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(help="The `id` of an answer.")],
     url: Annotated[
@@ -156,6 +171,25 @@ def explain(
     from infer.cli.explain import run_explain
 
     run_explain(url, request_id, api_key)
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Argument(help="Where the server is.")
+    ] = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}",
+    model: Annotated[
+        str | None, typer.Option(help="Which of several models; default: the first.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+) -> None:
+    """Show what an engine does, live: seats, queue, pages, speed and each request."""
+    from infer.cli.top import run_top
+
+    run_top(url, model, api_key, once=once)
 
 
 @app.command()

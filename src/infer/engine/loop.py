@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-from infer.engine.client.engine_client import HEARTBEAT_S, Deliver
+from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.engine.commands import Abort, Add, Command, Stop
 from infer.engine.core import EngineCore
 from infer.errors import RequestError
@@ -150,6 +150,11 @@ class EngineThread:
     def is_ready(self) -> bool:
         """Like `is_alive`: a thread is never restarted."""
         return self.is_alive
+
+    @property
+    def is_silent(self) -> bool:
+        """See `EngineClient`."""
+        return self.silence_s >= SOFT_LIMIT_S
 
     @property
     def silence_s(self) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from infer.kernels.layer_stack import AttendsThrough, Parts, stack_layers
+from infer.kernels.layer_stack import Parts, attends_through, stack_layers
 from infer.kernels.linear import (
     PRODUCT_ONLY,
     Fusion,
@@ -138,7 +138,7 @@ class Decoder:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens)
         cos, sin = self.rope.at(positions)
-        if self.stack is not None and isinstance(attend, AttendsThrough):
+        if self.stack is not None and attends_through(attend):
             return attend.through(self.stack, x, cos, sin)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)

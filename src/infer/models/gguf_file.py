@@ -291,7 +291,7 @@ class GGUFFile:
             except NotImplementedError:
                 raise LoadError(
                     f"{self.path}: {name} is stored as {tensor.tensor_type.name}, which cannot be"
-                    f" read (these can: {', '.join(_readable_types())})"
+                    f" read (these can: {', '.join(readable_types())})"
                 ) from None
             target[start : start + step] = torch.from_numpy(np.require(rows, requirements="W"))
         return out
@@ -310,7 +310,7 @@ class GGUFFile:
         return values
 
 
-def _readable_types() -> list[str]:
+def readable_types() -> list[str]:
     """The names of the tensor types that the `gguf` package can dequantise."""
     found = []
     for kind, (_, num_bytes) in GGML_QUANT_SIZES.items():

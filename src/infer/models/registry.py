@@ -29,6 +29,8 @@ class Architecture:
     """Class with the equations, as `module:class`."""
     notes: str
     """Features of the family, for users."""
+    has_learned_positions: bool = False
+    """Whether positions are added to the embeddings instead of rotating queries and keys."""
 
 
 _DECODER = "infer.models.decoder:Decoder"
@@ -59,6 +61,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         families.read_gpt2,
         "infer.models.gpt2:GPT2",
         "learned positions; no chat template",
+        has_learned_positions=True,
     ),
 }
 

@@ -82,6 +82,28 @@ class WeightSource:
             batch_invariant=batch_invariant,
         )
 
+    def noted(self, note: Callable[[str, Tensor], None]) -> WeightSource:
+        """A source of the same tensors that calls `note(name, tensor)` for each one it reads.
+
+        Call it before any tensor is taken.
+        """
+
+        def read(name: str, shape: tuple[int, ...]) -> Tensor:
+            tensor = self._read(name, shape)
+            note(name, tensor)
+            return tensor
+
+        return WeightSource(
+            self._left,
+            read,
+            dtype=self.dtype,
+            device=self.device,
+            complete=self._complete,
+            stored=self._stored,
+            quantization=self.quantization,
+            batch_invariant=self.batch_invariant,
+        )
+
     def rehearsal(self) -> WeightSource | None:
         """A source of the same tensors on the meta device; None if their shapes are not known.
 

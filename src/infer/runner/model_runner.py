@@ -20,7 +20,7 @@ from infer.runner.grammar_masks import Restrictions
 from infer.runner.pack import Packer
 from infer.runner.prompt_scores import score_prompts
 from infer.runner.sampler import NOTHING, Sampler, sample
-from infer.schedule.sequence import Plan, Sampled
+from infer.schedule.sequence import Plan, Sampled, verified
 
 
 class ModelRunner:
@@ -72,7 +72,8 @@ class ModelRunner:
             hidden = hidden.index_select(0, rows)
         logits = self.model.logits(hidden)
         if restricting is None:
-            return self._sample(logits, step.sampled, NOTHING)
+            return verified(plan, self._sample(logits, step.sampled, NOTHING))
         forbidden, late = restricting.in_time()
         sampled = self._sample(logits, step.sampled, forbidden)
-        return self._restrictions.mark_complete(step.sampled, sampled, forbidden, late)
+        sampled = self._restrictions.mark_complete(step.sampled, sampled, forbidden, late)
+        return verified(plan, sampled)

@@ -32,7 +32,7 @@ class PackedStep:
     sampled_rows: list[int]
     """Rows, among the T tokens, from whose hidden states a token is sampled; [R]."""
     sampled: list[Sequence]
-    """Sequences of the sampled rows, [R]."""
+    """Sequences of the sampled rows, [R]; with the proposed tokens that go before a row."""
 
 
 class Packer:
@@ -59,7 +59,14 @@ class Packer:
         for chunk in plan:
             sequence, start, num = chunk.sequence, chunk.start, chunk.num_tokens
             pages, end = sequence.table.pages, start + num
-            if num == 1:
+            if chunk.proposed:
+                tokens += [*sequence.tokens[start:], *chunk.proposed]
+                num, end = chunk.num_rows, start + chunk.num_rows
+                positions += range(start, end)
+                slots += [
+                    pages[p // page_size] * page_size + p % page_size for p in range(start, end)
+                ]
+            elif num == 1:
                 tokens.append(sequence.tokens[start])
                 positions.append(start)
                 slots.append(pages[start // page_size] * page_size + start % page_size)
@@ -71,7 +78,10 @@ class Packer:
                 ]
             query_start_loc.append(len(tokens))
             seq_lens.append(end)
-            if chunk.samples:
+            if chunk.proposed:
+                sampled_rows += range(len(tokens) - 1 - len(chunk.proposed), len(tokens))
+                sampled += chunk.samplers()
+            elif chunk.samples:
                 sampled_rows.append(len(tokens) - 1)
                 sampled.append(sequence)
         numbers = torch.frombuffer(array("q", tokens + positions + slots), dtype=torch.int64)

@@ -42,7 +42,7 @@ def score_prompts(plan: Plan, hidden: Tensor, model: Model) -> None:
                 sequence.prompt_scores.update(enumerate(scores, at + 1))
         if sequence.request.logits_at:
             _keep_logits(chunk, hidden[begin : begin + chunk.num_tokens], model)
-        begin += chunk.num_tokens
+        begin += chunk.num_rows
 
 
 def _keep_logits(chunk: Chunk, hidden: Tensor, model: Model) -> None:

@@ -23,7 +23,8 @@ class FairShare:
     """See the module's docstring."""
 
     def __init__(self) -> None:
-        self._by_tenant: dict[str, TenantShare] = {}
+        self.shares: dict[str, TenantShare] = {}
+        """the share of each tenant that has ever been present, by name"""
         self._num_present = 0
 
     @property
@@ -33,9 +34,9 @@ class FairShare:
 
     def join(self, sequence: Sequence) -> None:
         """Count a request that has arrived, and set its `tenant_share`."""
-        tenant_share = self._by_tenant.setdefault(sequence.request.tenant, TenantShare())
+        tenant_share = self.shares.setdefault(sequence.request.tenant, TenantShare())
         if not tenant_share.num_here:
-            present = [a.num_tokens for a in self._by_tenant.values() if a.num_here]
+            present = [a.num_tokens for a in self.shares.values() if a.num_here]
             # One less, so that the newcomer goes before the tenant served in the last step.
             tenant_share.num_tokens = max(tenant_share.num_tokens, min(present, default=1) - 1)
             self._num_present += 1

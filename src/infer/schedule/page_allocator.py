@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 Node = int | str | tuple[str, int]
 """A node of the prefix tree: the number of an indexed page; at a root, the name of the cache scope
@@ -50,6 +51,15 @@ class PageTable:
     """number of leading pages that hold public tokens only"""
     version: int = 0
     """counter of the changes of `pages`"""
+
+
+class AllocatorState(NamedTuple):
+    """What an allocator holds at one time."""
+
+    indexed: dict[Key, int]
+    """page of each key of the prefix cache"""
+    free: tuple[int, ...]
+    """free pages, in the order in which they are given away"""
 
 
 class PageAllocator:
@@ -173,6 +183,12 @@ class PageAllocator:
         table.num_indexed = 0
         table.version += 1
 
+    def shrink(self, table: PageTable, num_tokens: int) -> None:
+        """Give back the pages behind those of `num_tokens` tokens, the last one first."""
+        while len(table.pages) > max(self.pages_for(num_tokens), table.num_indexed):
+            self._release_page(table.pages.pop())
+            table.version += 1
+
     def _set_indexed_page(self, table: PageTable, page: int) -> None:
         """Put an indexed page at the table's first position that is not indexed; the page that was
         there is given back."""
@@ -205,6 +221,10 @@ class PageAllocator:
             del self._index[key]
             del self._node_of_page[page]
             self.num_evictions += 1
+
+    def snapshot(self) -> AllocatorState:
+        """A copy of what is indexed and of what is free."""
+        return AllocatorState(dict(self._index), tuple(self._free))
 
     def check(self, tables: Iterable[PageTable]) -> None:
         """Assert the module's rules, given every table in use. For tests; O(pages)."""

@@ -44,10 +44,11 @@ from infer.schedule.sequence import (
     Status,
     TenantShare,
 )
+from infer.schedule.speculation import Speculator
 from infer.schedule.stats import SchedulerStats
 from infer.schedule.step_budget import StepBudget
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
-from infer.types.step_events import Admitted, ComputedChunk, Preempted, StepEvent
+from infer.types.step_events import Admitted, ComputedChunk, Preempted, Speculated, StepEvent
 
 _rank = attrgetter("rank")
 _last_turn = attrgetter("last_turn")
@@ -72,7 +73,8 @@ class Scheduler:
         }
         self.pending_events: list[StepEvent] = []
         """events since the last step; the caller that steps takes them and clears the list"""
-        self._fair_share = FairShare()
+        self.fair_share = FairShare()
+        """counts the tokens computed for each tenant"""
         self._admission = make_admission(config)
         self._policy = find_policy(config.scheduler_policy)
         self._recomputes = not config.keep_computed
@@ -82,6 +84,9 @@ class Scheduler:
         self._num_arrived = 0
         self._num_turns = 0
         self._step_budget = StepBudget(config.max_step_ms) if config.max_step_ms else None
+        self._speculator = (
+            Speculator(config.speculative, allocator, self.stats) if config.speculative else None
+        )
         self._planned_s = 0.0
         self._held: list[PageTable] = []
         self._launched: tuple[Advanced, ...] = ()
@@ -128,7 +133,7 @@ class Scheduler:
         sequence = Sequence.from_request(request, self._num_arrived)
         self._num_arrived += 1
         self.by_id[request.request_id] = sequence
-        self._fair_share.join(sequence)
+        self.fair_share.join(sequence)
         self.pending_events.append(queued(sequence, self.waiting, len(self.running)))
         insort(self.waiting, sequence, key=_rank)
         self.stats.num_submitted += 1
@@ -159,11 +164,18 @@ class Scheduler:
 
         `flush`: no further request will arrive, so a static batch that is not full need not wait.
         """
-        if self._step_budget:
+        if self._step_budget or self._speculator:
             self._planned_s = self.clock()
         self._grow_running()
         self._admit(flush)
-        return self._hand_out_tokens()
+        plan = self._hand_out_tokens()
+        if self._speculator is None or not plan:
+            return plan
+        budget = self.config.max_num_batched_tokens
+        if not self._recomputes:
+            budget = min(budget, self.config.max_tokens_beside_streams or budget)
+        num_left = budget - sum(chunk.num_tokens for chunk in plan)
+        return tuple(self._speculator.extend(plan, num_left))
 
     def wait_s(self) -> float | None:
         """Seconds until a step may do something without a further event; None if only an event can
@@ -186,8 +198,8 @@ class Scheduler:
             while sequence.status is Status.RUNNING and not grow(
                 sequence.table, len(sequence.tokens)
             ):
-                several = self._fair_share.several
-                victim = self._fair_share.richest(running)[0] if several else running[-1]
+                several = self.fair_share.several
+                victim = self.fair_share.richest(running)[0] if several else running[-1]
                 self.preempt(victim, sequence)
 
     def preempt(self, sequence: Sequence, needed_by: Sequence | None = None) -> None:
@@ -205,7 +217,7 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
-        if self._fair_share.several and self.config.batching_mode != "static":
+        if self.fair_share.several and self.config.batching_mode != "static":
             sequence.status = Status.WAITING
             insort(self.waiting, sequence, key=_rank)
         else:
@@ -223,8 +235,8 @@ class Scheduler:
         if flush and seats == 0 and not self.running:
             seats = self.num_seats
         while self.waiting:
-            several = self._fair_share.several
-            sequence = self._fair_share.next_of(self.waiting) if several else self.waiting[0]
+            several = self.fair_share.several
+            sequence = self.fair_share.next_of(self.waiting) if several else self.waiting[0]
             while seats <= 0 or not self._seat(sequence):
                 if not several or not self._free_seat(sequence):
                     return
@@ -238,7 +250,7 @@ class Scheduler:
         take the same seat from each other in turn."""
         if not self.running or self.config.batching_mode == "static":
             return False
-        victim, seats = self._fair_share.richest(self.running)
+        victim, seats = self.fair_share.richest(self.running)
         if seats[victim.tenant_share] < seats[sequence.tenant_share] + 2:
             return False
         self.preempt(victim, sequence)
@@ -325,7 +337,7 @@ class Scheduler:
         prompt_limit, num_prompt = budget, 0
         computing = self._keys_being_computed()
         chunks = []
-        several, ordered = self._fair_share.several, self._fair_share.ordered
+        several, ordered = self.fair_share.several, self.fair_share.ordered
         offered = ordered(self._policy(running)) if several else self._policy(running)
         first: TenantShare | None = None
         for sequence in offered:
@@ -423,9 +435,11 @@ class Scheduler:
         results: Iterator[Sampled] = iter(sampled)
         stats, allocator = self.stats, self.allocator
         page_size = allocator.page_size
-        if self._step_budget:
+        if self._step_budget or self._speculator:
             took_ms = 1000 * (self.clock() - self._planned_s) if step_ms is None else step_ms
-            self._step_budget.record(step, took_ms)
+            for learner in (self._step_budget, self._speculator):
+                if learner is not None:
+                    learner.record(step, took_ms)
         if self._launched is step:
             self._launched = ()
         for advanced in step:
@@ -447,26 +461,65 @@ class Scheduler:
                 assert failed is not None
                 outputs.append(failed)
                 continue
-            sequence.tokens[end] = result.token_id
-            num_output = end + 1 - sequence.num_prompt
-            reason = self._finish_reason(sequence, result, num_output)
+            outputs += self._append(advanced, result)
+        stats.num_steps += 1
+        stats.num_sampled_tokens += sum(output.token_id is not None for output in outputs)
+        self._end_batch()
+        return outputs
+
+    def _append(self, advanced: Advanced, result: Sampled) -> list[StepOutput]:
+        """Append the token of a chunk, then those that were sampled as proposed, until one ends the
+        sequence. So nothing else counts, indexes or reads a proposed token."""
+        sequence, end = advanced.chunk.sequence, advanced.end
+        outputs: list[StepOutput] = []
+        sequence.tokens[end] = result.token_id
+        reason = error = None
+        for num_more, each in enumerate((result, *result.following)):
+            if num_more:
+                if error := each.error_record:
+                    break
+                sequence.tokens.append(each.token_id)
+            num_output = end + num_more + 1 - sequence.num_prompt
+            reason = self._finish_reason(sequence, each, num_output)
             outputs.append(
                 StepOutput(
                     sequence.request.request_id,
-                    result.token_id,
+                    each.token_id,
                     reason,
-                    result.logprobs,
+                    each.logprobs,
                     sequence.num_cached,
                     prompt_logprobs=sequence.prompt_logprobs(num_output),
                 )
             )
             if reason is not None:
-                del sequence.tokens[end + 1 :]
-                self._finish(sequence, reason)
-        stats.num_steps += 1
-        stats.num_sampled_tokens += sum(output.token_id is not None for output in outputs)
-        self._end_batch()
+                del sequence.tokens[end + num_more + 1 :]  # a token of the step after this one
+                break
+        if advanced.chunk.proposed:
+            self._settle_proposals(advanced, len(result.following), len(outputs) - 1)
+        if reason is not None:
+            self._finish(sequence, reason)
+        elif error is not None:
+            failed = self.fail(sequence.request_id, error)
+            assert failed is not None
+            outputs.append(failed)
         return outputs
+
+    def _settle_proposals(self, advanced: Advanced, num_accepted: int, num_kept: int) -> None:
+        """Count the proposed tokens that the sequence got as computed. The cells of the others are
+        written again, or given back.
+
+        `num_accepted`: tokens that were sampled as proposed; `num_kept`: those before the end."""
+        sequence, allocator = advanced.chunk.sequence, self.allocator
+        self.stats.num_computed_tokens += num_kept
+        sequence.tenant_share.num_tokens += num_kept
+        if sequence.num_preemptions == advanced.num_preemptions:
+            if not self._recomputes:
+                sequence.num_computed = end = advanced.end + num_kept
+                if (sequence.table.num_indexed + 1) * allocator.page_size <= end:
+                    allocator.commit(sequence.table, sequence.tokens, end)
+            allocator.shrink(sequence.table, len(sequence.tokens))
+        assert self._speculator is not None
+        self._speculator.learn(advanced.chunk, num_accepted, num_kept)
 
     @staticmethod
     def _finish_reason(sequence: Sequence, result: Sampled, num_output: int) -> FinishReason | None:
@@ -486,6 +539,10 @@ class Scheduler:
         self._queues[sequence.status].remove(sequence)
         if sequence.is_pending:
             sequence.tokens.pop()
+        if (guesses := sequence.guesses) is not None and guesses.num_proposed:
+            self.pending_events.append(
+                Speculated(sequence.request_id, guesses.num_proposed, guesses.num_accepted)
+            )
         if sequence.admitted_s is not None and self.config.batching_mode == "static":
             self._batch_lengths.append(len(sequence.tokens))
         if self.config.hold_pages_until_batch_ends:
@@ -494,7 +551,7 @@ class Scheduler:
             self.allocator.release(sequence.table)
         sequence.status = Status.FINISHED
         del self.by_id[sequence.request_id]
-        self._fair_share.leave(sequence)
+        self.fair_share.leave(sequence)
         self.stats.num_finished[reason] += 1
 
     def _end_batch(self) -> None:

@@ -7,11 +7,13 @@ and appended. Sequences never leave the engine core. Only the scheduler changes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from infer.errors import EngineError, RequestError
+from infer.schedule.ngram_index import Guesses
 from infer.schedule.page_allocator import PageTable
 from infer.types import ErrorRecord, Request, TokenLogprobs
 
@@ -82,6 +84,8 @@ class Sequence:
     """whether sampling needs more than temperature, top-k, top-p, min-p and `min_tokens`"""
     reads_output: bool = False
     """whether sampling needs the ids of all tokens before (grammar, penalties, bad words)"""
+    guesses: Guesses | None = None
+    """what speculation knows about it; None before tokens were first proposed for it"""
     constraint: object = None
     """the runner's state of the request's grammar; a function of `tokens`, never read here"""
 
@@ -167,6 +171,25 @@ class Chunk:
     sequence: Sequence
     start: int
     num_tokens: int
+    proposed: tuple[int, ...] = ()
+    """tokens that are guessed to follow the sequence's last one, computed behind it; only where the
+    chunk samples"""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of tokens that the chunk computes, proposed ones included."""
+        return self.num_tokens + len(self.proposed)
+
+    def samplers(self) -> list[Sequence]:
+        """The sequence as it is sampled from at its end, and behind each of the proposed tokens."""
+        sequence, proposed = self.sequence, self.proposed
+        return [
+            sequence,
+            *(
+                replace(sequence, tokens=[*sequence.tokens, *proposed[: i + 1]])
+                for i in range(len(proposed))
+            ),
+        ]
 
     @property
     def samples(self) -> bool:
@@ -222,6 +245,8 @@ class Sampled:
     is_late: bool = False
     """whether there is no token because the grammar's mask was not ready in time; the sequence
     samples in a later step"""
+    following: tuple[Sampled, ...] = ()
+    """results behind this one, one for each proposed token that was sampled as proposed"""
 
     @property
     def error_record(self) -> ErrorRecord | None:
@@ -230,3 +255,27 @@ class Sampled:
             return None
         kind = RequestError if self.is_refused else EngineError
         return ErrorRecord(self.error, kind.__name__)
+
+
+def verified(plan: Plan, results: Iterable[Sampled]) -> list[Sampled]:
+    """One result per chunk that samples, from the results of all their rows in the plan's order.
+
+    A proposed token is accepted if it was sampled from the row before it. What was sampled behind
+    the first one that was not is dropped.
+    """
+    rows = iter(results)
+    kept = []
+    for chunk in plan:
+        if not chunk.samples:
+            continue
+        first = last = next(rows)
+        following: list[Sampled] = []
+        is_open = True
+        for token_id in chunk.proposed:
+            row = next(rows)
+            is_open = is_open and last.token_id == token_id and not last.error
+            if is_open:
+                following.append(row)
+                last = row
+        kept.append(replace(first, following=tuple(following)) if following else first)
+    return kept

@@ -38,6 +38,10 @@ class SchedulerStats:
     num_batches: int = 0
     num_batch_tokens: int = 0
     num_padded_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_at: Counter[int] = field(default_factory=Counter)
 
     def count_batch(self, lengths: Seq[int]) -> None:
         """Count a static batch that has ended; `lengths` are its sequences' lengths in tokens."""
@@ -61,5 +65,9 @@ class SchedulerStats:
             num_batches=self.num_batches,
             num_batch_tokens=self.num_batch_tokens,
             num_padded_tokens=self.num_padded_tokens,
+            num_drafts=self.num_drafts,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
+            num_accepted_at=dict(self.num_accepted_at),
             num_finished=dict(self.num_finished),
         )

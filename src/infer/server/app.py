@@ -27,6 +27,7 @@ from starlette.routing import BaseRoute, Route
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, InferError, UnprocessableError
 from infer.server.body_reader import BodyReader
+from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
@@ -43,6 +44,7 @@ from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.large_json import json_response, render
 from infer.server.openai.openapi import document, each, takes
 from infer.server.openai.schema import Body, DetokenizeBody, TokenizeBody, TokenizeChatBody
+from infer.server.openai.typed_completions import TypedCompletionsApi
 from infer.server.request_endpoints import cancelled, listed, shown
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Quota
@@ -50,6 +52,8 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
+from infer.server.ui.page import Page, PageLayer
+from infer.server.viewers import EngineViewers
 
 W = TypeVar("W", bound=Body)
 
@@ -57,6 +61,20 @@ GENERATING: tuple[GeneratingApi[Any], ...] = (CompletionsApi(), ChatApi())
 """the endpoints that generate"""
 _BYTES_AN_ID = 8
 """size of a token id in an answer, about"""
+
+
+def generating_apis(settings: ServerSettings) -> tuple[GeneratingApi[Any], ...]:
+    """The rows of `GENERATING`, in the formats that the settings choose."""
+    if settings.completions_api == "openai":
+        return GENERATING
+    return tuple(
+        TypedCompletionsApi() if isinstance(api, CompletionsApi) else api for api in GENERATING
+    )
+
+
+def unknown_model_statuses(settings: ServerSettings) -> dict[str, int]:
+    """The status of a body that names an unknown model, by the path of the endpoint."""
+    return {api.path: api.body.unknown_model_status for api in generating_apis(settings)}
 
 
 class Endpoints:
@@ -68,13 +86,13 @@ class Endpoints:
         self._settings = settings
         ignores_unknown = settings.unknown_params == "ignore"
         self._bodies = BodyReader(offload, engine.model_name, ignores_unknown=ignores_unknown)
-        self.traces = RequestTraces(engine)
+        self.traces = RequestTraces(engine, settings.limits)
         if settings.tracing:
             self.traces.on_end.append(make_tracing(engine.model_name))
         quota = Quota(
             settings.max_sessions, settings.max_session_messages, settings.max_session_bytes
         )
-        self.sessions = SessionRoutes(settings.sessions, offload, quota)
+        self.sessions = SessionRoutes(settings.sessions, offload, quota, settings.limits)
         self.generation = GenerationPipeline(
             engine,
             offload,
@@ -84,8 +102,9 @@ class Endpoints:
             self.sessions,
             settings,
         )
+        self.about_engine = EngineEndpoints(EngineViewers(engine, self.traces))
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
-        self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage)
+        self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage, settings.limits)
         self._started = int(time.time())
         self._document: bytes | None = None
         """the OpenAPI document, once somebody has asked for it"""
@@ -231,9 +250,9 @@ class Endpoints:
         """Queue depth, batch sizes, waiting times."""
         return JSONResponse(self.metrics.stats())
 
-    @takes(answers=("text/plain",))
+    @takes(answers=("text/plain", "text/html"))
     async def index(self, http: HttpRequest) -> Response:
-        """This page."""
+        """This page; for browsers a page to chat with the model."""
         found = [
             f"{how:6} {route.path_format:28} {text}" for how, route, text in each(http.app.routes)
         ]
@@ -249,14 +268,45 @@ class Endpoints:
     def _made_document(self, routes: Sequence[BaseRoute]) -> bytes:
         return render(document(routes, has_keys=self._settings.api_keys is not None))
 
+    def routes(self) -> list[BaseRoute]:
+        """The routes of all endpoints but those that generate."""
+        return [
+            Route("/v1/chat/completions/render", self.render, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
+            Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
+            Route("/v1/requests", self.requests, methods=["GET"]),
+            Route("/v1/requests/{id}", self.request, methods=["GET"]),
+            Route("/v1/requests/{id}", self.cancel, methods=["DELETE"]),
+            Route("/v1/requests/{id}/cancel", self.cancel, methods=["POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/health/live", self.health, methods=["GET"]),
+            Route("/health/ready", self.ready, methods=["GET"]),
+            *self.sessions.routes(),
+            *self.about_engine.routes(),
+            Route("/metrics", self.metrics_text, methods=["GET"]),
+            Route("/stats", self.stats, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"]),
+            Route("/", self.index, methods=["GET"]),
+        ]
+
 
 def layers(
-    settings: ServerSettings, on_end: Sequence[Callable[[RequestContext], None]] = ()
+    settings: ServerSettings,
+    on_end: Sequence[Callable[[RequestContext], None]] = (),
+    model: str = "",
+    page: Page | None = None,
 ) -> list[Middleware]:
-    """What is around an app, from the outside in."""
+    """What is around an app, from the outside in. `model`: name of the only one, if it is; `page`:
+    for browsers, None = there is none."""
     found = [
         Middleware(
-            RequestBoundary, write_stall_s=settings.write_stall_s, on_end=(*on_end, log_request)
+            RequestBoundary,
+            write_stall_s=settings.write_stall_s,
+            on_end=(*on_end, log_request),
+            model=model,
         )
     ]
     found.append(
@@ -277,6 +327,8 @@ def layers(
                 expose_headers=["x-request-id", "x-warning", "retry-after"],
             )
         )
+    if page is not None:
+        found.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
     return [*found, Middleware(AuthMiddleware, keys=keys)]
 
@@ -285,13 +337,14 @@ def create_app(
     engine: AsyncLLM,
     settings: ServerSettings | None = None,
     *,
-    generating: Sequence[GeneratingApi[Any]] = GENERATING,
+    generating: Sequence[GeneratingApi[Any]] | None = None,
     is_inner: bool = False,
+    page: Page | None = None,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
-    it at the end. There are no paths but the ones below and those of `generating`, and no
-    redirects. `is_inner`: another app around this one has the outer layers, and starts and ends the
-    engine."""
+    it at the end. There are no paths but the ones below, those of `generating` and those of `page`,
+    and no redirects. By default the settings choose the formats of `GENERATING`. `is_inner`:
+    another app around this one has the outer layers, and starts and ends the engine."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -305,32 +358,14 @@ def create_app(
             offload.close()
 
     settings = settings or ServerSettings()
-    offload = Offload()
+    generating = generating_apis(settings) if generating is None else generating
+    offload = Offload(settings.limits)
     endpoints = Endpoints(engine, offload, settings)
+    outer = layers(settings, (endpoints.metrics.seen,), engine.model_name, page)
     app = Starlette(
-        routes=[
-            *map(endpoints.generation.route, generating),
-            Route("/v1/chat/completions/render", endpoints.render, methods=["POST"]),
-            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
-            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
-            Route("/tokenizer_info", endpoints.tokenizer_info, methods=["GET"]),
-            Route("/v1/models", endpoints.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", endpoints.model, methods=["GET"]),
-            Route("/v1/requests", endpoints.requests, methods=["GET"]),
-            Route("/v1/requests/{id}", endpoints.request, methods=["GET"]),
-            Route("/v1/requests/{id}", endpoints.cancel, methods=["DELETE"]),
-            Route("/v1/requests/{id}/cancel", endpoints.cancel, methods=["POST"]),
-            Route("/health", endpoints.health, methods=["GET"]),
-            Route("/health/live", endpoints.health, methods=["GET"]),
-            Route("/health/ready", endpoints.ready, methods=["GET"]),
-            *endpoints.sessions.routes(),
-            Route("/metrics", endpoints.metrics_text, methods=["GET"]),
-            Route("/stats", endpoints.stats, methods=["GET"]),
-            Route("/openapi.json", endpoints.openapi, methods=["GET"]),
-            Route("/", endpoints.index, methods=["GET"]),
-        ],
+        routes=[*map(endpoints.generation.route, generating), *endpoints.routes()],
         exception_handlers={HTTPException: respond, InferError: respond, Exception: pass_on},
-        middleware=[] if is_inner else layers(settings, (endpoints.metrics.seen,)),
+        middleware=[] if is_inner else outer,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False

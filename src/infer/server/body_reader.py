@@ -28,7 +28,8 @@ class BodyReader:
         return await self._offload.read_object(http)
 
     async def validate(self, http: HttpRequest, model: type[W], body: dict[str, Any]) -> W:
-        """`body` as a `model`; raises 400, 404 (it names another model) or 422."""
+        """`body` as a `model`; raises 400 or 422, and 404, or the
+        body's own status, where it names another model."""
         return await self._offload.run(http, self._validated, http, model, body)
 
     def _validated(self, http: HttpRequest, model: type[W], body: dict[str, Any]) -> W:
@@ -36,5 +37,6 @@ class BodyReader:
         wire = schema_base.read(model, body, ignored)
         if wire.model not in (None, self._model_name):  # there is one: its name may be left out
             message = f"there is no such model here; this server has {self._model_name!r}"
-            raise HttpError(404, message, param="model", code="model_not_found")
+            status = model.unknown_model_status
+            raise HttpError(status, message, param="model", code="model_not_found")
         return wire

@@ -54,7 +54,9 @@ class GenerationPipeline:
     def route(self, api: GeneratingApi[B]) -> Route:
         """The route of an endpoint that generates."""
 
-        @takes(api.body, refuses=(*REFUSES, *api.refuses), answers=(JSON, EVENTS))
+        answers = (EVENTS,) if api.body.always_streams else (JSON, EVENTS)
+
+        @takes(api.body, refuses=(*REFUSES, *api.refuses), answers=answers)
         async def endpoint(http: HttpRequest) -> Response:
             return await GenerationCall(self, api, http).respond()
 
@@ -69,7 +71,7 @@ class Prepared(NamedTuple):
     """one for each choice"""
     answer: AnswerFormat
     events: StreamFormat | None
-    """the answer as a stream, if the body asks for one"""
+    """the answer as a stream, if it is to be one"""
 
 
 class Places(NamedTuple):
@@ -152,7 +154,8 @@ class GenerationCall(Generic[B]):
         requests = tenant.fitted(requests, is_open_ended=wire.is_open_ended)
         on_message = self._turn.add if self._turn else None
         answer = api.make_answer(engine, wire, requests, self._answer_id, on_message)
-        return Prepared(requests, answer, answer.events() if wire.stream else None)
+        streams = wire.stream or wire.always_streams
+        return Prepared(requests, answer, answer.events() if streams else None)
 
     def _begin(self, wire: B, prepared: Prepared, places: Places) -> list[RequestStream]:
         """Hand the places over. No coroutine: see the module's docstring."""

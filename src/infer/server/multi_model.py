@@ -32,6 +32,7 @@ from starlette.types import Receive, Scope, Send
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, InferError, LoadError
+from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, respond
@@ -39,11 +40,10 @@ from infer.server.observe.metrics import CONTENT_TYPE, text_of
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.offload import PARSED, Offload
 from infer.server.request_endpoints import cancelled, listed, shown
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
 
-RETRY_LOAD_S = 15.0
-"""The seconds for which a model that could not be loaded is not tried again."""
 _NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}=.+")
 
 
@@ -131,20 +131,25 @@ class ModelRouter:
         *,
         idle_unload_s: float | None = None,
         end_loads: Callable[[], None] = lambda: None,
+        limits: ServerLimits = SERVER_LIMITS,
+        unknown_model_statuses: Mapping[str, int] | None = None,
     ) -> None:
         """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
         without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
         raise `LoadError`. `idle_unload_s` is the time after which an idle model is unloaded; None:
-        never."""
+        never. `unknown_model_statuses` are the statuses of requests for an unknown model, by path;
+        404 where a path is not named."""
         self._models = {name: _Model(name, launch) for name, launch in launches.items()}
         self._make_app = make_app
         self._idle_unload_s = idle_unload_s
         self._loader = _Loader()
         self._end_loads = end_loads
+        self._unknown_model_statuses = unknown_model_statuses or {}
         self._ending = asyncio.Event()
         """Set when the server ends; from then on nothing is loaded."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool = Offload()
+        self._limits = limits
+        self._pool = Offload(limits)
         self._created = int(time.time())
         self._draining = False
 
@@ -158,14 +163,14 @@ class ModelRouter:
     @property
     def num_open(self) -> int:
         """The number of requests that run in all engines."""
-        return sum(engine.num_open for engine in self._engines())
+        return sum(engine.num_open for engine in self.engines())
 
     def drain(self) -> None:
         """Let running requests finish, and refuse new ones."""
         self._draining = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._ending.set)
-        for engine in self._engines():
+        for engine in self.engines():
             engine.drain()
 
     async def close(self) -> None:
@@ -173,9 +178,10 @@ class ModelRouter:
         self._draining = True
         self._ending.set()
         await asyncio.to_thread(self._end_loads)
-        await asyncio.gather(*[engine.close() for engine in self._engines()])
+        await asyncio.gather(*[engine.close() for engine in self.engines()])
 
-    def _engines(self) -> list[AsyncLLM]:
+    def engines(self) -> list[AsyncLLM]:
+        """The engines that are loaded."""
         return [model.engine for model in self._models.values() if model.engine is not None]
 
     # ---- loading and unloading
@@ -194,7 +200,7 @@ class ModelRouter:
 
     def _note_failure(self, model: _Model, error: LoadError) -> None:
         log.error("the model %r cannot be loaded: %s", model.name, error)
-        model.refused_until_s = time.monotonic() + RETRY_LOAD_S
+        model.refused_until_s = time.monotonic() + self._limits.retry_load_s
 
     async def _app_of(self, model: _Model) -> Starlette:
         model.used_s = time.monotonic()
@@ -315,17 +321,19 @@ class ModelRouter:
         if scope["method"] == "POST" and "content-type" in request.headers:
             scope[PARSED] = body = await self._pool.read_object(request)
             name = body.get("model", name)
-        model = self._find(name)
+        model = self._find(name, self._unknown_model_statuses.get(request.url.path, 404))
         RequestContext.of(scope).model = model.name
+        if model.app is None and scope["path"] == EVENTS_PATH:
+            raise EngineDeadError(f"the model {model.name!r} is not loaded: there are no steps")
         app = await self._app_of(model)
         await app(scope, receive, send)
 
-    def _find(self, name: Any) -> _Model:
+    def _find(self, name: Any, unknown_status: int = 404) -> _Model:
         if name is None:
             return next(iter(self._models.values()))
         if not isinstance(name, str) or name not in self._models:
             message = f"there is no such model here; this server has {self.model_name}"
-            raise HttpError(404, message, param="model", code="model_not_found")
+            raise HttpError(unknown_status, message, param="model", code="model_not_found")
         return self._models[name]
 
     def _states(self, request: Request) -> dict[str, Any]:
@@ -375,7 +383,7 @@ class ModelRouter:
         }
 
     async def _health(self, _: Request) -> Response:
-        engines = self._engines()
+        engines = self.engines()
         if len(engines) == len(self._models) and not any(engine.is_live for engine in engines):
             raise EngineDeadError("no engine is running")
         return JSONResponse({"status": "ok"})

@@ -23,6 +23,7 @@ from infer.server.http.fair_threads import FairThreads
 from infer.server.http.json_body import check_media_type, parse_object, read_body
 from infer.server.openai.large_json import LARGE_ANSWER_BYTES
 from infer.server.tenancy.limits import Tenant, tenant_of, too_many
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 T = TypeVar("T")
 
@@ -30,14 +31,6 @@ PARSED = "infer.body"
 """key in a scope: the body's object, where somebody has read it before"""
 NUM_BYTES = "infer.num_bytes"
 """key in a scope: bytes of the body, and of what was added to it since (a session's messages)"""
-BODY_TIMEOUT_S = 30.0
-"""time for a body to arrive; then it is answered with 408"""
-LONG_BODY_BYTES = 16 * 1024
-"""size above which a body is parsed, checked and tokenised off the event loop"""
-MAX_LONG_BODIES = 64
-"""long bodies that are worked on or wait for it; further ones are refused (503)"""
-MAX_LONG_BODIES_A_KEY = 16
-"""long bodies of one key, whose `max_concurrent` is a limit too; further ones are refused (429)"""
 
 
 class Offload:
@@ -47,7 +40,8 @@ class Offload:
     wait for two of them in turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ServerLimits = SERVER_LIMITS) -> None:
+        self._limits = limits
         self._parser = FairThreads(1, "infer-json")
         self._threads = FairThreads(2, "infer-text")
         self._num_open: Counter[str] = Counter()
@@ -62,11 +56,11 @@ class Offload:
         check_media_type(request.headers)
         with self._budget.body() as grow_to:
             try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
+                async with asyncio.timeout(self._limits.body_timeout_s):
                     body = await read_body(request, grow_to)
             except TimeoutError:
                 note_refusal(request.scope, "body_timeout")
-                message = f"the body was not complete after {BODY_TIMEOUT_S:g} s"
+                message = f"the body was not complete after {self._limits.body_timeout_s:g} s"
                 raise HttpError(408, message, code="request_timeout") from None
             except OverloadedError:
                 note_refusal(request.scope, "body_budget")
@@ -102,7 +96,7 @@ class Offload:
         *arguments: Any,
         heavy: bool = False,
     ) -> T:
-        if not heavy and request.scope.get(NUM_BYTES, 0) <= LONG_BODY_BYTES:
+        if not heavy and request.scope.get(NUM_BYTES, 0) <= self._limits.long_body_bytes:
             return work(*arguments)
         tenant = tenant_of(request.scope)
         owner = tenant.key.id
@@ -115,10 +109,10 @@ class Offload:
 
     def _check_room(self, tenant: Tenant) -> None:
         key = tenant.key
-        most = min(MAX_LONG_BODIES_A_KEY, key.limits.max_concurrent)
+        most = min(self._limits.max_long_bodies_of_key, key.limits.max_concurrent)
         if key.id and self._num_open[key.id] >= most:
             raise too_many(f"this key may have {most} long bodies worked on", 1)
-        if self._num_open.total() >= MAX_LONG_BODIES:
+        if self._num_open.total() >= self._limits.max_long_bodies:
             raise OverloadedError("too many long bodies are being read")
 
     def _count_down(self, owner: str) -> None:

@@ -13,10 +13,10 @@ from infer.server.observe.request_trace import RequestTrace, RequestTraces, not_
 from infer.server.tenancy.limits import tenant_of
 
 
-def listed(all_stories: Sequence[RequestTraces], http: HttpRequest) -> Response:
+def listed(all_traces: Sequence[RequestTraces], http: HttpRequest) -> Response:
     """Those that run, then the latest that have ended, the newest first."""
     sight = tenant_of(http.scope).sight
-    found = [trace for traces in all_stories for trace in traces.all(sight)]
+    found = [trace for traces in all_traces for trace in traces.all(sight)]
     found.sort(key=_newest_first)
     return JSONResponse({"object": "list", "data": list(map(summary, found))})
 
@@ -27,24 +27,24 @@ def _newest_first(trace: RequestTrace) -> tuple[bool, float]:
     return True, -trace.ended_s
 
 
-def shown(all_stories: Sequence[RequestTraces], http: HttpRequest) -> Response:
+def shown(all_traces: Sequence[RequestTraces], http: HttpRequest) -> Response:
     """The trace of the request that the path names."""
-    return JSONResponse(view(_found(all_stories, http)[1]))
+    return JSONResponse(view(_found(all_traces, http)[1]))
 
 
-def cancelled(all_stories: Sequence[RequestTraces], http: HttpRequest) -> Response:
+def cancelled(all_traces: Sequence[RequestTraces], http: HttpRequest) -> Response:
     """The one that the path names has ended, or ends now."""
-    traces, trace = _found(all_stories, http)
+    traces, trace = _found(all_traces, http)
     done = traces.cancel(trace)
     return JSONResponse({"id": trace.id, "object": "request.cancel", "cancelled": done})
 
 
 def _found(
-    all_stories: Sequence[RequestTraces], http: HttpRequest
+    all_traces: Sequence[RequestTraces], http: HttpRequest
 ) -> tuple[RequestTraces, RequestTrace]:
     sight, name = tenant_of(http.scope).sight, http.path_params["id"]
     error: RequestError = not_found()
-    for traces in all_stories:
+    for traces in all_traces:
         try:
             return traces, traces.find(name, sight)
         except HttpError as missing:

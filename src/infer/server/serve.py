@@ -37,23 +37,21 @@ from infer.engine.loop import freeze_heap
 from infer.engine.process.launch import Loads, standing_by
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
-from infer.server.app import create_app, layers
+from infer.server.app import create_app, layers, unknown_model_statuses
 from infer.server.http.bounded_protocol import BoundedProtocol
-from infer.server.http.connections import Connections, connection_limits
+from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
 from infer.server.settings import ServerSettings
 from infer.server.turn_away import TurnAway
+from infer.server.ui.page import Page
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
 
 KEEP_ALIVE_S = 75
 MAX_WAITING_CONNECTIONS = 2048
 """The most connections that the system has opened and the event loop has not accepted yet."""
-SEND_BUFFER_BYTES = 128 * 1024
-"""The size of a connection's send buffer in the kernel, in bytes; the kernel takes twice as much.
-By default it may be megabytes, and a client that reads nothing is noticed only when they are
-full."""
 _LAST_WORDS_S = 5
 """The seconds between the end of the engine and that of uvicorn, in which streams send their
 error."""
@@ -69,6 +67,7 @@ def bind(
     host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     write_stall_s: float = ServerSettings.write_stall_s,
+    limits: ServerLimits = SERVER_LIMITS,
 ) -> socket.socket:
     """A socket that holds the port and does not listen yet; port 0 = any free port.
 
@@ -89,7 +88,7 @@ def bind(
         # for the client's acknowledgement of its head, and tokens come in bursts.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             stall_ms = int(write_stall_s * 1000)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
@@ -124,7 +123,7 @@ def unix_socket(path: str) -> Iterator[socket.socket]:
                 sock.bind(path)
             finally:
                 os.umask(mask)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SERVER_LIMITS.send_buffer_bytes)
             ours = os.stat(path)
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
@@ -207,14 +206,16 @@ class Server(uvicorn.Server):
         settings: ServerSettings | None = None,
         *,
         announce: Callable[[str], None] | None = None,
+        page: Page | None = None,
     ) -> None:
         settings = settings or ServerSettings()
-        limits = connection_limits()
+        most = settings.limits
+        limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
         turn_away: TurnAway | None = None
         if isinstance(engine, ModelRouter):
-            app = engine.make_app(layers(settings, (engine.seen,)))
+            app = engine.make_app(layers(settings, (engine.seen,), page=page))
         else:
-            app = create_app(engine, settings)
+            app = create_app(engine, settings, page=page)
             if settings.api_keys is None:
                 on_end = (app.state.metrics.seen, log_request)
                 turn_away = TurnAway(engine, app.state.generating_paths, on_end)
@@ -226,6 +227,7 @@ class Server(uvicorn.Server):
                     write_stall_s=settings.write_stall_s,
                     places=Connections(limits),
                     turn_away=turn_away,
+                    limits=settings.limits,
                 ),
                 ws="none",
                 lifespan="on",
@@ -328,7 +330,7 @@ class Server(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _log_on_stderr(log_format: str) -> Iterator[None]:
+def log_on_stderr(log_format: str) -> Iterator[None]:
     """Writes logs to stderr: those of `infer`, and warnings of the libraries it stands on.
 
     Does nothing where the program has set up logging.
@@ -394,6 +396,15 @@ def _check_reach(host: str, sock: socket.socket, settings: ServerSettings) -> No
         )
 
 
+def _place(
+    settings: ServerSettings, host: str, port: int
+) -> contextlib.AbstractContextManager[socket.socket]:
+    """The socket at which the server will listen."""
+    if settings.uds:
+        return unix_socket(settings.uds)
+    return bind(host, port, settings.write_stall_s, settings.limits)
+
+
 def serve_config(
     config: EngineConfig | Mapping[str, EngineConfig],
     settings: ServerSettings,
@@ -412,10 +423,9 @@ def serve_config(
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     _open_standard_streams()
     check_certificate(settings)
-    place = unix_socket(settings.uds) if settings.uds else bind(host, port, settings.write_stall_s)
     with (
-        _log_on_stderr(settings.log_format),
-        place as sock,
+        log_on_stderr(settings.log_format),
+        _place(settings, host, port) as sock,
         standing_by(settings.standby and not in_thread) as standby,
     ):
         if not settings.uds:
@@ -443,7 +453,12 @@ def serve_config(
             }
             make_app = functools.partial(create_app, settings=settings, is_inner=True)
             engine = ModelRouter(
-                launches, make_app, idle_unload_s=settings.idle_unload_s, end_loads=loads.end
+                launches,
+                make_app,
+                idle_unload_s=settings.idle_unload_s,
+                end_loads=loads.end,
+                limits=settings.limits,
+                unknown_model_statuses=unknown_model_statuses(settings),
             )
             if not settings.load_on_first_use:
                 engine.load_all()
@@ -461,7 +476,8 @@ def run(
     """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has bound."""
     sys.setswitchinterval(0.001)  # the seconds that the event loop waits for a parsing thread
     with sock:
-        server = Server(engine, sock, settings, announce=_announce)
+        page = Page() if settings is not None and settings.ui else None
+        server = Server(engine, sock, settings, announce=_announce, page=page)
         freeze_heap()
         gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # `on_tick` does the full collections
         server.serve_until_stopped()

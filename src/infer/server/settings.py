@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from infer.config import NonNegativeInt, at_least, check_fields, option
 from infer.errors import ConfigError
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,11 @@ class ServerSettings:
     standby: bool = option(
         True,
         "Keep a process that becomes the next engine (90 MB); without it a restart takes longer.",
+    )
+    completions_api: Literal["openai", "typed"] = option(
+        "openai",
+        "typed = /v1/completions always streams typed events and has statuses and defaults of its"
+        " own.",
     )
     unknown_params: Literal["refuse", "ignore"] = option(
         "refuse",
@@ -94,6 +100,10 @@ class ServerSettings:
         "Names, separated by commas, that a Host header may have in addition to localhost, as"
         " behind a proxy; checked only without keys, on loopback.",
     )
+    limits: ServerLimits = SERVER_LIMITS
+    """no option"""
+
+    ui: bool = option(True, "Answer browsers at / with a page to chat with the model.")
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -47,7 +47,7 @@ class TurnAway:
             return None
         context = RequestContext.of(scope)
         response = describe(error)
-        context.status = response.status_code
+        context.status, context.model = response.status_code, self._engine.model_name
         response.raw_headers += context.standard_headers
         for listener in self._on_end:
             listener(context)

@@ -95,7 +95,7 @@ _LLAMA3 = _Pre(_split(_llama3_pattern("{1,3}")), add_bos=True, ignore_merges=Tru
 _QWEN2 = _Pre(_split(_llama3_pattern("")), normalizer=normalizers.NFC())
 _SMAUG = _Pre(_LLAMA3.splits)
 _TEKKEN = _Pre(_split(_tekken_pattern()), add_bos=True, ignore_merges=True)
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
     **dict.fromkeys(("smaug-bpe", "dbrx"), _SMAUG),
@@ -203,11 +203,11 @@ def text_files(metadata: Mapping[str, Any], where: str) -> TextFiles:
 
 def _byte_level_bpe(vocabulary: _Vocabulary) -> Tokenizer:
     pre = vocabulary.need("pre", str)
-    if pre not in _PRE_TOKENIZERS:
-        known = ", ".join(map(repr, _PRE_TOKENIZERS))
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join(map(repr, PRE_TOKENIZERS))
         raise vocabulary.error(f"pre {pre!r} is not supported (supported: {known})")
     merges = [tuple(merge.split(" ")) for merge in vocabulary.need("merges", list)]
-    way = _PRE_TOKENIZERS[pre]
+    way = PRE_TOKENIZERS[pre]
     tokenizer = _bpe(vocabulary, merges, add_bos=way.add_bos, ignore_merges=way.ignore_merges)
     if way.normalizer is not None:
         tokenizer.normalizer = way.normalizer

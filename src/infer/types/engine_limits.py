@@ -17,6 +17,9 @@ class EngineLimits:
     """maximum number of sequences in the batch"""
     max_waiting_requests: int
     """maximum number of requests in the queue"""
+    batching_mode: str = "continuous"
+    page_size: int = 0
+    """tokens in a page of the KV cache; 0 where nobody has said it"""
 
     @property
     def max_unfinished(self) -> int:

@@ -61,14 +61,22 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """static mode: prompt and output tokens of those batches"""
     num_padded_tokens: int = 0
     """static mode: tokens that rows padded to the longest one would have had; never computed"""
+    num_drafts: int = 0
+    """speculation: proposals that were verified, of one or more tokens each"""
+    num_draft_tokens: int = 0
+    """speculation: proposed tokens"""
+    num_accepted_tokens: int = 0
+    """speculation: proposed tokens that were accepted; each of them saved a step of its sequence"""
     num_restarts: int = 0
     """engines that have died"""
+    num_accepted_at: dict[int, int] = {}
+    """speculation: accepted tokens by their place in the proposal, from 0"""
     num_finished: dict[FinishReason, int] = {}
     """requests that have ended, by reason; reasons that did not occur are left out"""
 
     def plus(self, other: EngineCounters) -> EngineCounters:
         """The sum, field by field."""
-        sums: dict[str, int | dict[FinishReason, int]] = {}
+        sums: dict[str, int | dict[FinishReason, int] | dict[int, int]] = {}
         for name in self.__struct_fields__:
             mine, others = getattr(self, name), getattr(other, name)
             if isinstance(mine, dict):
@@ -87,7 +95,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     def by_name(self) -> dict[str, int]:
         """All numbers in one mapping, for people and for JSON."""
         names = {**msgspec.structs.asdict(self.gauges), **msgspec.structs.asdict(self.counters)}
-        finished = names.pop("num_finished")
+        finished, accepted = names.pop("num_finished"), names.pop("num_accepted_at")
+        names |= {f"num_accepted_at_{position}": n for position, n in sorted(accepted.items())}
         return {**names, **{f"num_finished_{reason}": n for reason, n in finished.items()}}
 
 

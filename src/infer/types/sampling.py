@@ -103,6 +103,8 @@ class Sampling:
     """the only token ids that are sampled; None = all"""
     bad_words: tuple[str, ...] = ()
     """texts that are not generated, as far as they are spelled as alone"""
+    speculation: bool = True
+    """whether an engine that proposes tokens does so for this request; no token depends on it"""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 2.0)
@@ -137,7 +139,9 @@ class Sampling:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        for flag in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for flag in (
+            "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"
+        ):  # fmt: skip
             if not isinstance(getattr(self, flag), bool):
                 raise RequestError(f"{flag} must be true or false", param=flag)
 
@@ -176,6 +180,7 @@ class SamplingParams(Sampling):
         skip_special_tokens: bool = True,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        speculation: bool = True,
     ) -> None:
         super().__init__(
             temperature=temperature,
@@ -199,6 +204,7 @@ class SamplingParams(Sampling):
             grammar=_clean_grammar(grammar),
             allowed_token_ids=_clean_allowed(allowed_token_ids),
             bad_words=_clean_strings("bad_words", bad_words, MAX_BAD_WORDS),
+            speculation=speculation,
         )
 
     def replace(self, **changes: object) -> SamplingParams:

@@ -57,7 +57,17 @@ class Preempted(msgspec.Struct, frozen=True, array_like=True, tag="preempted"):
     """id of the request that needed the pages or the seat"""
 
 
-StepEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted
+class Speculated(msgspec.Struct, frozen=True, array_like=True, tag="speculated"):
+    """A request for which tokens were proposed has ended."""
+
+    request_id: str
+    num_proposed: int
+    """tokens that were proposed"""
+    num_accepted: int
+    """tokens of them that are part of the answer"""
+
+
+StepEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted | Speculated
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True):
@@ -72,3 +82,7 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     """sequences that were computed in the step"""
     events: tuple[StepEvent, ...] = ()
     """in the order in which they happened"""
+    num_free_pages: int = 0
+    """pages that no request uses after the step; their content may still be found"""
+    num_indexed_pages: int = 0
+    """pages whose content the prefix index knows after the step"""

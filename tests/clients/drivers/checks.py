@@ -73,7 +73,7 @@ def weather_is_valid(arguments: dict[str, object]) -> bool:
 
 
 def wait_until_cancelled() -> None:
-    """Whoever closes a stream has ended its request: the server's newest story must say so."""
+    """Whoever closes a stream has ended its request: the server's newest trace must say so."""
     deadline = time.monotonic() + 10
     while (newest := _requests()[0])["outcome"] != "disconnected":
         assert time.monotonic() < deadline, f"it runs on: {newest}"

@@ -92,6 +92,10 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
     )
     device = machine.choose_device(config)
+    if device.type != "cpu" and config.speculative:
+        raise ConfigError(
+            "speculative_config", f"runs on CPUs, not on {device.type}; use device='cpu'"
+        )
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
@@ -104,7 +108,9 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
-    torch.set_num_threads(config.num_threads or machine.default_threads(spare))
+    torch.set_num_threads(
+        config.num_threads or machine.default_threads(spare, all_nodes=config.numa == "all")
+    )
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
@@ -114,11 +120,11 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         model_name=config.served_model_name or checkpoint.name,
         files=text_of(checkpoint, config),
         build=build,
-        pinned=lambda core: _pinned(core, device),
+        pinned=lambda core: pinned_settings(core, device),
     )
 
 
-def _pinned(core: EngineCore, device: torch.device) -> dict[str, Any]:
+def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
     """Settings that an engine which replaces this one must keep.
 
     On a GPU the size of the cache follows from the memory that was free. The next engine continues
@@ -134,7 +140,10 @@ def _pinned(core: EngineCore, device: torch.device) -> dict[str, Any]:
 
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
     """`prepare` for `engine.process.child`, from the fields of an `EngineConfig`."""
-    return prepare(EngineConfig(**settings), beside_server=True)
+    config = EngineConfig(**settings)
+    if config.num_threads is None:
+        machine.stay_on_cores(all_nodes=config.numa == "all")
+    return prepare(config, beside_server=True)
 
 
 def _build(
@@ -162,6 +171,8 @@ def _build(
     after = machine.used_bytes(device)
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
         log.warning("%s", problem)
+        if config.speculative:
+            log.warning("speculation changes the rows of a step, so it may change tokens, too")
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
@@ -180,6 +191,8 @@ def _build(
         max_seq_len=plan.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=config.max_waiting_requests,
+        batching_mode=config.batching_mode,
+        page_size=plan.page_size,
     )
     held = None if before is None or after is None else after - before
     _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)
@@ -231,6 +244,7 @@ def _scheduler_config(
         scheduler_policy=config.scheduler_policy,
         batch_wait_timeout_s=config.batch_wait_timeout_s,
         max_step_ms=config.max_step_ms,
+        speculative=config.speculative,
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
         keep_computed=keep_computed,
     )

@@ -9,15 +9,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from pathlib import Path
 
 import torch
 
 from infer.config import EngineConfig
+from infer.engine.build.processors import available_bytes, proc_bytes, read_processors
 from infer.errors import ConfigError
 from infer.kernels.linear import bfloat16_obstacle, quantization_obstacle
 from infer.kernels.loader import chosen_instruction_set, int8_cache_obstacle
-from infer.main_memory import available_bytes, proc_bytes
 from infer.models.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -133,24 +132,36 @@ def choose_cache_dtype(
     return torch.int8 if pays or wanted == "int8" else dtype
 
 
-def default_threads(spare: int = 0) -> int:
-    """Default number of threads: OMP_NUM_THREADS if set, else the physical cores that this process
-    may use, less `spare`.
-
-    Hyper-threads are not counted, because two of them share one arithmetic unit.
-    """
+def default_threads(spare: int = 0, *, all_nodes: bool = False) -> int:
+    """Default number of threads: OMP_NUM_THREADS if set, else the cores that `Processors` chooses,
+    less `spare`. `all_nodes`: cores of all NUMA nodes."""
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    cores = set()
-    for cpu in allowed or ():
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-        try:
-            package = (topology / "physical_package_id").read_text().strip()
-            cores.add((package, (topology / "core_id").read_text().strip()))
-        except OSError:
-            return max(1, len(allowed or ()) - spare)
-    return max(1, (len(cores) or (os.cpu_count() or 2) // 2) - spare)
+    return read_processors().num_threads(spare, all_nodes=all_nodes)
+
+
+def stay_on_cores(*, all_nodes: bool) -> None:
+    """Keep this thread, and those that it starts, on the cores that `Processors` chooses.
+
+    It does nothing where all cores are chosen, or where threads cannot be kept on cores. Memory is
+    then of the same NUMA node, because Linux takes it from the node of the thread that writes it
+    first."""
+    processors = read_processors()
+    chosen = processors.cpus(all_nodes=all_nodes)
+    if not chosen or len(processors.chosen(all_nodes=all_nodes)) == len(processors.cores):
+        return
+    try:
+        os.sched_setaffinity(0, chosen)
+    except OSError as error:  # forbidden in some containers
+        log.warning("threads are not kept on their cores: %s", error)
+        return
+    nodes = sorted({core.node for core in processors.chosen(all_nodes=all_nodes)})
+    log.info(
+        "threads stay on %d of %d cores (performance cores of NUMA node %s)",
+        len(processors.chosen(all_nodes=all_nodes)),
+        len(processors.cores),
+        ", ".join(map(str, nodes)),
+    )
 
 
 def keep_freed_memory() -> None:
@@ -168,7 +179,7 @@ def keep_freed_memory() -> None:
 
 def free_bytes(device: torch.device) -> int:
     """Bytes of the device's memory that are free; of main memory, those available without swapping
-    and within the limit of the process's control group."""
+    and within the limits of the process's control groups."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return available_bytes()

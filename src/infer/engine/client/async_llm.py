@@ -19,9 +19,9 @@ from copy import copy
 from functools import partial
 from typing import Any, Protocol
 
-from infer.engine.client.engine_client import SOFT_LIMIT_S, EngineClient
+from infer.engine.client.engine_client import EngineClient
 from infer.engine.client.input import InputProcessor
-from infer.engine.client.mailbox import MAX_MAILBOX_BYTES, Mailbox
+from infer.engine.client.mailbox import Mailbox, MailboxLimits, OpenRequest
 from infer.engine.client.output import OutputProcessor, collected
 from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
 from infer.types import (
@@ -39,10 +39,6 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGES_A_TURN = 8
 """maximum number of engine steps that the event loop reads before it runs other tasks"""
-MAX_MAILBOXES_BYTES = 256 * 1024 * 1024
-"""approximate bytes that may wait for all readers together; beyond it the requests with most are
-cancelled and their pieces dropped"""
-
 _CHECK_INTERVAL_S = 0.1
 """minimum seconds between two checks of all mailboxes, of which there may be thousands"""
 
@@ -115,7 +111,11 @@ class AsyncLLM:
     """See the module's docstring. Belongs to one event loop, from `start` to `close`."""
 
     def __init__(
-        self, worker: EngineClient, input_processor: InputProcessor, model_name: str
+        self,
+        worker: EngineClient,
+        input_processor: InputProcessor,
+        model_name: str,
+        mailbox_limits: MailboxLimits | None = None,
     ) -> None:
         self.model_name = model_name
         self._observer: Observer | None = None
@@ -130,9 +130,13 @@ class AsyncLLM:
         """number of token ids"""
         self.num_seats = input_processor.limits.num_seats
         """maximum number of requests in the batch"""
+        self.batching_mode = input_processor.limits.batching_mode
+        self.page_size = input_processor.limits.page_size
+        """tokens in a page of the KV cache"""
         self.engine_client = worker
         """the engine: a thread or a process"""
         self._input_processor = input_processor
+        self._mailbox_limits = mailbox_limits or MailboxLimits()
         self._mailboxes: dict[str, Mailbox] = {}
         self._messages: deque[Callable[[], None]] = deque()
         """messages from the engine's thread that the event loop has not handled, in order"""
@@ -164,10 +168,13 @@ class AsyncLLM:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is alive and does not hang: with open requests, the engine has reported within
-        `SOFT_LIMIT_S`."""
-        is_stuck = self.num_open > 0 and self.engine_client.silence_s >= SOFT_LIMIT_S
-        return self.is_alive and not is_stuck
+        """Whether it is alive and does not hang: with open requests, the engine is not silent."""
+        return self.is_alive and not (self.num_open > 0 and self.engine_client.is_silent)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no further request will ever be accepted, because it drains or is closed."""
+        return self._draining or self._closed
 
     @property
     def num_open(self) -> int:
@@ -254,7 +261,7 @@ class AsyncLLM:
         self._check_capacity(1)
         if request.request_id in self._mailboxes:
             raise ValueError(f"a request with id {request.request_id!r} is already running")
-        mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge)
+        mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge, self._mailbox_limits)
         self._mailboxes[request.request_id] = mailbox
         self._counts.num_requests_admitted += 1
         self.engine_client.add(request)
@@ -300,6 +307,10 @@ class AsyncLLM:
     def read_stats(self) -> ServingStats:
         """The same as a record."""
         return ServingStats(self.engine_client.stats(), copy(self._counts), self.num_open)
+
+    def snapshot(self) -> dict[str, OpenRequest]:
+        """What waits for the readers of the open requests, by request id."""
+        return {name: mailbox.snapshot() for name, mailbox in self._mailboxes.items()}
 
     def _capacity_error(self, count: int) -> EngineDeadError | OverloadedError | None:
         num_taken = len(self._mailboxes) + self._num_reserved
@@ -368,7 +379,7 @@ class AsyncLLM:
             if piece is not None:
                 mailbox.put(piece)
                 is_behind = is_behind or mailbox.num_bytes > 0
-                is_full = is_full or mailbox.num_bytes > MAX_MAILBOX_BYTES
+                is_full = is_full or mailbox.num_bytes > self._mailbox_limits.max_bytes
             if processor.take_abort():
                 self.engine_client.abort(output.request_id, FinishReason.STOP)
         if is_full:  # checked after its reader has had a chance to run
@@ -384,10 +395,10 @@ class AsyncLLM:
         for request_id, mailbox in sorted(
             self._mailboxes.items(), key=lambda item: item[1].num_bytes, reverse=True
         ):
-            if num_bytes > MAX_MAILBOXES_BYTES:
+            if num_bytes > self._mailbox_limits.max_bytes_in_all:
                 num_bytes -= mailbox.num_bytes
                 mailbox.drop()
-            elif mailbox.num_bytes <= MAX_MAILBOX_BYTES:
+            elif mailbox.num_bytes <= self._mailbox_limits.max_bytes:
                 return
             message = "the client reads too slowly: too much of the answer was waiting to be read"
             self.cancel(request_id, CancelledError(message, code="client_stalled"))

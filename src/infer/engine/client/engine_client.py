@@ -35,6 +35,10 @@ class EngineClient(Protocol):
         """Whether the engine works on requests now."""
 
     @property
+    def is_silent(self) -> bool:
+        """Whether it has not reported for `SOFT_LIMIT_S`, or the limit that it was made with."""
+
+    @property
     def silence_s(self) -> float:
         """Seconds since the engine's last report; 0 while another engine is started. An engine
         reports after each step, and every `HEARTBEAT_S` while idle."""

@@ -8,31 +8,60 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 from infer.engine.client.output import OutputProcessor
 from infer.errors import EngineError, RequestError
 from infer.types import ErrorRecord, FinishReason, TextDelta
 
-MAX_MAILBOX_BYTES = 256 * 1024
-"""approximate bytes that may wait for one reader after merging; beyond it the request is
-cancelled"""
+
+@dataclass(frozen=True, kw_only=True)
+class MailboxLimits:
+    """What may wait for slow readers."""
+
+    max_bytes: int = 256 * 1024
+    """approximate bytes that may wait for one reader after merging; beyond it the request is
+    cancelled"""
+    max_bytes_in_all: int = 256 * 1024 * 1024
+    """approximate bytes that may wait for all readers together; beyond it the requests with most
+    are cancelled and their pieces dropped"""
+
+
+class OpenRequest(NamedTuple):
+    """What waits for the reader of one request."""
+
+    num_unread_bytes: int
+    """approximate bytes that wait because the reader is slow"""
+    num_unread_tokens: int
+    """tokens in the pieces that wait"""
+    finish_reason: FinishReason | None
+    """how the request has ended; None while it runs"""
 
 
 class Mailbox:
     """See the module's docstring. It is used on the event loop and has one reader."""
 
-    def __init__(self, processor: OutputProcessor, merge: bool) -> None:
+    def __init__(
+        self, processor: OutputProcessor, merge: bool, limits: MailboxLimits | None = None
+    ) -> None:
         """`merge`: a slow reader gets one merged piece instead of several."""
         self.processor = processor
         """turns the request's tokens into text"""
         self.is_cancelled = False
         """whether the server has cancelled the request"""
         self._merge = merge
+        self._limits = limits or MailboxLimits()
         self._pieces: list[TextDelta] = []
         self.num_bytes = 0
         """approximate bytes of the pieces that wait because the reader is slow"""
         self._reader: asyncio.Future[None] | None = None
+
+    def snapshot(self) -> OpenRequest:
+        """What waits now."""
+        num_tokens = sum(len(piece.token_ids) for piece in self._pieces)
+        return OpenRequest(self.num_bytes, num_tokens, self.processor.finish_reason)
 
     def cancel(self) -> None:
         """Count the request as cancelled, with whatever finish reason it ends."""
@@ -46,7 +75,7 @@ class Mailbox:
         """Add a piece; called on the event loop."""
         if self._pieces:  # the reader is slow; otherwise counting is not worth its time
             self.num_bytes += _size_of(piece)
-            if self.num_bytes > MAX_MAILBOX_BYTES and self._merge:
+            if self.num_bytes > self._limits.max_bytes and self._merge:
                 self._pieces = [reduce(TextDelta.merge, self._pieces)]
                 self.num_bytes = _size_of(self._pieces[0]) + _size_of(piece)
         self._pieces.append(piece)

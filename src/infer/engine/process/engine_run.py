@@ -3,12 +3,13 @@
 A process builds its engine at once (`Begin`), or first stands by (`Prepare`, then `Begin`).
 
 Watchdog: a process reports each step, and every `HEARTBEAT_S` when it has nothing to do. After
-`SOFT_LIMIT_S` without a report its stacks are logged; after the caller's limit it is killed.
+a soft limit without a report its stacks are logged; after the caller's limit it is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import os
 import queue
@@ -63,7 +64,10 @@ class EngineRun:
         self._channel = messages.Channel(ours)
         self._writer = threading.Thread(target=self._write, args=(first,), daemon=True)
         self._writer.start()
-        self._listener = threading.Thread(target=self._listen, name="infer-stderr", daemon=True)
+        context = contextvars.copy_context()  # its lines carry `LOG_FIELDS`, too
+        self._listener = threading.Thread(
+            target=context.run, args=(self._listen,), name="infer-stderr", daemon=True
+        )
         self._listener.start()
 
     @property
@@ -134,11 +138,16 @@ class EngineRun:
             _log_stderr([rest])
 
     def events(
-        self, hang_s: float | None, *, load_timeout_s: float | None = None
+        self,
+        hang_s: float | None,
+        *,
+        soft_limit_s: float = SOFT_LIMIT_S,
+        load_timeout_s: float | None = None,
     ) -> Iterator[messages.Event]:
         """The events that the process reports until it ends; its log lines are logged.
 
         `hang_s`: seconds without a report after which it is killed; None = no limit.
+        `soft_limit_s`: seconds without a report after which its stacks are logged.
         `load_timeout_s`: seconds after which it is killed if the caller is still reading.
         """
         started_s = time.monotonic()
@@ -154,7 +163,7 @@ class EngineRun:
                 log.info("the engine has been loading for %.0f s", now_s - started_s)
             if frame is None:
                 if hang_s is not None:
-                    self._watch(self.silence_s, hang_s)
+                    self._watch(self.silence_s, soft_limit_s, hang_s)
                 continue
             self._heard_s, self._has_dumped = time.monotonic(), False
             event = messages.decode_outward(frame)
@@ -163,12 +172,12 @@ class EngineRun:
             else:
                 yield event
 
-    def _watch(self, silence_s: float, hang_s: float) -> None:
+    def _watch(self, silence_s: float, soft_limit_s: float, hang_s: float) -> None:
         if silence_s >= hang_s:
             log.error("the engine has not reported for %.0f s: it is killed", silence_s)
             self.killed = True
             self.kill()
-        elif silence_s >= SOFT_LIMIT_S and not self._has_dumped:
+        elif silence_s >= soft_limit_s and not self._has_dumped:
             log.warning("the engine has not reported for %.0f s; its stacks follow", silence_s)
             self._has_dumped = True
             self._process.send_signal(messages.DUMP_SIGNAL)

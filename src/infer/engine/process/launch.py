@@ -99,15 +99,13 @@ def launch_factory(
     settings: Mapping[str, Any],
     *,
     seed: int = 0,
-    hang_s: float = HANG_S,
-    load_timeout_s: float = LOAD_TIMEOUT_S,
     loads: Loads | None = None,
     standby: Standby | None = None,
+    **limits_s: float,
 ) -> AsyncLLM:
-    """`launch` for any `module:function` that makes a `Blueprint` of `settings`."""
-    process = EngineProcess(
-        factory, settings, hang_s=hang_s, load_timeout_s=load_timeout_s, standby=standby
-    )
+    """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `limits_s` are
+    those of `EngineProcess`."""
+    process = EngineProcess(factory, settings, standby=standby, **limits_s)
     texts: list[tuple[str, Tokenizer]] = []
 
     def read(text: Text) -> None:

@@ -26,6 +26,7 @@ from infer.engine.process.journal import RequestJournal
 from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
 from infer.errors import EngineDeadError, LoadError
+from infer.log_fields import LOG_FIELDS
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits
@@ -42,7 +43,8 @@ MAX_FAILURES = 5
 """number of processes in a row without a token for any request, before requests are refused"""
 STANDBY_ANSWER_S = 5.0
 """seconds that a standby has to say that it begins; it may be importing modules"""
-_MAX_PAUSE_S = 30.0
+MAX_PAUSE_S = 30.0
+"""longest pause in seconds between two attempts to start a process"""
 
 
 def _stopped_while_loading() -> LoadError:
@@ -59,12 +61,21 @@ class EngineProcess:
         *,
         hang_s: float = HANG_S,
         load_timeout_s: float = LOAD_TIMEOUT_S,
+        soft_limit_s: float = SOFT_LIMIT_S,
+        max_pause_s: float = MAX_PAUSE_S,
         standby: Standby | None = None,
+        standby_answer_s: float = STANDBY_ANSWER_S,
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process.
         `standby`: where the next process comes from, if there is one."""
+        self._standby, self._standby_answer_s = standby, standby_answer_s
+        self._soft_limit_s = soft_limit_s
+        self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
-        self._standby = standby
+        self._log_fields: dict[str, str] = {}
+        """the model's name, as soon as it is known"""
+        if settings.get("served_model_name"):
+            self._log_fields["model"] = settings["served_model_name"]
         level = logging.getLogger("infer").getEffectiveLevel()
         self._begin = messages.Begin(factory, dict(settings), level)
         self._hang_s = hang_s
@@ -90,6 +101,13 @@ class EngineProcess:
         `on_text` is called while it loads its weights; what it raises ends the process.
         """
         self._lifecycle.move(SupervisorState.LOADING)
+        token = LOG_FIELDS.set(self._log_fields)
+        try:
+            return self._launch(on_text)
+        finally:
+            LOG_FIELDS.reset(token)
+
+    def _launch(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
         engine_run = self._next_run()
         try:
             ready = self._greet(engine_run, on_text)
@@ -121,9 +139,14 @@ class EngineProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process works on requests and has reported within `SOFT_LIMIT_S`."""
+        """Whether a process works on requests and is not silent."""
         is_serving = self._lifecycle.state is SupervisorState.SERVING
-        return is_serving and self.silence_s < SOFT_LIMIT_S
+        return is_serving and not self.is_silent
+
+    @property
+    def is_silent(self) -> bool:
+        """See `EngineClient`."""
+        return self.silence_s >= self._soft_limit_s
 
     @property
     def silence_s(self) -> float:
@@ -187,6 +210,7 @@ class EngineProcess:
         return EngineStats(stats.gauges, counted.plus(stats.counters))
 
     def _run(self) -> None:
+        LOG_FIELDS.set(self._log_fields)
         engine_run = self._engine_run
         try:
             while engine_run is not None:
@@ -203,7 +227,7 @@ class EngineProcess:
     def _follow(self, engine_run: EngineRun) -> None:
         """Deliver the reports of a process until it ends; then account for its end."""
         scores = messages.ScoreCollector()
-        for event in engine_run.events(self._hang_s):
+        for event in engine_run.events(self._hang_s, soft_limit_s=self._soft_limit_s):
             match event:
                 case messages.ComputingAlone():
                     engine_run.computes_alone(event.request_id)
@@ -282,7 +306,7 @@ class EngineProcess:
 
     def _pause_s(self) -> float:
         num = self._num_failures
-        return 0.0 if num < 2 else min(_MAX_PAUSE_S, 0.5 * 2.0 ** (num - 2))
+        return 0.0 if num < 2 else min(self._max_pause_s, 0.5 * 2.0 ** (num - 2))
 
     def _count_failure(self) -> None:
         self._num_failures += 1
@@ -297,7 +321,7 @@ class EngineProcess:
     def _next_run(self) -> EngineRun:
         """A process that builds its engine: the standby if it answers, else a new one."""
         if self._standby is not None and (standby := self._standby.take()) is not None:
-            if self._hold(standby).begin(self._begin, STANDBY_ANSWER_S):
+            if self._hold(standby).begin(self._begin, self._standby_answer_s):
                 return standby
             if not self._lifecycle.state.is_ending:
                 log.warning("the standby does not answer: a new process is started")
@@ -321,6 +345,7 @@ class EngineProcess:
                 case messages.HasBegun():
                     pass
                 case messages.Text():
+                    self._log_fields.setdefault("model", event.model_name)
                     on_text(event)
                 case messages.Refused():
                     raise event.error.exception()

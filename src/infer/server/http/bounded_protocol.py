@@ -1,11 +1,11 @@
 """`BoundedProtocol`: uvicorn's HTTP/1.1 with bounds on what a connection may cost
 
 `Connections` decides which connection has a place. A connection is answered with 408 if its request
-line and headers are not complete `HEADER_TIMEOUT_S` after they began (or after it was opened), and
+line and headers are not complete `header_timeout_s` after they began (or after it was opened), and
 with 400 for anything that is not HTTP and for chunks whose framing is longer than their content.
 
 An answer to a request whose body has not been read is the connection's last. The rest of the body
-is read for `LINGER_S` and discarded unparsed, because closing a socket with unread data resets the
+is read for `linger_s` and discarded unparsed, because closing a socket with unread data resets the
 connection, and the client might not see the answer.
 
 One iteration of the event loop parses at most `EVENTS_A_TURN` pieces of a connection. Bodies have a
@@ -44,9 +44,8 @@ from infer.server.http.error_responses import (
     describe,
     headers_too_large,
 )
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
-HEADER_TIMEOUT_S = 10.0
-"""seconds within which request line and headers must be complete"""
 READ_BYTES = 8 * 1024
 """bytes per read: few, so that many bodies neither block the event loop for long nor fill the
 memory before they are counted (asyncio reads 256 KiB)"""
@@ -59,8 +58,6 @@ MAX_FRAMING_BYTES = 4096
 """bytes by which a chunked body's framing may exceed twice its content's length"""
 REFUSED_S = 1.0
 """seconds for which a refused connection may send the rest of its request and read the answer"""
-LINGER_S = 5.0
-"""the same for a connection whose last answer was sent before the body had been read"""
 LINGER_BYTES = 4 * 1024 * 1024
 """bytes of such a body after which nothing more is read"""
 POLL_CLIENT_S = 0.05
@@ -128,6 +125,7 @@ class BoundedProtocol(H11Protocol):
         write_stall_s: float,
         places: Connections,
         turn_away: Callable[[Scope], Response | None] | None = None,
+        limits: ServerLimits = SERVER_LIMITS,
         **named: Any,
     ) -> None:
         """`write_stall_s`: seconds after which a client that reads nothing is cut off. `turn_away`:
@@ -140,6 +138,7 @@ class BoundedProtocol(H11Protocol):
         self._app = self.app
         self.app = self._answer
         self._write_stall_s = write_stall_s
+        self._limits = limits
         self._places = places
         self._deadline: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
@@ -224,7 +223,7 @@ class BoundedProtocol(H11Protocol):
             self._set_deadline()
 
     def _set_deadline(self) -> None:
-        self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self._refuse_late_head)
+        self._deadline = self.loop.call_later(self._limits.header_timeout_s, self._refuse_late_head)
 
     def _unset_deadline(self) -> None:
         if self._deadline is not None:
@@ -232,7 +231,7 @@ class BoundedProtocol(H11Protocol):
             self._deadline = None
 
     def _refuse_late_head(self) -> None:
-        message = f"the headers were not complete after {HEADER_TIMEOUT_S:g} s"
+        message = f"the headers were not complete after {self._limits.header_timeout_s:g} s"
         self._refuse(HttpError(408, message, code="request_timeout"), "header_timeout")
 
     # ---- answering
@@ -258,7 +257,7 @@ class BoundedProtocol(H11Protocol):
                 if not message.get("more_body", False):
                     body = b"" if scope["method"] == "HEAD" else message.get("body", b"")
                     self._write_last(started["status"], started["headers"], body)
-                    self._linger(LINGER_S)
+                    self._linger(self._limits.linger_s)
                     return
                 await send(started)
             await send(message)
@@ -276,7 +275,7 @@ class BoundedProtocol(H11Protocol):
             if left := self.transport.get_write_buffer_size():
                 self._schedule_progress_check(left)
         elif self._has_unread_body():
-            self._linger(LINGER_S)
+            self._linger(self._limits.linger_s)
         else:
             self._note_use()
             if self._is_half_closed and self.conn.their_state is h11.IDLE:

@@ -22,6 +22,7 @@ from typing import Protocol
 from starlette.types import Scope
 
 from infer.errors import ConfigError
+from infer.types.server_limits import SERVER_LIMITS
 
 log = logging.getLogger("infer.server")
 
@@ -29,10 +30,6 @@ KEY = "infer.connections"
 """key of the server's `Connections` in an ASGI scope"""
 PROBE_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """paths that are answered when all places are in use"""
-MAX_CONNECTIONS = 1024
-"""maximum number of places"""
-PROBE_PLACES = 8
-"""additional connections, for health probes when all places are in use"""
 ACCEPTED_AT_ONCE = 16
 """connections that the event loop accepts in one iteration, before any of them is counted"""
 SILENT_S = 1.0
@@ -53,55 +50,62 @@ _LOG_EVERY_S = 1.0
 class ConnectionLimits:
     """Numbers of connections that may be open."""
 
-    places: int = MAX_CONNECTIONS
+    places: int = SERVER_LIMITS.max_connections
     """connections of any kind"""
-    probe_places: int = PROBE_PLACES
+    probe_places: int = SERVER_LIMITS.probe_connections
     """additional connections, for health probes"""
     accepted_at_once: int = ACCEPTED_AT_ONCE
     """connections accepted in one iteration of the event loop (the listening socket's backlog)"""
 
 
-def _num_open_descriptors() -> int:
-    for folder in ("/proc/self/fd", "/dev/fd"):
+class Descriptors:
+    """The file descriptors of this process."""
+
+    def num_open(self) -> int:
+        """The number of open ones."""
+        for folder in ("/proc/self/fd", "/dev/fd"):
+            try:
+                return len(os.listdir(folder))
+            except OSError:
+                continue
+        return 64
+
+    def raise_limit(self, wanted: int) -> int:
+        """The limit, after it was raised to `wanted` or as near to it as is allowed."""
         try:
-            return len(os.listdir(folder))
-        except OSError:
-            continue
-    return 64
+            import resource
+        except ImportError:  # not Unix: sockets are not file descriptors there
+            return wanted
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft == resource.RLIM_INFINITY or soft >= wanted:
+            return wanted
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        except (OSError, ValueError):
+            return soft
+        return raised
 
 
-def connection_limits() -> ConnectionLimits:
-    """Raise the soft limit of file descriptors if that is needed and allowed; returns the limits
-    that follow from it. Raises `ConfigError` if fewer than `_MIN_PLACES` remain."""
-    used = _num_open_descriptors() + _RESERVED_DESCRIPTORS
-    whole = ConnectionLimits()
+def connection_limits(
+    whole: ConnectionLimits | None = None, descriptors: Descriptors | None = None
+) -> ConnectionLimits:
+    """`whole`, or as much of it as the process may have file descriptors for, whose soft limit is
+    raised if that is needed and allowed. Raises `ConfigError` if fewer than `_MIN_PLACES` remain.
+    """
+    whole, descriptors = whole or ConnectionLimits(), descriptors or Descriptors()
+    used = descriptors.num_open() + _RESERVED_DESCRIPTORS
     more = whole.probe_places + _TURNS_UNTIL_CLOSED * whole.accepted_at_once
-    limit = _raised_descriptor_limit(used + whole.places + more)
+    limit = descriptors.raise_limit(used + whole.places + more)
     if limit >= used + whole.places + more:
         return whole
     few = min(ACCEPTED_AT_ONCE, max(1, (limit - used) // 16))
-    places = limit - used - PROBE_PLACES - _TURNS_UNTIL_CLOSED * few
+    places = limit - used - whole.probe_places - _TURNS_UNTIL_CLOSED * few
     if places < _MIN_PLACES:
         message = f"the limit of {limit} file descriptors leaves no room for connections"
         raise ConfigError("host", f"{message}; raise it (ulimit -n {used + 64}, or more)")
     log.warning("%d connections at most: the limit of file descriptors is %d", places, limit)
-    return ConnectionLimits(places, PROBE_PLACES, few)
-
-
-def _raised_descriptor_limit(wanted: int) -> int:
-    try:
-        import resource
-    except ImportError:  # not Unix: sockets are not file descriptors there
-        return wanted
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return wanted
-    raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-    except (OSError, ValueError):
-        return soft
-    return raised
+    return ConnectionLimits(places, whole.probe_places, few)
 
 
 class Use(enum.Enum):

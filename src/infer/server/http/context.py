@@ -52,7 +52,7 @@ class RequestContext:
     tenant: object = None
     """the `Tenant` of the request; set by `AuthMiddleware`"""
     model: str = ""
-    """name of the model that serves the request, if there are several"""
+    """name of the model that the request is for; empty while that is not known"""
     headers: list[tuple[str, str]] = field(default_factory=list)
     """headers to add to the answer"""
     status: int = 0

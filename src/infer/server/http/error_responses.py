@@ -160,10 +160,13 @@ class RequestBoundary:
         app: ASGIApp,
         write_stall_s: float,
         on_end: Sequence[Callable[[RequestContext], None]] = (),
+        model: str = "",
     ) -> None:
+        """`on_end` is called with each request that has ended. `model`: name of the only model."""
         self._app = app
         self._write_stall_s = write_stall_s
         self._on_end = on_end
+        self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -171,6 +174,7 @@ class RequestBoundary:
             return
         scope[IGNORED] = []
         context = RequestContext.of(scope)
+        context.model = self._model
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from typing import Any, TextIO
 
+from infer.log_fields import LOG_FIELDS
 from infer.server.http.context import RequestContext
 from infer.threads import BackgroundThread
 
@@ -35,7 +36,8 @@ access = logging.getLogger("infer.access")
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one JSON object in one line; the record's `fields` become members."""
+    """Formats a record as one JSON object in one line; `LOG_FIELDS` and the record's `fields` are
+    members of it."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
@@ -45,6 +47,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **LOG_FIELDS.get(),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -57,13 +60,22 @@ class JsonLines(logging.Formatter):
 class LogWriter(logging.Handler):
     """A handler that never waits: a thread writes the lines, in order, to a stream.
 
-    At most `MAX_QUEUED_CHARS` wait there. What comes then is dropped; how much it was is said as
+    At most `max_queued_chars` wait there. What comes then is dropped; how much it was is said as
     soon as there is room again.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """`stream`: where lines are written; default: stderr."""
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        *,
+        max_queued_chars: int = MAX_QUEUED_CHARS,
+        last_lines_s: float = LAST_LINES_S,
+    ) -> None:
+        """`stream`: where lines are written; default: stderr. `last_lines_s`: seconds for which
+        `close` writes the waiting lines."""
         super().__init__()
+        self._max_queued_chars = max_queued_chars
+        self._last_lines_s = last_lines_s
         self._stream = stream or sys.stderr
         self._fd = _descriptor(self._stream)
         self._lines: deque[str] = deque()
@@ -85,7 +97,7 @@ class LogWriter(logging.Handler):
             self.handleError(record)
             return
         with self._wake:
-            if self._num_chars + len(line) > MAX_QUEUED_CHARS:
+            if self._num_chars + len(line) > self._max_queued_chars:
                 self.num_dropped += 1
                 self._num_unreported += 1
                 return
@@ -93,7 +105,7 @@ class LogWriter(logging.Handler):
             self._wake.notify()
 
     def close(self) -> None:
-        """Write the waiting lines, for `LAST_LINES_S` at most, and end the thread."""
+        """Write the waiting lines, for `last_lines_s` at most, and end the thread."""
         self._thread.stop()
         super().close()
 
@@ -104,13 +116,13 @@ class LogWriter(logging.Handler):
     def _begin_to_close(self) -> None:
         with self._wake:
             if self._closing_s is None:
-                self._closing_s = time.monotonic() + LAST_LINES_S
+                self._closing_s = time.monotonic() + self._last_lines_s
             self._wake.notify()
 
     def _next(self) -> str | None:
         """Wait for the next line; None after the last one."""
         with self._wake:
-            if self._num_unreported and self._num_chars < MAX_QUEUED_CHARS // 2:
+            if self._num_unreported and self._num_chars < self._max_queued_chars // 2:
                 lost, self._num_unreported = self._num_unreported, 0
                 text = "%d lines of the log were dropped: nobody read it fast enough"
                 level, name = logging.WARNING, "infer.server"
@@ -133,7 +145,7 @@ class LogWriter(logging.Handler):
                 elif not self._write(self._fd, line.encode("utf-8", "backslashreplace")):
                     return
         with self._wake:
-            self._num_chars = MAX_QUEUED_CHARS  # from now on every line is dropped
+            self._num_chars = self._max_queued_chars  # from now on every line is dropped
             self._lines.clear()
 
     def _write(self, fd: int, data: bytes) -> bool:
@@ -175,6 +187,7 @@ def log_request(context: RequestContext) -> None:
         "client_request_id": context.client_id,
         "client": context.client,
         "key": context.key_name or None,
+        "model": context.model or None,
         "method": context.method,
         "path": context.path,
         "status": context.status or 499,

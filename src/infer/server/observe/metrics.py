@@ -33,24 +33,24 @@ from infer.server.http.context import RequestContext
 from infer.server.http.private_files import locked, write_private
 from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, RequestTrace, RequestTraces
 from infer.types.engine_stats import EngineCounters, EngineGauges
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 from infer.types.step_events import ComputedChunk, StepEvents
 
 log = logging.getLogger("infer.server")
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-SAVE_S = 10.0
 MAX_WAITS = 1000
 """number of latest requests whose waiting times are in `/stats`"""
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _COUNTS = tuple(2**i for i in range(18))
 
 _TIMES = {
-    "time_to_first_token_seconds": ("visit", "first_s"),
-    "request_queue_time_seconds": ("visit", "admitted_s"),
+    "time_to_first_token_seconds": ("received", "first_s"),
+    "request_queue_time_seconds": ("received", "admitted_s"),
     "request_prefill_time_seconds": ("admitted_s", "first_s"),
     "request_decode_time_seconds": ("first_s", "end"),
     "request_inference_time_seconds": ("admitted_s", "end"),
-    "e2e_request_latency_seconds": ("visit", "end"),
+    "e2e_request_latency_seconds": ("received", "end"),
 }
 """name of a time → the two points of a trace between which it is measured"""
 _SIZES: dict[str, Callable[[RequestTrace], int]] = {
@@ -73,6 +73,9 @@ _COUNTERS: dict[str, Callable[[EngineCounters], float]] = {
     "prefix_cache_hits": lambda counters: counters.num_cached_tokens,
     "generation_tokens": lambda counters: counters.num_sampled_tokens,
     "num_preemptions": lambda counters: counters.num_preemptions,
+    "spec_decode_num_drafts": lambda counters: counters.num_drafts,
+    "spec_decode_num_draft_tokens": lambda counters: counters.num_draft_tokens,
+    "spec_decode_num_accepted_tokens": lambda counters: counters.num_accepted_tokens,
     "engine_steps": lambda counters: counters.num_steps,
     "engine_restarts": lambda counters: counters.num_restarts,
 }
@@ -132,12 +135,19 @@ class Metrics:
     """See the module's docstring. It is a collector for the prometheus client."""
 
     def __init__(
-        self, engine: AsyncLLM, traces: RequestTraces, prefix: str, usage: Path | None = None
+        self,
+        engine: AsyncLLM,
+        traces: RequestTraces,
+        prefix: str,
+        usage: Path | None = None,
+        limits: ServerLimits = SERVER_LIMITS,
     ) -> None:
         """`usage`: file that keeps the totals of the keys, by model and key, over restarts of the
-        server. A server that dies loses the last `SAVE_S` seconds. Servers may share a file."""
+        server. A server that dies loses the last `save_usage_s` seconds of `limits`. Servers may
+        share a file."""
         self._engine = engine
         self._traces = traces
+        self._limits = limits
         self.prefix = prefix
         self._times = {name: Histogram(_SECONDS) for name in _TIMES}
         self._sizes = {name: Histogram(_COUNTS) for name in _SIZES}
@@ -164,7 +174,7 @@ class Metrics:
     def _ended(self, trace: RequestTrace) -> None:
         assert trace.outcome is not None
         points = {name: trace.earliest(name) for name in ("admitted_s", "first_s")}
-        points |= {"visit": trace.context.received_s, "end": trace.ended_s}
+        points |= {"received": trace.context.received_s, "end": trace.ended_s}
         for name, (begin, end) in _TIMES.items():
             begin_s, end_s = points[begin], points[end]
             if begin_s is not None and end_s is not None:
@@ -178,14 +188,19 @@ class Metrics:
             self._waits_s.append(points["admitted_s"] - trace.context.received_s)
         self._outcomes[trace.outcome] += 1
         if trace.context.key_name:
-            self._by_key.setdefault(trace.context.key_name, Counter()).update(
+            self.add_usage(
+                trace.context.key_name,
                 requests=1,
                 prompt_tokens=trace.num_prompt,
                 cached_tokens=trace.sum_of("num_cached"),
                 generation_tokens=num_tokens,
             )
-            if time.monotonic() > self._saved_s + SAVE_S:
+            if time.monotonic() > self._saved_s + self._limits.save_usage_s:
                 self.save()
+
+    def add_usage(self, key_name: str, **counts: int) -> None:
+        """Add to the totals of a key, by the names that `/stats` has for them."""
+        self._by_key.setdefault(key_name, Counter()).update(counts)
 
     def _saved(self) -> dict[str, dict[str, dict[str, int]]]:
         if self._usage is None or not self._usage.exists():
@@ -251,6 +266,8 @@ class Metrics:
             yield self._one(GaugeMetricFamily, name, gauge(stats.gauges))
         for name, counter in _COUNTERS.items():
             yield self._one(CounterMetricFamily, name, counter(stats.counters))
+        at = {str(place): n for place, n in sorted(stats.counters.num_accepted_at.items())}
+        yield self._labelled("spec_decode_num_accepted_tokens_per_pos", "position", at)
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):

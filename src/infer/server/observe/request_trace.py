@@ -1,11 +1,11 @@
 """`RequestTraces`: what happened to each request and when, from the events of the engine's steps.
 
 An `Observer` of the engine. A trace is kept from the moment when a request is accepted until
-`MAX_RECENT` others of its owner have ended after it, or `MAX_RECENT_IN_ALL` of all owners, of whom
-the one with the most loses his oldest. It has at most `MAX_EVENTS` events and the `NUM_GAPS`
-longest gaps between two tokens, each with what the slowest step in it was doing. A token costs one
-look-up, one subtraction and two comparisons. Ids are those that the server makes; the names of
-other owners' requests are not shown.
+`max_traces_of_owner` others of its owner have ended after it, or `max_traces` of all owners, of
+whom the one with the most loses its oldest (`ServerLimits`). It has at most `max_trace_events`
+events and the `NUM_GAPS` longest gaps between two tokens, each with what the slowest step in it was
+doing. A token costs one look-up, one subtraction and two comparisons. Ids are those that the server
+makes; the names of other owners' requests are not shown.
 """
 
 from __future__ import annotations
@@ -16,34 +16,33 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, Protocol, assert_never
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.step_frames import FollowedRequest, RequestFacts
 from infer.errors import CancelledError, RequestError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.types import FinishReason, Request, StepOutput
 from infer.types.ends import outcome_of
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 from infer.types.step_events import (
     Admitted,
     ComputedChunk,
     Preempted,
     Queued,
     Resumed,
+    Speculated,
     StepEvent,
     StepEvents,
 )
 
-MAX_RECENT = 256
-"""number of ended traces that are kept for one owner"""
-MAX_RECENT_IN_ALL = 1024
-MAX_EVENTS = 128
 NUM_GAPS = 5
 MAX_STEPS = 256
 """number of latest steps that can explain a slow gap"""
 GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
-ChoiceState = Literal["queued", "running", "preempted"]
+ChoiceState = Literal["queued", "running", "preempted", "finished"]
 
 
 @dataclass(slots=True)
@@ -52,6 +51,8 @@ class ChoiceTrace:
 
     trace: RequestTrace
     index: int
+    num_prompt: int = 0
+    """tokens of its prompt"""
     state: ChoiceState = "queued"
     """the latest that the engine has reported"""
     num_tokens: int = 0
@@ -77,6 +78,7 @@ class RequestTrace:
     context: RequestContext
     num_prompt: int
     max_tokens: int
+    max_events: int = SERVER_LIMITS.max_trace_events
     choices: dict[str, ChoiceTrace] = field(default_factory=dict)
     """engine's request id → choice"""
     events: list[dict[str, Any]] = field(default_factory=list)
@@ -90,7 +92,7 @@ class RequestTrace:
 
     def record(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
         """Add an event while there is room; the last place is kept for `finished`."""
-        if len(self.events) < MAX_EVENTS - (kind != "finished"):
+        if len(self.events) < self.max_events - (kind != "finished"):
             own = {"choice": choice} if choice else {}
             self.events.append({"at_ms": self.ms(at_s), "event": kind, **own, **details})
         else:
@@ -128,6 +130,19 @@ class RequestTrace:
         return min((time_s for time_s in times if time_s is not None), default=None)
 
 
+class EngineWatcher(Protocol):
+    """Gets what the engine reports, as long as somebody watches."""
+
+    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+        """See `Observer`."""
+
+    def left(self, request_id: str, reason: FinishReason | None) -> None:
+        """See `Observer`."""
+
+    def ended(self, trace: RequestTrace) -> None:
+        """Called when a trace has ended, and with it all of its choices."""
+
+
 class Histogram:
     """Counts of values by size."""
 
@@ -150,8 +165,9 @@ class Histogram:
 class RequestTraces:
     """See the module's docstring. Lives on the event loop."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, limits: ServerLimits = SERVER_LIMITS) -> None:
         self._engine = engine
+        self._limits = limits
         self._open: dict[str, RequestTrace] = {}
         self._ended: dict[str, RequestTrace] = {}
         self._ended_of: dict[str, dict[str, None]] = {}
@@ -161,7 +177,42 @@ class RequestTraces:
         self.on_step: list[Callable[[StepEvents], None]] = []
         self.on_end: list[Callable[[RequestTrace], None]] = []
         self.gaps = Histogram(GAP_BUCKETS_S)
+        self._watchers: list[EngineWatcher] = []
         engine.observe(self)
+
+    # ---- from those who watch the engine
+
+    def watch(self, watcher: EngineWatcher) -> None:
+        """Call `watcher` from now on."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: EngineWatcher) -> None:
+        """Call `watcher` no more."""
+        self._watchers.remove(watcher)
+
+    def facts_of(self, request_id: str) -> RequestFacts | None:
+        """What does not change about a choice, by the engine's id; None once its trace has
+        ended."""
+        choice_trace = self._choices.get(request_id)
+        return None if choice_trace is None else _facts(choice_trace)
+
+    def followed(self) -> Iterator[tuple[str, FollowedRequest]]:
+        """The engine's ids of the choices that it has not finished, and their present state."""
+        for request_id, choice in self._choices.items():
+            if choice.reason is not None or choice.state == "finished":
+                continue
+            has_output = choice.first_s is not None
+            yield (
+                request_id,
+                FollowedRequest(
+                    _facts(choice),
+                    "waiting" if choice.state == "queued" else choice.state,
+                    num_cached=choice.num_cached,
+                    num_computed=choice.num_prompt if has_output else 0,
+                    num_output=choice.num_tokens,
+                    last_s=choice.last_s if has_output else None,
+                ),
+            )
 
     # ---- from the server
 
@@ -174,9 +225,10 @@ class RequestTraces:
         num_prompt: int,
     ) -> RequestTrace:
         """Begin the trace of an accepted request; it ends with the answer to the HTTP request."""
-        trace = RequestTrace(answer_id, owner, context, num_prompt, requests[0].max_tokens)
+        max_tokens, max_events = requests[0].max_tokens, self._limits.max_trace_events
+        trace = RequestTrace(answer_id, owner, context, num_prompt, max_tokens, max_events)
         for index, request in enumerate(requests):
-            choice_trace = ChoiceTrace(trace, index)
+            choice_trace = ChoiceTrace(trace, index, len(request.prompt_token_ids))
             trace.choices[request.request_id] = self._choices[request.request_id] = choice_trace
         self._open[context.id] = trace
         trace.record(context.received_s, 0, "received")
@@ -197,11 +249,13 @@ class RequestTraces:
         self._ended[trace.context.id] = trace
         own = self._ended_of.setdefault(trace.owner, {})
         own[trace.context.id] = None
-        if len(own) > MAX_RECENT:
+        if len(own) > self._limits.max_traces_of_owner:
             self._forget(trace.owner)
-        elif len(self._ended) > MAX_RECENT_IN_ALL:
+        elif len(self._ended) > self._limits.max_traces:
             self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
         trace.context.trace_summary = summary(trace)
+        for watcher in self._watchers:
+            watcher.ended(trace)
         for listener in self.on_end:
             listener(trace)
 
@@ -257,6 +311,8 @@ class RequestTraces:
 
     def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         """See `Observer`. This is a hot path: it runs for each sequence of each step."""
+        for watcher in self._watchers:
+            watcher.stepped(outputs, step_events)
         if step_events is None:
             return
         self._steps.append(step_events)
@@ -267,7 +323,11 @@ class RequestTraces:
         known_s, bucket = -1.0, 0
         for output in outputs:
             choice_trace = choices.get(output.request_id)
-            if choice_trace is None or output.token_id is None:
+            if choice_trace is None:
+                continue
+            if output.finish_reason is not None:
+                choice_trace.state = "finished"
+            if output.token_id is None:
                 continue
             choice_trace.num_tokens += 1
             if choice_trace.first_s is None:
@@ -287,6 +347,8 @@ class RequestTraces:
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
         """See `Observer`."""
+        for watcher in self._watchers:
+            watcher.left(request_id, reason)
         if (choice_trace := self._choices.get(request_id)) is not None:
             choice_trace.reason = reason
 
@@ -319,6 +381,9 @@ class RequestTraces:
                 needed_by = () if event.needed_by is None else (event.needed_by,)
                 shown = [self._shown(name, trace) for name in needed_by]
                 details = {"lost_tokens": event.num_lost, "needed_by": shown}
+            case Speculated():
+                kind, at_s = "speculated", step_events.ended_s
+                details = {"proposed": event.num_proposed, "accepted": event.num_accepted}
             case _:
                 assert_never(event)
         details["step"] = step_events.number
@@ -355,10 +420,22 @@ class RequestTraces:
         del trace.gaps[NUM_GAPS:]
 
 
+def _facts(choice: ChoiceTrace) -> RequestFacts:
+    trace = choice.trace
+    return RequestFacts(
+        trace.id,
+        choice.index,
+        trace.owner,
+        choice.num_prompt,
+        trace.max_tokens,
+        trace.context.received_s,
+    )
+
+
 def not_found() -> HttpError:
     """The error for an unknown id, or one of another owner."""
-    message = "there is no such request; the server remembers those that run and"
-    return HttpError(404, f"{message} {MAX_RECENT} more", code="request_not_found")
+    message = "there is no such request; the server remembers those that run and some that ended"
+    return HttpError(404, message, code="request_not_found")
 
 
 def summary(trace: RequestTrace) -> dict[str, Any]:

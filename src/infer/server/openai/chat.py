@@ -34,7 +34,13 @@ from infer.server.openai.schema import (
     between,
     string_list,
 )
-from infer.server.openai.to_engine import grammar_name, in_callers_names, requests_of, sampling_of
+from infer.server.openai.to_engine import (
+    check_stream_format,
+    grammar_name,
+    in_callers_names,
+    requests_of,
+    sampling_of,
+)
 from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
 from infer.text.reasoning_tokens import ThoughtTokens
@@ -183,6 +189,7 @@ def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]
     if logprobs is None and wire.logprobs:
         logprobs = 0
     with in_callers_names(names):
+        check_stream_format(wire, logprobs)
         sampling = sampling_of(wire, limit, logprobs)
         way = _tool_format(engine, wire)
         if way is not None and wire.forced_tools:

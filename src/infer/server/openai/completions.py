@@ -27,6 +27,7 @@ from infer.server.openai.schema import COUNT, RANGES, Generation, between
 from infer.server.openai.schema_base import plain
 from infer.server.openai.to_engine import (
     Prompt,
+    check_stream_format,
     grammar_name,
     in_callers_names,
     requests_of,
@@ -46,13 +47,13 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
         return (value,)
     if not isinstance(value, list):
         raise RequestError("prompt must be a string, a list of strings or token ids")
-    if _is_ids(value):
+    if is_ids(value):
         return (tuple(value),)
     if len(value) > MAX_CHOICES:
         raise UnprocessableError(f"prompt is a list of more than {MAX_CHOICES} prompts")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
-    if all(isinstance(item, list) and _is_ids(item) for item in value):
+    if all(isinstance(item, list) and is_ids(item) for item in value):
         return tuple(map(tuple, value))
     raise RequestError(
         "prompt must be a string, a list of strings, a list of token ids (integers)"
@@ -60,7 +61,8 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     )
 
 
-def _is_ids(items: list[Any]) -> bool:
+def is_ids(items: list[Any]) -> bool:
+    """Whether all members are integers, and no booleans."""
     return set(map(type, items)) <= {int}
 
 
@@ -101,7 +103,8 @@ def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) 
     """The requests of all prompts; raises `RequestError`."""
     with in_callers_names(grammar_name(wire)):
         limit = 1 if wire.wants_only_prompt else wire.max_tokens
-        sampling = sampling_of(wire, limit, wire.logprobs, len(wire.prompt))
+        check_stream_format(wire, wire.logprobs, len(wire.prompt))
+        sampling = sampling_of(wire, limit, wire.logprobs)
         if wire.echo and wire.logprobs is not None:
             count = max(wire.logprobs, wire.prompt_logprobs or 0)
             sampling = sampling.replace(prompt_logprobs=count)

@@ -12,10 +12,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-Inert = Mapping[str, tuple[Any, ...]]
+IgnoredValues = Mapping[str, tuple[Any, ...]]
 """field name → values without effect; a type stands for all of its values"""
 
-REQUEST_FIELDS: Inert = {
+REQUEST_FIELDS: IgnoredValues = {
     # OpenAI
     **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options"), ()),
     **dict.fromkeys(("prompt_cache_key", "safety_identifier"), (str,)),
@@ -41,16 +41,16 @@ REQUEST_FIELDS: Inert = {
     "chat_template_kwargs": ({},),
     "length_penalty": (1.0,),
 }
-MESSAGE_FIELDS: Inert = {
+MESSAGE_FIELDS: IgnoredValues = {
     **dict.fromkeys(("audio", "function_call", "refusal"), ()),
     "annotations": ([],),
     "provider_specific_fields": (dict,),  # LiteLLM adds it to answers, and clients send it back
 }
-TOKENIZE_CHAT_FIELDS: Inert = {
+TOKENIZE_CHAT_FIELDS: IgnoredValues = {
     "add_special_tokens": (False,),  # the template adds them
     "chat_template": (),
 }
-STREAM_FIELDS: Inert = {"include_obfuscation": (False,)}
+STREAM_FIELDS: IgnoredValues = {"include_obfuscation": (False,)}
 
 
 def has_no_effect(value: Any, accepted: tuple[Any, ...]) -> bool:

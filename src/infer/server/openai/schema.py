@@ -11,7 +11,7 @@ those of vLLM.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, FailFast, Field, ValidationInfo, model_validator
 
@@ -242,7 +242,7 @@ CONVERSATION: dict[str, dict[str, Any]] = {
 class StreamOptions(Wire):
     """Options of a streamed answer."""
 
-    inert_fields = ignored_fields.STREAM_FIELDS
+    ignored = ignored_fields.STREAM_FIELDS
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """whether every piece has the usage so far, if `include_usage` is true"""
@@ -251,12 +251,16 @@ class StreamOptions(Wire):
 class Body(Wire):
     """A body that may name the model."""
 
+    unknown_model_status: ClassVar[int] = 404
+    """status of the error where this server has no model of that name"""
     model: str | None = None
 
 
 class GeneratingBody(Body):
     """What the pipeline of `server.generation` reads of the body of any endpoint that generates."""
 
+    always_streams: ClassVar[bool] = False
+    """whether the answer is a stream whatever `stream` says"""
     stream: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
     """maximum time of the request in seconds; the server has a limit of its own"""
@@ -282,15 +286,11 @@ class GeneratingBody(Body):
         return False
 
 
-class Generation(GeneratingBody):
-    """The fields that both of OpenAI's generating endpoints accept."""
+class SampledBody(GeneratingBody):
+    """The fields that decide which tokens are chosen, and how the scheduler treats the request."""
 
-    inert_fields = ignored_fields.REQUEST_FIELDS
     documented = RANGES
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
-    stream_options: StreamOptions | None = None
-    stream_format: Literal["openai", "events"] = "openai"
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
@@ -299,8 +299,6 @@ class Generation(GeneratingBody):
     frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], plain(_logit_bias, dict[str, float])] = Field({})
     stop: Stop = ()
-    user: str | None = None
-    metadata: Annotated[dict[str, str], plain(_metadata, dict[str, str])] = Field({})
 
     top_k: int = 0
     min_p: float = 0.0
@@ -310,13 +308,13 @@ class Generation(GeneratingBody):
     stop_token_ids: TokenIds = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = None
-    return_token_ids: bool = False
     allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
     bad_words: Stop = ()
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     reuse_prefix: bool = True
     """whether the prompt may take pages from the prefix cache and leave its own there for others"""
+    speculation: bool = True
+    """whether tokens may be proposed for the answer, which changes its speed and no token"""
 
     response_format: Annotated[Grammar | None, plain(grammar_fields.response_format, Object)] = None
     structured_outputs: Annotated[Grammar | None, plain(grammar_fields.outputs, Object)] = None
@@ -351,6 +349,28 @@ class Generation(GeneratingBody):
         given = {name: getattr(self, name) for name in grammar_fields.FIELDS}
         return {name: grammar for name, grammar in given.items() if grammar is not None}
 
+    @model_validator(mode="after")
+    def _check_grammars(self) -> SampledBody:
+        if len(self.grammars) > 1:
+            one, other, *_ = self.grammars
+            message = f"{one} and {other} both constrain the answer's text; send one of them"
+            raise RequestError(message, param=other)
+        return self
+
+
+class Generation(SampledBody):
+    """The fields that both of OpenAI's generating endpoints accept."""
+
+    ignored = ignored_fields.REQUEST_FIELDS
+
+    n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    stream_options: StreamOptions | None = None
+    stream_format: Literal["openai", "events"] = "openai"
+    user: str | None = None
+    metadata: Annotated[dict[str, str], plain(_metadata, dict[str, str])] = Field({})
+    prompt_logprobs: int | None = None
+    return_token_ids: bool = False
+
     @property
     def num_choices(self) -> int:
         return self.n
@@ -363,17 +383,13 @@ class Generation(GeneratingBody):
             raise RequestError("stream_format 'events' needs stream: true", param="stream_format")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs needs stream: false", param="prompt_logprobs")
-        if len(self.grammars) > 1:
-            one, other, *_ = self.grammars
-            message = f"{one} and {other} both constrain the answer's text; send one of them"
-            raise RequestError(message, param=other)
         return self
 
 
 class Message(Wire):
     """A message of a conversation; one that calls tools needs no content."""
 
-    inert_fields = ignored_fields.MESSAGE_FIELDS
+    ignored = ignored_fields.MESSAGE_FIELDS
     role: Role
     content: Annotated[str | None, plain(_content, str | list[dict[str, str]])] = None
     name: str | None = None
@@ -432,7 +448,7 @@ class Conversation(Body):
 class TokenizeChatBody(Conversation):
     """`POST /tokenize` of messages."""
 
-    inert_fields = ignored_fields.TOKENIZE_CHAT_FIELDS
+    ignored = ignored_fields.TOKENIZE_CHAT_FIELDS
     return_token_strs: bool = False
 
 

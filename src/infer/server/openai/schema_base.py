@@ -69,7 +69,7 @@ class Wire(BaseModel):
     """A request body with strict types and no unknown names, in which null means absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-    inert_fields: ClassVar[ignored_fields.Inert] = {}
+    ignored: ClassVar[ignored_fields.IgnoredValues] = {}
     """fields that are accepted with values that have no effect"""
     documented: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """JSON Schema of ranges that later code checks, by field, for the OpenAPI document"""
@@ -87,15 +87,15 @@ class Wire(BaseModel):
                 continue
             if name in cls.model_fields:
                 kept[name] = member
-            elif name not in cls.inert_fields:
+            elif name not in cls.ignored:
                 if info.context is None:
                     code = "unknown_parameter"
                     raise UnprocessableError(cls._unknown(name), param=name, code=code)
                 info.context.append(name)
-            elif not ignored_fields.has_no_effect(member, cls.inert_fields[name]):
+            elif not ignored_fields.has_no_effect(member, cls.ignored[name]):
                 raise RequestError(
                     f"{name} is not supported with this value; leave it out or send"
-                    f" {ignored_fields.shown(cls.inert_fields[name])}",
+                    f" {ignored_fields.shown(cls.ignored[name])}",
                     param=name,
                     code="unsupported_parameter",
                 )
@@ -109,7 +109,7 @@ class Wire(BaseModel):
             field |= cls.documented.get(name, {})
             if name not in schema.get("required", ()):
                 schema["properties"][name] = {"anyOf": [field, {"type": "null"}]}
-        others = {name: ignored_fields.schema(values) for name, values in cls.inert_fields.items()}
+        others = {name: ignored_fields.schema(values) for name, values in cls.ignored.items()}
         schema["properties"] = others | schema["properties"]
         return schema
 
@@ -117,7 +117,7 @@ class Wire(BaseModel):
     def _unknown(cls, name: str) -> str:
         short = name[:MAX_NAME_CHARS]
         near = [other for other in (_OTHER_NAMES.get(name),) if other in cls.model_fields]
-        near += difflib.get_close_matches(short, [*cls.model_fields, *cls.inert_fields], n=1)
+        near += difflib.get_close_matches(short, [*cls.model_fields, *cls.ignored], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(cls.model_fields)}"
         return f"there is no field {short!r}; {hint}"
 

@@ -29,11 +29,12 @@ T = TypeVar("T")
 Render = Callable[..., Awaitable[Any]]
 """`Offload.render` of one request: bytes of what is written, the function that writes, arguments"""
 
-_HEADERS = [
+STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-]
+)
+"""headers of a stream of events; the last one keeps nginx from collecting it"""
 
 
 class EventStream(Response):
@@ -68,7 +69,7 @@ class EventStream(Response):
             await unless_gone(receive, self._deliver(send))
 
     async def _deliver(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
         try:
             await self._write(send, self._events.opening())
             works = all_of(self._follow(i, each, send) for i, each in enumerate(self._running))

@@ -16,7 +16,7 @@ from dataclasses import fields
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import CheckedSampling
 from infer.errors import RequestError, UnprocessableError
-from infer.server.openai.schema import Generation
+from infer.server.openai.schema import Generation, SampledBody
 from infer.types import Request, SamplingParams
 
 Prompt = str | tuple[int, ...]
@@ -38,16 +38,13 @@ def in_callers_names(names: Mapping[str, str]) -> Iterator[None]:
         raise type(error)(message, param=theirs, code=error.code) from None
 
 
-def grammar_name(wire: Generation) -> dict[str, str]:
+def grammar_name(wire: SampledBody) -> dict[str, str]:
     """The name of the field by which the caller has asked for a grammar."""
     return {"grammar": next(iter(wire.grammars), "tools")}
 
 
-def sampling_of(
-    wire: Generation, max_tokens: int | None, logprobs: int | None, num_prompts: int = 1
-) -> SamplingParams:
-    """The fields of `SamplingParams` have the same names on the wire, except for `max_tokens`,
-    `logprobs` and the grammar."""
+def check_stream_format(wire: Generation, logprobs: int | None, num_prompts: int = 1) -> None:
+    """Refuse what the typed events of the default API cannot carry."""
     extra = logprobs is not None or wire.return_token_ids or getattr(wire, "echo", False)
     if wire.stream_format == "events" and (extra or wire.n * num_prompts > 1):
         raise UnprocessableError(
@@ -55,8 +52,15 @@ def sampling_of(
             " use stream_format 'openai' for more",
             param="stream_format",
         )
+
+
+def sampling_of(
+    wire: SampledBody, max_tokens: int | None, logprobs: int | None = None
+) -> SamplingParams:
+    """The fields of `SamplingParams` have the same names on the wire, except for `max_tokens`,
+    `logprobs` and the grammar."""
     own = {"max_tokens", "logprobs", "grammar"}
-    names = {field.name for field in fields(SamplingParams)} - own
+    names = {field.name for field in fields(SamplingParams)} & type(wire).model_fields.keys() - own
     given = {name: getattr(wire, name) for name in names}
     grammar = next(iter(wire.grammars.values()), None)
     return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)

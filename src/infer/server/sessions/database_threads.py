@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from infer.server.http.error_responses import HttpError
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 T = TypeVar("T")
 
 NUM_THREADS = 4
-MAX_CALLS = 64
-"""maximum number of calls that run or wait; further ones are refused"""
 RETRY_AFTER_S = 5
 """seconds in `Retry-After` of a 503"""
 
@@ -40,14 +39,15 @@ class DatabaseError(HttpError):
 class DatabaseThreads:
     """See the module's docstring."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ServerLimits = SERVER_LIMITS) -> None:
+        self._max_calls = limits.max_database_calls
         self._threads = ThreadPoolExecutor(NUM_THREADS, "infer-database")
         self._num_calls = 0
 
     async def call(self, work: Callable[..., T], *arguments: Any) -> T:
         """Run `work(*arguments)` in a thread. Raises `DatabaseError` if the database fails or too
         many calls wait."""
-        if self._num_calls >= MAX_CALLS:
+        if self._num_calls >= self._max_calls:
             raise DatabaseError("too many requests wait for the database of sessions")
         self._num_calls += 1
         running = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

@@ -33,6 +33,7 @@ from infer.server.openai.schema_base import Wire
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
 from infer.server.sessions.store import MAX_TITLE_CHARS, Message, Quota, SessionStore, busy
 from infer.server.tenancy.limits import tenant_of
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
 _TITLE = {"title": {"maxLength": MAX_TITLE_CHARS, "pattern": "^[^\\u0000]*$"}}
@@ -116,21 +117,27 @@ def default_url() -> str:
 class SessionRoutes:
     """The endpoints of sessions, and the database behind them."""
 
-    def __init__(self, url: str | None, pool: Offload, quota: Quota | None = None) -> None:
+    def __init__(
+        self,
+        url: str | None,
+        pool: Offload,
+        quota: Quota | None = None,
+        limits: ServerLimits = SERVER_LIMITS,
+    ) -> None:
         self._url = url
+        self._limits = limits
         self._quota = quota or Quota()
         self._pool = pool
         self._busy: set[str] = set()
-        self._threads = DatabaseThreads()
+        self._threads = DatabaseThreads(limits)
         self._opening = threading.Lock()
         if url is not None:
             self._sessions  # noqa: B018  opened now, so that a wrong URL is an error at start-up
 
     @cached_property
     def _sessions(self) -> SessionStore:
-        if self._url is not None:
-            return SessionStore(self._url, self._quota)
-        return SessionStore(default_url(), self._quota)
+        url = default_url() if self._url is None else self._url
+        return SessionStore(url, self._quota, self._limits)
 
     def _call_store(self, method: str, *arguments: Any) -> Any:
         """Call a method of the `SessionStore`, which the first call opens; runs in a thread."""

@@ -21,14 +21,13 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.http.error_responses import HttpError
+from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 MAX_TITLE_CHARS = 200
 MAX_LISTED = 1000
 """maximum number of sessions in a list"""
 MAX_SESSION_BYTES = 4 * 1024 * 1024
 """maximum bytes of a session's messages with those of a new turn; the longest context has fewer"""
-BUSY_S = 2.0
-"""seconds for which a call waits for a locked SQLite file"""
 CONNECT_S = 5
 """seconds for which a call waits for a database server, or for a free connection"""
 Message = dict[str, Any]
@@ -82,7 +81,9 @@ class Begun(NamedTuple):
 class SessionStore:
     """See the module's docstring."""
 
-    def __init__(self, url: str, quota: Quota | None = None) -> None:
+    def __init__(
+        self, url: str, quota: Quota | None = None, limits: ServerLimits = SERVER_LIMITS
+    ) -> None:
         """Raises `ConfigError` if the database cannot be used."""
         self._quota = quota or Quota()
         try:
@@ -92,7 +93,7 @@ class SessionStore:
             where = sql.make_url(url)
             waits: dict[str, Any] = {}
             if where.get_backend_name() == "sqlite":
-                waits = {"connect_args": {"timeout": BUSY_S}}
+                waits = {"connect_args": {"timeout": limits.database_busy_s}}
             elif where.get_backend_name() == "postgresql":
                 waits = {"connect_args": {"connect_timeout": CONNECT_S}, "pool_timeout": CONNECT_S}
             self._engine = sql.create_engine(

@@ -98,6 +98,15 @@ class Tenant:
         """Number of choices that have a place and are in no trace yet."""
         return self._num_making
 
+    @property
+    def num_open(self) -> int:
+        """Number of requests that are open."""
+        return self._num_open
+
+    def level(self, name: str) -> float:
+        """What may be used now of `requests` or `tokens`, of which there is a limit a minute."""
+        return self._buckets[name].level()
+
     def enter(self, context: RequestContext) -> None:
         """Count a request until its context is cleaned up; raises `HttpError` (429) if the key has
         too many open or per minute. A refused request is not counted."""

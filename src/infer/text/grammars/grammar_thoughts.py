@@ -42,6 +42,11 @@ class BehindThoughts(Constraint):
         """Whether the text so far may begin the answer, without any reasoning."""
         self._answer.follow([])
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the reasoning has begun and has not ended."""
+        return self._state == "inside"
+
     def follow(self, tokens: list[int]) -> None:
         """See `Constraint`."""
         if self._num_taken > len(tokens):

@@ -62,7 +62,7 @@ def test_a_flood_costs_the_other_one_step(num_pages: int) -> None:
     core.scheduler.check()
 
 
-def test_without_accounts_it_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_shares_it_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FairShare, "several", False)
     with pytest.raises(AssertionError):
         test_a_flood_costs_the_other_one_step(400)
@@ -118,7 +118,7 @@ def test_who_comes_back_has_saved_nothing() -> None:
         core.add(request("busy", 100, 10))
     for _ in range(50):
         core.step()
-    fair_share = core.scheduler._fair_share._by_tenant
+    fair_share = core.scheduler.fair_share.shares
     busy = fair_share["busy"].num_tokens
     core.add(request("idle", 5, 1))
     assert fair_share["idle"].num_tokens == busy - 1
@@ -157,6 +157,6 @@ def test_the_answers_are_those_of_a_request_alone(seed: int, mode: str) -> None:
         got = tokens.get(each.request_id, [])
         assert got == alone[: len(got)]
         assert len(got) == len(alone) or each.request_id not in core.scheduler.by_id
-    fair_share = core.scheduler._fair_share
-    assert fair_share._num_present == 0
-    assert all(tenant_share.num_here == 0 for tenant_share in fair_share._by_tenant.values())
+    fair_share = core.scheduler.fair_share
+    assert not fair_share.several
+    assert all(tenant_share.num_here == 0 for tenant_share in fair_share.shares.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-STORY = {
+TRACE = {
     **{"id": "cmpl-1", "path": "/v1/completions", "state": "finished", "outcome": "length"},
     **{"prompt_tokens": 300, "cached_tokens": 44, "completion_tokens": 9, "events_left_out": 2},
     **{"admitted_ms": 20.0, "first_token_ms": 120.0, "total_ms": 1500.0},

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
-
 from infer.schedule.sequence import Plan
-from infer.server.observe import request_trace as trace_module
+from infer.server.observe.request_trace import NUM_GAPS
+from infer.types.server_limits import ServerLimits
 from tests.support.doubles import HashRunner, held_runner, launch_hash_llm, make_hash_llm
 from tests.support.serving import (
     CHAT,
@@ -24,7 +23,7 @@ from tests.support.serving import (
 LONG = "a long long way to go " * 12
 
 
-async def story_of(app: App, name: str) -> dict[str, Any]:
+async def trace_of(app: App, name: str) -> dict[str, Any]:
     return dict((await app.get(f"/v1/requests/{name}")).json())
 
 
@@ -46,7 +45,7 @@ def test_one_after_the_other() -> None:
         opened.set()
         replies = [reply.json() for reply in await asyncio.gather(*asked)]
         names = [reply["id"] for reply in replies]
-        trace = await story_of(app, names[2])
+        trace = await trace_of(app, names[2])
         events = trace["events"]
         chunks = [event for event in events if event["event"] == "chunk"]
         assert kinds(trace) == [
@@ -67,7 +66,7 @@ def test_one_after_the_other() -> None:
         )
         assert events[2]["of_tokens"] == trace["prompt_tokens"]
         assert hit + sum(chunk["tokens"] for chunk in chunks) == trace["prompt_tokens"]
-        assert len((await story_of(app, names[1]))["events"]) > len(events)  # it had no cache hit
+        assert len((await trace_of(app, names[1]))["events"]) > len(events)  # it had no cache hit
         assert trace["completion_tokens"] == replies[2]["usage"]["completion_tokens"]
         assert trace["state"] == "finished"
         listed = (await app.get("/v1/requests")).json()["data"]
@@ -89,7 +88,7 @@ def test_a_slow_gap_names_the_prompt_that_took_the_time() -> None:
         )
         await asyncio.sleep(0.01)
         culprit = (await app.post(COMPLETIONS, completion_body(prompt=LONG))).json()["id"]
-        trace = await story_of(app, (await asking).json()["id"])
+        trace = await trace_of(app, (await asking).json()["id"])
         # On a busy machine another of the five gaps may be the longest.
         [worst] = [
             gap for gap in trace["slowest_gaps"] if culprit in gap["slowest_step"]["prompts_of"]
@@ -102,7 +101,7 @@ def test_a_slow_gap_names_the_prompt_that_took_the_time() -> None:
         assert worst["slowest_step"]["step_ms"] > 150
         gaps = [gap["gap_ms"] for gap in trace["slowest_gaps"]]
         assert gaps == sorted(gaps, reverse=True)
-        assert len(gaps) == trace_module.NUM_GAPS
+        assert len(gaps) == NUM_GAPS
 
     engine = make_hash_llm(runner=SlowPrompts, max_num_batched_tokens=1000, max_seq_len=1000)
     with_app(engine, use)
@@ -114,11 +113,11 @@ class SlowNowAndThen(HashRunner):
         return super().execute(plan)
 
 
-def test_preemptions_are_told_and_choices_told_apart() -> None:
+def test_preemptions_are_shown_and_choices_distinguished() -> None:
     async def use(app: App) -> None:
         body = completion_body(max_tokens=40, ignore_eos=True, n=2, stream=True)
         name = (await app.post(COMPLETIONS, body)).events()[0]["id"]
-        trace = await story_of(app, name)
+        trace = await trace_of(app, name)
         lost = [event for event in trace["events"] if event["event"] == "preempted"]
         assert lost
         assert lost[0]["lost_tokens"] > 0
@@ -135,10 +134,7 @@ def test_preemptions_are_told_and_choices_told_apart() -> None:
     with_app(make_hash_llm(num_pages=16, runner=SlowNowAndThen), use)
 
 
-def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_module, "MAX_RECENT", 3)
-    monkeypatch.setattr(trace_module, "MAX_EVENTS", 10)
-
+def test_everything_is_bounded() -> None:
     async def use(app: App) -> None:
         names: list[str] = []
         for _ in range(5):
@@ -147,22 +143,22 @@ def test_everything_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         listed = (await app.get("/v1/requests")).json()["data"]
         assert [entry["id"] for entry in listed] == names[:1:-1]
         assert (await app.get(f"/v1/requests/{names[0]}")).status == 404
-        trace = await story_of(app, names[-1])
+        trace = await trace_of(app, names[-1])
         assert len(trace["events"]) == 10
         assert kinds(trace)[-1] == "finished"
         assert trace["events_left_out"] > 0
 
     engine = make_hash_llm(max_num_batched_tokens=8, enable_prefix_caching=False)
-    with_app(engine, use)
+    with_app(engine, use, limits=ServerLimits(max_traces_of_owner=3, max_trace_events=10))
 
 
-def test_a_process_tells_the_same() -> None:
+def test_a_process_reports_the_same() -> None:
     """Events cross the process boundary, and times of both sides are on one clock."""
 
     async def use() -> None:
         async with serving(launch_hash_llm()) as app:
             reply = await app.post(COMPLETIONS, completion_body(prompt=LONG))
-            trace = await story_of(app, reply.json()["id"])
+            trace = await trace_of(app, reply.json()["id"])
             assert kinds(trace)[:4] == ["received", "queued", "admitted", "chunk"]
             assert kinds(trace)[-2:] == ["first_token", "finished"]
             times = [event["at_ms"] for event in trace["events"]]

@@ -1,0 +1,118 @@
+"""Makes the pictures of docs/ui.md: `python benchmarks/pictures.py [--out docs/ui]`.
+
+It needs the extra `browser` and a Chromium. The model that ships answers, greedily or with seeds,
+so the texts are the same each time; the times in them are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from tests.support.page_driver import Reader, chromium  # noqa: E402
+from tests.support.server_process import ENV  # noqa: E402
+
+PHONE = {"width": 390, "height": 780}
+DESKTOP = {"width": 1280, "height": 860}
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[str]:
+    """The address of a server with the shipped model."""
+    command = [sys.executable, "-m", "infer", "serve", "--port", "0"]
+    command += ["--sessions", f"sqlite:///{folder / 'sessions.db'}"]
+    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://[0-9.:]+", process.stdout.readline())
+            assert found, "the server did not start"
+            yield found[0]
+        finally:
+            process.terminate()
+
+
+def conversation(reader: Reader) -> None:
+    """Three conversations; the last one has two turns."""
+    reader.settings({"temperature": 0.7, "seed": 4})
+    reader.ask("What is 17 + 25?")
+    reader.page.keyboard.press("Control+Shift+O")
+    reader.ask("Tell me a story about a girl named Mia and a red kite.")
+    reader.page.keyboard.press("Control+Shift+O")
+    reader.ask("Tell me a story about a fox.")
+    reader.ask("Who is in the story?")
+    reader.page.wait_for_selector(".meter")
+
+
+def desktop(reader: Reader) -> None:
+    conversation(reader)
+
+
+def happened(reader: Reader) -> None:
+    conversation(reader)
+    reader.page.click(".message.assistant .figures >> nth=-1")
+    reader.page.wait_for_selector(".timeline li")
+
+
+def tokens(reader: Reader) -> None:
+    reader.settings({"temperature": 0.7, "seed": 4})
+    reader.ask("Tell me a story about a fox.")
+    reader.page.click(".message.assistant .toggle:not(.figures)")
+    reader.page.click(".tokens button >> nth=13")
+    reader.page.wait_for_selector(".alternatives")
+    reader.page.evaluate("document.querySelector('token-view').scrollIntoView()")
+
+
+def settings(reader: Reader) -> None:
+    conversation(reader)
+    reader.page.click("header.topbar button:last-child")
+    reader.page.wait_for_selector("dialog[open]")
+
+
+PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
+    "desktop": (desktop, {}),
+    "happened": (happened, {}),
+    "tokens": (tokens, {}),
+    "settings": (settings, {}),
+    "dark": (conversation, {"color_scheme": "dark"}),
+    "chinese": (conversation, {"locale": "zh-CN"}),
+    "phone": (conversation, {"viewport": PHONE}),
+}
+
+
+def main() -> None:
+    """Make the pictures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ui")
+    parser.add_argument("names", nargs="*", default=list(PICTURES))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server(Path(folder)) as url,
+        chromium() as browser,
+    ):
+        for name in given.names:
+            prepare, context = PICTURES[name]
+            reader = Reader(
+                browser, url, **{"viewport": DESKTOP, "reduced_motion": "reduce", **context}
+            )
+            prepare(reader)
+            reader.page.mouse.move(0, 0)
+            reader.page.wait_for_timeout(300)
+            reader.picture(given.out / f"{name}.png")
+            reader.close()
+            print(given.out / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""`infer top`: what an engine does, live in the terminal, from the stream of its steps."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import quote
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from infer.cli.engine_state import EngineState, Fields, RequestState
+from infer.cli.explain import message_of, one_line
+from infer.cli.plain import plain
+from infer.errors import InferError
+
+TIMEOUT_S = 30.0
+MAX_LINE_BYTES = 1 << 20
+"""The most bytes of a line; a frame of the server has less than 200 KB."""
+REFRESH_S = 0.2
+ONCE_S = 1.2
+"""The seconds after which `--once` shows what there is: the first frames have come."""
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_END = {
+    "shutting_down": "the server shuts down",
+    "key_revoked": "the key was revoked",
+    "failed": "the server has failed; its log says why",
+}
+
+
+@contextmanager
+def _opened(url: str, model: str | None, api_key: str | None) -> Iterator[Any]:
+    if not url.startswith(("http://", "https://")):
+        raise InferError(f"{url} is not the address of a server, like http://127.0.0.1:8000")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    query = f"?model={quote(model, safe='')}" if model else ""
+    address = f"{url.rstrip('/')}/v1/engine/events{query}"
+    try:
+        request = urllib.request.Request(address, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            yield reply
+    except urllib.error.HTTPError as error:
+        with error:  # it holds the connection
+            message = message_of(error, url)
+        raise InferError(message) from None
+    except (OSError, ValueError, HTTPException) as error:
+        raise InferError(f"the stream of {url} has broken off: {one_line(error)}") from None
+
+
+def events_of(lines: Iterator[bytes]) -> Iterator[tuple[str, Fields]]:
+    """Kind and data of each server-sent event. Raises `ValueError` for what is none."""
+    kind = ""
+    for line in lines:
+        text = line.decode("utf-8").rstrip("\r\n")
+        if text.startswith("event: "):
+            kind = text.removeprefix("event: ")
+        elif text.startswith("data: "):
+            fields = json.loads(text.removeprefix("data: "))
+            if not isinstance(fields, dict):
+                raise ValueError("an event that is no object")
+            yield kind, fields
+
+
+def _lines(reply: Any) -> Iterator[bytes]:
+    while line := reply.readline(MAX_LINE_BYTES):
+        if not line.endswith(b"\n"):
+            raise ValueError("a line that does not end")
+        yield line
+
+
+def run_top(url: str, model: str | None, api_key: str | None, *, once: bool) -> None:
+    """`infer top`; returns when the stream ends, or at Ctrl+C."""
+    console = Console(highlight=False)
+    state, shown_s, ends_s = EngineState(), 0.0, time.monotonic() + ONCE_S
+    live = Live(console=console, auto_refresh=False, screen=not once)
+    try:
+        with _opened(url, model, api_key) as reply:
+            for kind, fields in events_of(_lines(reply)):
+                try:
+                    state.take(kind, fields)
+                except (LookupError, TypeError, AttributeError) as error:
+                    raise ValueError(f"no frame of infer ({one_line(error)})") from None
+                now_s = time.monotonic()
+                if once and now_s >= ends_s:
+                    break
+                if not once and now_s >= shown_s + REFRESH_S:
+                    if not shown_s:
+                        live.start()
+                    shown_s = now_s
+                    live.update(picture(state, url, *console.size), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        live.stop()
+    if once:
+        console.print(picture(state, url, console.width, 0))
+    elif state.end is not None:
+        console.print(plain(_END.get(state.end, state.end)))
+
+
+def picture(state: EngineState, url: str, width: int, height: int) -> RenderableType:
+    """The whole view; `height` in lines limits the table, 0 = all requests."""
+    parts: list[RenderableType] = [_head(state, url), _numbers(state), _latencies(state)]
+    parts += _charts(state, width)
+    rows = sorted(state.requests.values(), key=_place)
+    most = max(3, height - 12) if height else len(rows)
+    parts.append(_table(state, rows[:most], width))
+    if len(rows) > most:
+        parts.append(plain(f"… and {len(rows) - most} more requests", "dim"))
+    return Group(*parts)
+
+
+def _place(request: RequestState) -> tuple[bool, float]:
+    if request.seat is not None:
+        return False, request.seat
+    return True, request.since_ms
+
+
+def _head(state: EngineState, url: str) -> Text:
+    hello, gauges = state.hello, state.gauges
+    ready = Text("ready", "green") if gauges.get("ready") else Text("not ready", "bold red")
+    restarts = gauges.get("restarts", 0)
+    parts = [plain(hello.get("model", "?"), "bold"), plain(f"  {hello.get('mode', '?')} batching")]
+    parts += [Text("  "), ready, plain(f"  step {state.number:,}")]
+    if restarts:
+        parts.append(plain(f"  {restarts} restarts", "yellow"))
+    if state.num_left_out:
+        parts.append(plain(f"  {state.num_left_out} frames left out", "yellow"))
+    return Text.assemble(*parts, plain(f"  {url}", "dim"))
+
+
+def _numbers(state: EngineState) -> Text:
+    gauges, hello = state.gauges, state.hello
+    pages, free = gauges.get("pages", 0), gauges.get("free_pages", 0)
+    used = (pages - free) / pages if pages else 0.0
+    steps = [(step.ended_ms, step.num_steps) for step in state.steps]
+    return Text.assemble(
+        ("seats ", "dim"),
+        f"{gauges.get('running', 0)}/{hello.get('seats', '?')}",
+        ("   waiting ", "dim"),
+        f"{gauges.get('waiting', 0)}",
+        ("   preempted ", "dim"),
+        f"{gauges.get('preempted', 0)}",
+        ("   pages ", "dim"),
+        f"{_bar(used, 16)} {used:.0%} of {pages:,}, {gauges.get('cached_pages', 0):,} cached",
+        ("   ", ""),
+        f"{state.rate(steps):,.0f}",
+        (" steps/s", "dim"),
+    )
+
+
+def _latencies(state: EngineState) -> Text:
+    first = sorted(ms for _, ms in state.first_token_ms)
+    gaps = [state.gap_percentile(share) for share in (0.5, 0.99)]
+    shown = ["–" if gap is None else f"≤ {_ms(gap)}" for gap in gaps]
+    return Text.assemble(
+        ("first token p50 ", "dim"),
+        _ms(first[len(first) // 2]) if first else "–",
+        (" p99 ", "dim"),
+        _ms(first[min(len(first) - 1, len(first) * 99 // 100)]) if first else "–",
+        ("   between tokens p50 ", "dim"),
+        shown[0],
+        (" p99 ", "dim"),
+        shown[1],
+        ("   (the last minute)", "dim"),
+    )
+
+
+def _charts(state: EngineState, width: int) -> Iterator[Text]:
+    num_columns = max(10, min(60, width - 34))
+    prompt = [(step.ended_ms, step.num_prompt_tokens) for step in state.steps]
+    steps = [(step.ended_ms, step.num_steps) for step in state.steps]
+    rows = [(step.ended_ms, step.num_sequences) for step in state.steps]
+    for name, pairs, rate in (
+        ("output tok/s", list(state.output), state.rate(state.output)),
+        ("prompt tok/s", prompt, state.rate(prompt)),
+        ("rows a step", rows, state.rate(rows) / (state.rate(steps) or 1)),
+    ):
+        columns = state.history(pairs, num_columns)
+        if name == "rows a step":
+            counts = state.history(steps, num_columns)
+            columns = [a / b if b else 0.0 for a, b in zip(columns, counts, strict=True)]
+        most = max(columns) or 1
+        line = "".join(_BLOCKS[round(8 * column / most)] for column in columns)
+        yield Text.assemble((f"{name:>12} ", "dim"), (line, "cyan"), f" {rate:,.1f}")
+
+
+def _table(state: EngineState, rows: list[RequestState], width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("seat", justify="right")
+    table.add_column("request", no_wrap=True, max_width=24)
+    table.add_column("state")
+    table.add_column("cached · prompt · output", no_wrap=True)
+    table.add_column("tokens", justify="right", no_wrap=True)
+    table.add_column("age", justify="right", no_wrap=True)
+    room = max(10, min(48, width - 72))
+    for request in rows:
+        name = "somebody else's" if request.name is None else request.name
+        choice = f" #{request.choice}" if request.choice else ""
+        style = {"running": "green", "preempted": "yellow"}.get(request.state, "dim")
+        doing = request.state
+        if doing == "running" and not request.num_output:
+            doing = "prompt"
+        table.add_row(
+            "" if request.seat is None else str(request.seat + 1),
+            plain(f"{name}{choice}", "dim" if request.name is None else ""),
+            plain(doing, style),
+            _progress(request, room),
+            f"{request.num_prompt}+{request.num_output}/{request.max_tokens}",
+            f"{(state.now_ms - request.since_ms) / 1000:.1f} s",
+        )
+    return table
+
+
+def _progress(request: RequestState, room: int) -> Text:
+    """A bar of the request's tokens: found in the cache, computed of the prompt, generated."""
+    total = max(1, request.num_prompt + request.max_tokens)
+    cached = min(request.num_cached, request.num_prompt)
+    computed = max(cached, min(request.num_computed, request.num_prompt))
+    marks = [cached, computed, request.num_prompt, request.num_prompt + request.num_output, total]
+    ends = [round(room * mark / total) for mark in marks]
+    pieces = [("▒", "blue"), ("▓", "magenta"), ("·", "dim"), ("█", "green"), ("·", "dim")]
+    bar, begin = Text(), 0
+    for (character, style), end in zip(pieces, ends, strict=True):
+        bar.append(character * (end - begin), style)
+        begin = max(begin, end)
+    return bar
+
+
+def _bar(share: float, room: int) -> str:
+    filled = round(share * room)
+    return "█" * filled + "·" * (room - filled)
+
+
+def _ms(value: float) -> str:
+    if value == float("inf"):
+        return "more"
+    return f"{value:.1f} ms" if value < 1000 else f"{value / 1000:.2f} s"

@@ -1,0 +1,184 @@
+"""`diagnose`: what this machine has, what an engine makes of it, and what would make it faster"""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from infer.config import EngineConfig
+from infer.engine.build import hardware
+from infer.engine.build.memory_plan import gib
+from infer.engine.build.processors import ROOT, Processors, read_processors
+from infer.errors import ConfigError
+from infer.kernels import loader
+from infer.kernels.cuda import obstacle as cuda_obstacle
+from infer.kernels.linear import bfloat16_obstacle, native_obstacle, quantization_obstacle
+from infer.version import VERSION
+
+FEATURES = (
+    *("sse4_1", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
+    *("amx_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "bf16", "sve"),
+)
+"""names of the instructions that kernels are written for, as Linux names them"""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of a diagnosis."""
+
+    subject: str
+    state: str
+    """what is there, or what will be used"""
+    advice: str = ""
+    """what would make an engine faster here; empty if nothing would"""
+
+
+def diagnose(config: EngineConfig, root: Path = ROOT) -> list[Finding]:
+    """What an engine with these settings finds on this machine. No model is read.
+
+    `root`: folder below which the operating system's files are read."""
+    processors = read_processors(root)
+    device = hardware.choose_device(config)
+    return [
+        Finding("infer", _versions()),
+        _processor(root),
+        _cores(processors),
+        _memory(device, root),
+        _gpu(device, root),
+        _kernels(),
+        _linear_layers(),
+        _dtype(),
+        _cache(),
+        _threads(config, processors),
+    ]
+
+
+def as_dicts(findings: list[Finding]) -> list[dict[str, str]]:
+    """The findings for a JSON document."""
+    return [asdict(finding) for finding in findings]
+
+
+def _versions() -> str:
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    return f"{VERSION}, Python {platform.python_version()}, torch {torch.__version__}, {system}"
+
+
+def _processor(root: Path) -> Finding:
+    try:
+        lines = (root / "proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return Finding("processor", platform.processor() or platform.machine())
+    entries = [line.partition(":") for line in lines]
+    found = {key.strip().lower(): value.strip() for key, _, value in reversed(entries)}
+    flags = found.get("flags", found.get("features", "")).split()
+    has = " ".join(feature for feature in FEATURES if feature in flags)
+    name = found.get("model name", platform.machine())
+    return Finding("processor", f"{name}: {has or 'no instructions that kernels are written for'}")
+
+
+def _cores(processors: Processors) -> Finding:
+    if not processors.cores:
+        return Finding("cores", f"about {processors.num_others}")
+    slow = sum(core.is_efficient for core in processors.cores)
+    parts = [f"{len(processors.cores)} that this process may use"]
+    if slow:
+        parts.append(f"{slow} of them efficiency cores, which are left to others")
+    if len(processors.nodes) > 1:
+        parts.append(f"on {len(processors.nodes)} NUMA nodes")
+    advice = ""
+    if processors.quota is not None:
+        parts.append(f"with a CPU quota of {processors.quota:g} cores")
+        if processors.quota < len(processors.cores):
+            advice = "a larger CPU quota of the container"
+    return Finding("cores", ", ".join(parts), advice)
+
+
+def _memory(device: torch.device, root: Path) -> Finding:
+    free = gib(hardware.free_bytes(torch.device("cpu")))
+    text = f"{free} free for weights and KV cache"
+    try:
+        huge = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return Finding("memory", text)
+    advice = ""
+    if "[never]" in huge and device.type == "cpu":
+        text += ", no huge pages"
+        advice = "huge pages: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return Finding("memory", text, advice)
+
+
+def _gpu(device: torch.device, root: Path) -> Finding:
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(device if device.type == "cuda" else 0)
+        if device.type != "cuda":
+            return Finding("GPU", f"{name}, not used", "the GPU (--device cuda)")
+        reason = cuda_obstacle(device)
+        if reason:
+            return Finding("GPU", f"{name}, without the Triton kernels", reason)
+        return Finding("GPU", f"{name}, with the Triton kernels")
+    if (root / "proc/driver/nvidia/version").exists():
+        return Finding("GPU", "one is there, but this torch cannot use it", "torch with CUDA")
+    return Finding("GPU", "none")
+
+
+def _kernels() -> Finding:
+    if reason := loader.available():
+        return Finding("kernels", f"torch's own: {reason}", "the package's native kernels")
+    chosen, sets = loader.chosen_instruction_set(), loader.instruction_sets()
+    others = f" (this machine also runs {', '.join(sets[1:])})" if sets[1:] else ""
+    if chosen != sets[0]:
+        variable = f"{loader.ISA_VARIABLE}={chosen}"
+        state = f"native, {chosen}, because {variable} is set"
+        return Finding("kernels", state, f"{sets[0]}: unset {loader.ISA_VARIABLE}")
+    return Finding("kernels", f"native, {chosen}{others}")
+
+
+def _linear_layers() -> Finding:
+    if reason := native_obstacle():
+        return Finding("linear layers", f"torch's: {reason}")
+    return Finding("linear layers", f"native, {loader.chosen_instruction_set()}")
+
+
+def _dtype() -> Finding:
+    formats = "int8 and int4 are possible"
+    if reason := quantization_obstacle():
+        formats = f"int8 and int4 are not possible: {reason}"
+    if reason := bfloat16_obstacle():
+        state = f"float32, as bfloat16 is slower here: {reason}; {formats}"
+        return Finding(
+            "dtype", state, "" if quantization_obstacle() else "weights in int8 (--dtype int8)"
+        )
+    return Finding("dtype", f"bfloat16; {formats}", "weights in int8 or int4 (--dtype), less exact")
+
+
+def _cache() -> Finding:
+    if reason := loader.int8_cache_obstacle(128, loader.STRIP):
+        return Finding("KV cache", f"as the model's dtype; int8 is not possible: {reason}")
+    return Finding("KV cache", "as the model's dtype, or int8")
+
+
+def _threads(config: EngineConfig, processors: Processors) -> Finding:
+    if config.num_threads is not None:
+        return Finding("threads", f"{config.num_threads}, as num_threads says")
+    count = hardware.default_threads(all_nodes=config.numa == "all")
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        usual = processors.num_threads(all_nodes=config.numa == "all")
+        advice = f"{usual} threads: unset OMP_NUM_THREADS" if usual > count else ""
+        return Finding("threads", f"{count}, as OMP_NUM_THREADS says", advice)
+    several = len(processors.nodes) > 1 and config.numa == "one"
+    advice = "the memory of all nodes, perhaps (--numa all)" if several else ""
+    return Finding("threads", f"{count}; one less beside the server for a small model", advice)
+
+
+def check_instruction_set() -> None:
+    """Raise `ConfigError` if `INFER_ISA` or `INFER_LINEAR` names what this CPU lacks."""
+    try:
+        if not isinstance(loader.library(), str):
+            loader.chosen_instruction_set()
+        native_obstacle()
+    except ValueError as error:
+        raise ConfigError("environment", str(error)) from None

@@ -1,0 +1,118 @@
+"""`NgramIndex`: where each n-gram is in one sequence's tokens; `Guesses`: how proposals have fared
+
+Both belong to one sequence and grow with it: nothing is searched from the beginning again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+READ_PER_STEP = 2048
+"""maximum number of a sequence's tokens that are read into its index in one step"""
+MAX_CANDIDATES = 8
+"""maximum number of earlier places that are compared for the longest match"""
+FORGET = 0.9
+"""factor of the weight of earlier verifications in a sequence's acceptance"""
+MIN_PAUSE = 8
+"""number of steps for which a sequence is not proposed for after proposals stopped to pay"""
+MAX_PAUSE = 1024
+"""maximum of that number"""
+
+
+class NgramIndex:
+    """The places of each n-gram in one sequence's tokens; it grows with the sequence."""
+
+    def __init__(self, least: int, most: int) -> None:
+        """`least`, `most`: numbers of tokens that an earlier place must, and need, have in common
+        with the end."""
+        self._least, self._most = least, most
+        self._latest: dict[int, int] = {}
+        """hash of `least` tokens → end of the latest place that has them"""
+        self._earlier: list[int] = []
+        """for each end: the end of the place before it with the same hash; 0: none"""
+
+    def read(self, tokens: Seq[int], limit: int = READ_PER_STEP) -> bool:
+        """Add up to `limit` places of tokens that were appended; returns whether all are added."""
+        begin = len(self._earlier)
+        end = min(len(tokens), begin + limit)
+        latest, least = self._latest, self._least
+        for at in range(begin, end):  # a place ends before `at`, so a token follows it
+            if at < least:
+                self._earlier.append(0)
+                continue
+            key = hash(tuple(tokens[at - least : at]))
+            self._earlier.append(latest.get(key, 0))
+            latest[key] = at
+        return end == len(tokens)
+
+    def propose(self, tokens: Seq[int], count: int) -> tuple[int, ...]:
+        """Up to `count` tokens that followed the latest of the places with the longest match.
+
+        A place near the end is taken as the beginning of a repetition.
+        """
+        num, least = len(tokens), self._least
+        if num <= least:
+            return ()
+        place = self._latest.get(hash(tuple(tokens[num - least :])), 0)
+        best, best_length = 0, least - 1
+        for _ in range(MAX_CANDIDATES):
+            if not place:
+                break
+            length = 0
+            limit = min(self._most, place)
+            while length < limit and tokens[place - 1 - length] == tokens[num - 1 - length]:
+                length += 1
+            if length > best_length:
+                best, best_length = place, length
+                if length == self._most:
+                    break
+            place = self._earlier[place]
+        if not best:
+            return ()
+        period = num - best
+        return tuple([tokens[best + i % period] for i in range(count)])
+
+
+class Guesses:
+    """What is known about one sequence's proposals."""
+
+    def __init__(self, index: NgramIndex) -> None:
+        self.index = index
+        self.num_proposed = 0
+        """tokens proposed so far"""
+        self.num_accepted = 0
+        """tokens of them that were accepted and are part of the answer"""
+        self._hits, self._trials = 1.0, 1.0  # optimistic, so that a sequence is tried at first
+        self._pause = self._left = 0
+
+    @property
+    def acceptance(self) -> float:
+        """Estimated probability that a proposed token is accepted if those before it are."""
+        return self._hits / self._trials
+
+    def is_paused(self) -> bool:
+        """Count a step of a pause; returns whether there is one."""
+        self._left = max(0, self._left - 1)
+        return self._left > 0
+
+    def pause(self) -> None:
+        """Begin a pause, twice as long as the one before. After it one token is tried."""
+        self._pause = min(MAX_PAUSE, max(MIN_PAUSE, 2 * self._pause))
+        self._left = self._pause
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether proposals did not pay when they were last made."""
+        return self._pause > 0
+
+    def record(self, num_proposed: int, num_accepted: int, num_kept: int) -> None:
+        """Learn from a verified proposal. `num_kept`: accepted tokens that the sequence got before
+        it ended."""
+        self.num_proposed += num_proposed
+        self.num_accepted += num_kept
+        # The tokens behind the first rejected one were not tested.
+        tested = min(num_proposed, num_accepted + 1)
+        self._hits = FORGET**tested * self._hits + num_accepted
+        self._trials = FORGET**tested * self._trials + tested
+        if num_accepted == num_proposed:
+            self._pause = 0

@@ -1,0 +1,220 @@
+/** `<chat-composer>`: the field for the next message, its files, its size in tokens, and errors. */
+
+import { html, live, nothing } from "../vendor/core.js";
+import { apiKey, server } from "../lib/api.js";
+import { chats } from "../lib/chats.js";
+import { PageElement } from "../lib/element.js";
+import { sentence } from "../lib/errors.js";
+import { readFiles } from "../lib/files.js";
+import { glyphs } from "../lib/glyphs.js";
+import { number, size, t } from "../lib/i18n.js";
+import { plainLine } from "../lib/records.js";
+import { speech } from "../lib/speech.js";
+
+/** Milliseconds without typing after which the prompt is measured. */
+const MEASURE_MS = 400;
+
+class ChatComposer extends PageElement {
+  static properties = { tick: { state: true }, faults: { state: true }, dragging: { state: true }, meter: { state: true } };
+
+  constructor() {
+    super();
+    this.tick = 0;
+    /** Why files were not taken. @type {string[]} */
+    this.faults = [];
+    this.dragging = false;
+    /** @type {{count: number, limit: number} | null} */
+    this.meter = null;
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    this._timer = undefined;
+    /** @type {AbortController | null} */
+    this._measuring = null;
+    /** When the refusal ends, by the error. @type {WeakMap<object, number>} */
+    this._ends = new WeakMap();
+    /** Id of the conversation that was shown last. @type {string | undefined} */
+    this._id = undefined;
+    this.hears(chats, "change");
+    this.hears(server, "change");
+  }
+
+  get draft() {
+    const id = chats.current?.id ?? "";
+    let draft = chats.drafts.get(id);
+    if (!draft) chats.drafts.set(id, (draft = { text: "", files: [] }));
+    return draft;
+  }
+
+  get isBusy() {
+    return Boolean(chats.current && chats.isBusy(chats.current.id));
+  }
+
+  render() {
+    const { draft, isBusy } = this;
+    return html`<div class="composer ${this.dragging ? "dragging" : ""}" @dragover=${this._over}
+        @dragleave=${() => { this.dragging = false; }} @drop=${this._drop}>
+      ${this._error()}
+      ${this.faults.map((fault) => html`<p class="fault small" role="alert">${fault}
+        <button class="icon" aria-label=${t("act.dismiss")} @click=${() => { this.faults = []; }}>${glyphs.close()}</button></p>`)}
+      ${draft.files.length ? html`<ul class="files" aria-label=${t("files.label")}>${draft.files.map((file, i) => html`<li class="chip">
+        <span class="clip" dir="auto">${plainLine(file.name)}</span> <span class="quiet">${size(file.size)}</span>
+        <button class="icon" aria-label=${t("files.remove", { name: plainLine(file.name) })}
+          @click=${() => { draft.files.splice(i, 1); this.requestUpdate(); this._measureSoon(); }}>${glyphs.close()}</button></li>`)}</ul>` : nothing}
+      <textarea rows="1" dir="auto" aria-label=${t("composer.label")} placeholder=${t("composer.placeholder")} .value=${live(draft.text)}
+        @input=${this._typed} @keydown=${this._key} @paste=${this._paste}></textarea>
+      <div class="row acts">
+        <input type="file" multiple hidden @change=${this._picked}>
+        <button class="icon" aria-label=${t("files.add")} title=${t("files.add")}
+          @click=${() => /** @type {HTMLElement} */ (this.querySelector("input[type=file]")).click()}>${glyphs.file()}</button>
+        ${this._meter()}
+        <span class="grow"></span>
+        ${isBusy
+          ? html`<button class="main stop" aria-label=${t("act.stop")} title=${t("act.stop")} @click=${() => chats.stopAll()}>${glyphs.stop()} ${t("act.stop")}</button>`
+          : html`<button class="main send" aria-label=${t("act.send")} title=${t("act.send")} ?disabled=${!this._canSend()} @click=${this._send}>${glyphs.send()}</button>`}
+      </div>
+    </div>`;
+  }
+
+  updated() {
+    const field = /** @type {HTMLTextAreaElement} */ (this.querySelector("textarea"));
+    field.style.height = "auto";
+    field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight * 0.4)}px`;
+    const id = chats.current?.id;
+    if (id !== this._id) {
+      this._id = id;
+      this.meter = null;
+      this._measureSoon();
+    }
+  }
+
+  _canSend() {
+    const { text, files } = this.draft;
+    return Boolean((text.trim() || files.length) && server.current && !this._wait());
+  }
+
+  /** Seconds until another try may succeed. */
+  _wait() {
+    const error = chats.errors.get(chats.current?.id ?? "");
+    if (!error?.retryAfter) return 0;
+    if (!this._ends.has(error)) this._ends.set(error, Date.now() + 1000 * error.retryAfter);
+    return Math.max(0, Math.ceil((/** @type {number} */ (this._ends.get(error)) - Date.now()) / 1000));
+  }
+
+  _error() {
+    const id = chats.current?.id ?? "";
+    const error = chats.errors.get(id);
+    if (!error) return nothing;
+    const wait = this._wait();
+    if (wait) setTimeout(() => { this.tick++; }, 250);
+    return html`<div class="fault" role="alert">
+      <p class="grow">${sentence(error)} ${wait ? html`<span aria-hidden="true">${t("error.wait", { n: wait })}</span>` : nothing}</p>
+      ${error.kind === "key" ? html`<button class="plain" @click=${() => this.dispatchEvent(new CustomEvent("ask", { detail: "key", bubbles: true }))}>${t("key.enter")}</button>` : nothing}
+      <button class="icon" aria-label=${t("act.dismiss")} @click=${() => { chats.errors.delete(id); chats.changed(); }}>${glyphs.close()}</button>
+    </div>`;
+  }
+
+  _meter() {
+    if (!this.meter) return nothing;
+    const { count, limit } = this.meter;
+    const isOver = count >= limit;
+    return html`<span class="meter small ${isOver ? "bad" : "quiet"}" title=${t("meter.title")}>
+      <progress max=${limit} value=${Math.min(count, limit)} aria-label=${t("meter.title")}></progress>
+      ${t(isOver ? "meter.over" : "meter.of", { count: number(count), limit: number(limit) })}</span>`;
+  }
+
+  /** @param {Event} event */
+  _typed(event) {
+    this.draft.text = /** @type {HTMLTextAreaElement} */ (event.target).value;
+    this.requestUpdate();
+    this._measureSoon();
+  }
+
+  _measureSoon() {
+    clearTimeout(this._timer);
+    this._measuring?.abort();
+    // With a key, each measurement counts against its limits.
+    this._timer = setTimeout(() => void this._measure(), apiKey.value ? 4 * MEASURE_MS : MEASURE_MS);
+  }
+
+  async _measure() {
+    const { text, files } = this.draft;
+    if (!chats.tree || !server.current || chats.current?.session || this.isBusy || !(text || files.length || chats.tree.byId.size)) return;
+    this._measuring = new AbortController();
+    try {
+      this.meter = await chats.measure(text, files, this._measuring.signal);
+    } catch {
+      this.meter = null;
+    }
+  }
+
+  /** @param {KeyboardEvent} event */
+  _key(event) {
+    // Enter inside of an input method's composition chooses a word; 229 is its code in older browsers.
+    if (event.isComposing || event.keyCode === 229) return;
+    const field = /** @type {HTMLTextAreaElement} */ (event.target);
+    const isTouch = matchMedia("(pointer: coarse)").matches;
+    if (event.key === "Enter" && !event.shiftKey && !event.altKey && !isTouch) {
+      event.preventDefault();
+      this._send();
+    } else if (event.key === "ArrowUp" && !field.value) {
+      const own = [...document.querySelectorAll("chat-message")].reverse()
+        .find((each) => /** @type {any} */ (each).message?.role === "user");
+      if (own) {
+        event.preventDefault();
+        /** @type {any} */ (own).edit();
+      }
+    }
+  }
+
+  _send() {
+    if (!this._canSend() || this.isBusy) return;
+    const { text, files } = this.draft;
+    chats.drafts.delete(chats.current?.id ?? "");
+    this.faults = [];
+    this.dispatchEvent(new Event("sent"));
+    void chats.send(text, files).then(() => this._measureSoon());
+    speech.say("");
+    this.requestUpdate();
+  }
+
+  /** @param {DragEvent} event */
+  _over(event) {
+    if (!event.dataTransfer?.types.includes("Files")) return;
+    event.preventDefault();
+    this.dragging = true;
+  }
+
+  /** @param {DragEvent} event */
+  _drop(event) {
+    this.dragging = false;
+    if (!event.dataTransfer?.files.length) return;
+    event.preventDefault();
+    void this._take([...event.dataTransfer.files]);
+  }
+
+  /** @param {ClipboardEvent} event */
+  _paste(event) {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (!files.length) return;
+    event.preventDefault();
+    void this._take(files);
+  }
+
+  /** @param {Event} event */
+  _picked(event) {
+    const field = /** @type {HTMLInputElement} */ (event.target);
+    void this._take([...(field.files ?? [])]);
+    field.value = "";
+  }
+
+  /** @param {File[]} files */
+  async _take(files) {
+    const { draft } = this;
+    const { taken, faults } = await readFiles(files, draft.files.length);
+    draft.files.push(...taken);
+    this.faults = faults;
+    this.requestUpdate();
+    this._measureSoon();
+  }
+}
+
+customElements.define("chat-composer", ChatComposer);

@@ -1,0 +1,240 @@
+/** `<chat-message>`: one message with what can be done with it. */
+
+import { html, live, nothing } from "../vendor/core.js";
+import { chats } from "../lib/chats.js";
+import { PageElement } from "../lib/element.js";
+import { glyphs } from "../lib/glyphs.js";
+import { duration, number, rate, size, t } from "../lib/i18n.js";
+import { plainLine, speedOf } from "../lib/records.js";
+import { copyText } from "../lib/text_view.js";
+import "./tools.js";
+import { speech } from "../lib/speech.js";
+
+/** @typedef {import("../lib/records.js").Message} Message */
+
+class ChatMessage extends PageElement {
+  static properties = { message: { attribute: false }, editing: { state: true }, panel: { state: true }, verdict: { state: true } };
+
+  constructor() {
+    super();
+    /** @type {Message | undefined} */
+    this.message = undefined;
+    this.editing = false;
+    this._edited = "";
+    /** What is open below the answer: "", "happened" or "tokens". */
+    this.panel = "";
+    /** Whether the answer fits its schema: null = not known. @type {{fits: boolean, why: string} | null} */
+    this.verdict = null;
+    /** @type {import("../lib/generation.js").Generation | null} */
+    this._generation = null;
+    this._piece = () => this._grow();
+    this.hears(chats, "change");
+  }
+
+  connectedCallback() {
+    super.connectedCallback();
+    this._listen();
+  }
+
+  disconnectedCallback() {
+    super.disconnectedCallback();
+    this._generation?.removeEventListener("piece", this._piece);
+    this._generation = null;
+  }
+
+  _listen() {
+    const now = chats.running.get(this.message?.id ?? "") ?? null;
+    if (now === this._generation) return;
+    this._generation?.removeEventListener("piece", this._piece);
+    this._generation = now;
+    now?.addEventListener("piece", this._piece);
+  }
+
+  /** New text: only the text views are told, nothing else is rendered again. */
+  _grow() {
+    const { message } = this;
+    if (!message) return;
+    const text = this._text("content");
+    if (!text || message.toolCalls?.length || (message.reasoning && !this.querySelector(".reasoning"))) {
+      this.requestUpdate();
+      return;
+    }
+    text.value = { text: message.content, isOpen: true };
+    const thoughts = this._text("reasoning");
+    if (thoughts) thoughts.value = { text: message.reasoning ?? "", isOpen: !message.content };
+    const count = this.querySelector(".count");
+    if (count) count.textContent = t("happened.tokens", { n: message.figures?.completionTokens ?? 0 });
+  }
+
+  /** @param {string} part @returns {any} */
+  _text(part) {
+    return this.querySelector(`text-view[data-part="${part}"]`);
+  }
+
+  updated() {
+    this._listen();
+    const { message } = this;
+    if (!message) return;
+    const isOpen = message.finish === "running";
+    const text = this._text("content");
+    if (text) text.value = { text: message.content, isOpen };
+    const thoughts = this._text("reasoning");
+    if (thoughts) thoughts.value = { text: message.reasoning ?? "", isOpen };
+    if (message.schema && !isOpen && !this.verdict) void this._check();
+  }
+
+  async _check() {
+    const { check } = await import("../lib/schema.js");
+    this.verdict = check(/** @type {object} */ (this.message?.schema), this.message?.content ?? "");
+  }
+
+  render() {
+    const { message } = this;
+    if (!message) return nothing;
+    const isOwn = message.role === "user";
+    return html`<article class="message ${message.role}" aria-label=${t(`role.${message.role}`)} aria-busy=${message.finish === "running"}>
+      ${message.role === "tool" ? html`<p class="quiet small">${t("tool.result")}</p>` : nothing}
+      ${this._files()}
+      ${this.editing ? this._editor() : isOwn || message.role === "tool"
+        ? html`<div class="own-text" dir="auto">${message.content}</div>` : this._answer(message)}
+      ${this.editing ? nothing : this._acts(message)}
+      ${this._panel(message)}
+    </article>`;
+  }
+
+  /** @param {Message} message */
+  _answer(message) {
+    const isRunning = message.finish === "running";
+    return html`
+      ${message.reasoning ? html`<details class="reasoning" ?open=${isRunning && !message.content}>
+        <summary>${t(isRunning && !message.content ? "reasoning.now" : "reasoning.label")}</summary>
+        <text-view data-part="reasoning"></text-view></details>` : nothing}
+      <text-view class="prose" data-part="content"></text-view>
+      ${isRunning && !message.content && !message.reasoning ? html`<p class="waiting quiet">${t("chat.waiting")}</p>` : nothing}
+      ${message.toolCalls?.length ? html`<tool-calls .message=${message}></tool-calls>` : nothing}
+      ${this._ending(message)}
+    `;
+  }
+
+  /** What is to be said about how an answer ended. @param {Message} message */
+  _ending(message) {
+    const texts = /** @type {Record<string, string>} */ ({ lost: "end.lost", error: "end.error", length: "end.length", stopped: "end.stopped" });
+    const key = texts[message.finish ?? ""];
+    const said = !key ? nothing : html`<p class="ending ${message.finish === "lost" || message.finish === "error" ? "bad" : "quiet"} small">
+      ${t(key, { problem: plainLine(message.problem ?? "") })}
+      ${chats.current?.session ? nothing : html`<button class="plain" @click=${() => chats.goOn(message)}>${t("act.continue")}</button>`}</p>`;
+    const verdict = !this.verdict ? nothing : html`<p class="small ${this.verdict.fits ? "fits" : "bad"}">
+      ${this.verdict.fits ? t("schema.fits") : t("schema.differs", { why: this.verdict.why })}</p>`;
+    return html`${said}${verdict}`;
+  }
+
+  _files() {
+    const files = this.message?.files ?? [];
+    if (!files.length) return nothing;
+    return html`<ul class="files">${files.map((file) => html`<li><details class="chip">
+      <summary><span dir="auto">${plainLine(file.name)}</span> <span class="quiet">${size(file.size)}</span></summary>
+      <pre tabindex="0">${file.text.slice(0, 20000)}</pre></details></li>`)}</ul>`;
+  }
+
+  edit() {
+    if (!this.message || chats.isBusy(this.message.conversation)) return;
+    this._edited = this.message.content;
+    this.editing = true;
+    void this.updateComplete.then(() => {
+      const field = /** @type {HTMLTextAreaElement | null} */ (this.querySelector("textarea"));
+      field?.focus();
+      field?.setSelectionRange(field.value.length, field.value.length);
+    });
+  }
+
+  _editor() {
+    const stop = () => {
+      this.editing = false;
+      void this.updateComplete.then(() => /** @type {HTMLElement | null} */ (this.querySelector("button.edit"))?.focus());
+    };
+    const send = () => {
+      const { message } = this;
+      this.editing = false;
+      if (!message) return;
+      if (message.role === "user") void chats.send(this._edited, message.files ?? [], message.parent);
+      else void chats.replace(message, this._edited);
+    };
+    return html`<textarea class="editor" dir="auto" rows=${Math.min(12, this._edited.split("\n").length + 1)} aria-label=${t("edit.label")} .value=${live(this._edited)}
+        @input=${(/** @type {Event} */ event) => { this._edited = /** @type {HTMLTextAreaElement} */ (event.target).value; }}
+        @keydown=${(/** @type {KeyboardEvent} */ event) => {
+          if (event.isComposing || event.keyCode === 229) return;
+          if (event.key === "Enter" && !event.shiftKey) send();
+          else if (event.key === "Escape") stop();
+          else return;
+          event.preventDefault();
+          event.stopPropagation();
+        }}></textarea>
+      <div class="row"><button class="main" @click=${send}>${t(this.message?.role === "user" ? "act.send" : "act.save")}</button><button class="plain" @click=${stop}>${t("act.cancel")}</button></div>`;
+  }
+
+  /** @param {Message} message */
+  _acts(message) {
+    const isBusy = chats.isBusy(message.conversation);
+    const isAnswer = message.role === "assistant";
+    const isRunning = message.finish === "running";
+    const figures = message.figures;
+    return html`<div class="acts row">
+      ${this._siblings(message)}
+      ${isRunning ? html`<span class="quiet small count"></span>` : html`
+        <button class="icon" aria-label=${t("act.copy-message")} title=${t("act.copy-message")} @click=${() => this._copy(message)}>${glyphs.copy()}</button>
+        <button class="icon edit" aria-label=${t("act.edit")} title=${t("act.edit")} ?disabled=${isBusy} @click=${() => this.edit()}>${glyphs.edit()}</button>
+        ${isAnswer ? html`<button class="icon again" aria-label=${t("act.regenerate")} title=${t("act.regenerate")} ?disabled=${isBusy} @click=${() => chats.regenerate(message)}>${glyphs.again()}</button>` : nothing}
+        ${isAnswer && message.tokenIds?.length ? html`<button class="toggle small" aria-expanded=${this.panel === "tokens"} @click=${() => this._toggle("tokens")}>${t("tokens.button")}</button>` : nothing}
+        ${isAnswer && figures?.requestId ? html`<button class="toggle small figures" aria-expanded=${this.panel === "happened"} @click=${() => this._toggle("happened")}>${this._figures(message)}</button>` : nothing}`}
+    </div>`;
+  }
+
+  /** The figures of an answer in one line. @param {Message} message */
+  _figures(message) {
+    const figures = /** @type {NonNullable<Message["figures"]>} */ (message.figures);
+    const { completionTokens, firstMs, cachedTokens, promptTokens } = figures;
+    const speed = speedOf(figures);
+    const parts = [t("happened.tokens", { n: completionTokens })];
+    if (speed !== null) parts.push(t("happened.rate", { rate: rate(speed) }));
+    if (firstMs !== null) parts.push(t("happened.first", { time: duration(firstMs) }));
+    if (cachedTokens) parts.push(t("happened.cached", { n: cachedTokens, of: number(promptTokens) }));
+    return parts.join(" · ");
+  }
+
+  /** @param {Message} message */
+  async _copy(message) {
+    speech.say(t((await copyText(message.content)) ? "act.copied" : "act.not-copied"));
+  }
+
+  /** @param {string} panel */
+  async _toggle(panel) {
+    if (this.panel === panel) {
+      this.panel = "";
+      return;
+    }
+    await (panel === "tokens" ? import("./tokens.js") : import("./happened.js"));
+    this.panel = panel;
+  }
+
+  /** @param {Message} message */
+  _panel(message) {
+    if (this.panel === "tokens") return html`<token-view .message=${message}></token-view>`;
+    if (this.panel === "happened") return html`<what-happened .message=${message}></what-happened>`;
+    return nothing;
+  }
+
+  /** @param {Message} message */
+  _siblings(message) {
+    const siblings = chats.tree?.children(message.parent) ?? [];
+    if (siblings.length < 2) return nothing;
+    const at = siblings.indexOf(message);
+    /** @param {number} to @param {string} key @param {() => unknown} shape */
+    const step = (to, key, shape) => html`<button class="icon" aria-label=${t(key)} ?disabled=${!siblings[to]} @click=${() => chats.choose(siblings[to])}>${shape()}</button>`;
+    return html`<span class="siblings" role="group" aria-label=${t("branch.label")}>
+      ${step(at - 1, "branch.before", glyphs.left)}
+      <span class="small">${number(at + 1)}/${number(siblings.length)}</span>
+      ${step(at + 1, "branch.after", glyphs.right)}</span>`;
+  }
+}
+
+customElements.define("chat-message", ChatMessage);

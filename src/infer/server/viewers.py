@@ -1,0 +1,340 @@
+"""`EngineViewers`: those who watch one engine, and the frames that they get
+
+Nothing is collected and no timer runs while nobody watches. Viewers who may know the same names are
+a circle: a frame is written once for all of them. A circle's numbers for requests are its own, and
+only owners and administrators get names.
+
+Every bound is one of memory or of traffic, and none of them reaches the engine. At most
+`MAX_VIEWERS` watch. A frame has a maximum size (`step_frames`), and frames are written only while
+their bytes stay within `MAX_BYTES_A_SECOND`; what waits for a later frame is merged. What a viewer
+has not read is dropped beyond `MAX_PENDING_BYTES` and counted; once it reads again, it gets the
+state of all requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.step_frames import (
+    GAP_BOUNDS_MS,
+    VERSION,
+    Frame,
+    FrameBuilder,
+    FrameWriter,
+    LeftOut,
+    RequestFacts,
+    written,
+)
+from infer.errors import EngineDeadError
+from infer.server.http.error_responses import HttpError
+from infer.server.observe.request_trace import RequestTrace, RequestTraces
+from infer.server.openai.events import dump, event
+from infer.server.tenancy.limits import too_many
+from infer.types import FinishReason, StepOutput
+from infer.types.step_events import StepEvents
+
+log = logging.getLogger(__name__)
+
+MAX_VIEWERS = 8
+"""maximum number of viewers of an engine"""
+MAX_VIEWERS_A_KEY = 4
+"""maximum number of them with one key"""
+FRAME_S = 0.05
+"""minimum seconds between two frames"""
+IDLE_FRAME_S = 1.0
+"""seconds without anything to tell after which an empty frame says that the stream lives"""
+MAX_BYTES_A_SECOND = 40_000
+"""bytes of frames a second for a viewer, on average; with the largest frame less than 64 KiB in any
+second"""
+MAX_PENDING_BYTES = 64 * 1024
+"""bytes that wait for a viewer who reads slowly"""
+_CREDIT_BYTES = 2_000
+"""bytes that may be written at once after a quiet time, in addition to the frame itself"""
+_RETRY_S = 5
+
+
+class Viewer:
+    """One who watches: the events that he has not read. Has one reader, on the event loop."""
+
+    def __init__(self, owner: str | None, key_id: str, hello: bytes) -> None:
+        """`owner`: id of the key whose requests he knows by name; None for all. `hello`: the first
+        event."""
+        self.owner = owner
+        self.key_id = key_id
+        self.is_synced = False
+        """whether he knows the state of all requests as of the last frame"""
+        self.left_out = LeftOut()
+        """what he did not get since he was in sync; nothing before he was for the first time"""
+        self._has_begun = False
+        self._pending = [hello]
+        self._num_bytes = 0
+        self._arrival: asyncio.Future[None] | None = None
+        self._has_ended = False
+
+    @property
+    def has_read_all(self) -> bool:
+        """Whether he waits for the next event."""
+        return not self._pending and self._arrival is not None
+
+    def put(self, data: bytes, told: Frame) -> None:
+        """Add a frame, unless too much waits already; then he gets no more until he has read it."""
+        if self._num_bytes + len(data) > MAX_PENDING_BYTES:
+            self.is_synced = False
+        if not self.is_synced:
+            self.skip(told)
+            return
+        self._add(data)
+
+    def skip(self, told: Frame) -> None:
+        """Count a frame that he does not get."""
+        if self._has_begun:
+            self.left_out.add(LeftOut(1, told.num_steps, len(told.events)))
+
+    def sync(self, data: bytes) -> None:
+        """Add a frame with the state of all requests."""
+        self.is_synced = self._has_begun = True
+        self.left_out = LeftOut()
+        self._add(data)
+
+    def end(self, reason: str) -> None:
+        """Let the stream end, with an event that says why."""
+        if not self._has_ended:
+            self._add(event(dump({"reason": reason}), "end"))
+            self._has_ended = True
+
+    def _add(self, data: bytes) -> None:
+        if self._has_ended:
+            return
+        self._pending.append(data)
+        self._num_bytes += len(data)
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
+
+    async def take(self) -> bytes | None:
+        """The events that wait, as one piece; None after the end."""
+        if not self._pending and not self._has_ended:
+            self._arrival = asyncio.get_running_loop().create_future()
+            try:
+                await self._arrival
+            finally:
+                self._arrival = None
+        if not self._pending:
+            return None
+        data, self._pending, self._num_bytes = b"".join(self._pending), [], 0
+        return data
+
+
+@dataclass(eq=False)
+class _Circle:
+    """Viewers who may know the same names."""
+
+    writer: FrameWriter
+    viewers: list[Viewer] = field(default_factory=list)
+
+
+class EngineViewers:
+    """See the module's docstring. Lives on the event loop."""
+
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        traces: RequestTraces,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._traces = traces
+        self._clock = clock
+        self._circles: dict[str | None, _Circle] = {}
+        self._builder: FrameBuilder | None = None
+        """None while nobody watches"""
+        self._ticking: asyncio.Task[None] | None = None
+        self._zero_s = 0.0
+        self._zero_at = 0.0
+        self._gauges: dict[str, Any] = {}
+        self._num_restarts = 0
+        self._credit = 0.0
+        self._told_s = 0.0
+        """time of the last frame"""
+
+    @property
+    def num_viewers(self) -> int:
+        """Number of those who watch."""
+        return sum(len(circle.viewers) for circle in self._circles.values())
+
+    def join(self, owner: str | None, key_id: str) -> Viewer:
+        """A new viewer, who must `leave`. Raises `HttpError` if there are too many (503) or too
+        many with his key (429), `EngineDeadError` if the server shuts down."""
+        if self._engine.is_ending:
+            raise EngineDeadError("the server is shutting down")
+        if self.num_viewers >= MAX_VIEWERS:
+            raise HttpError(
+                503,
+                f"{MAX_VIEWERS} viewers watch this engine, which is the maximum: close one of them",
+                code="too_many_viewers",
+                type="overloaded_error",
+                retry_after_s=_RETRY_S,
+            )
+        viewers = [each for circle in self._circles.values() for each in circle.viewers]
+        if key_id and sum(each.key_id == key_id for each in viewers) >= MAX_VIEWERS_A_KEY:
+            raise too_many(f"this key may have {MAX_VIEWERS_A_KEY} viewers of an engine", _RETRY_S)
+        if self._builder is None:
+            self._begin()
+        viewer = Viewer(owner, key_id, event(dump(self._hello()), "hello"))
+        circle = self._circles.get(owner)
+        if circle is None:
+            circle = self._circles[owner] = _Circle(self._writer(owner))
+        circle.viewers.append(viewer)
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """One watches no more; with the last one the collecting ends."""
+        circle = self._circles[viewer.owner]
+        circle.viewers.remove(viewer)
+        if not circle.viewers:
+            del self._circles[viewer.owner]
+        if not self._circles:
+            self._traces.unwatch(self)
+            self._builder = None
+            if self._ticking is not None:
+                self._ticking.cancel()
+                self._ticking = None
+
+    # ---- what the engine reports; see `EngineWatcher`
+
+    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+        """See `Observer`."""
+        if self._builder is not None:
+            self._builder.stepped(outputs, step_events)
+
+    def left(self, request_id: str, reason: FinishReason | None) -> None:
+        """See `Observer`."""
+        if self._builder is not None:
+            self._builder.left(request_id, reason)
+
+    def ended(self, trace: RequestTrace) -> None:
+        """See `EngineWatcher`."""
+        if self._builder is not None:
+            for request_id in trace.choices:
+                self._builder.left(request_id, None)
+
+    # ---- frames
+
+    def _begin(self) -> None:
+        self._zero_s, self._zero_at = self._clock(), time.time()
+        self._builder = FrameBuilder(self._traces.facts_of, clock=self._clock)
+        for request_id, request in self._traces.followed():
+            self._builder.follow(request_id, request)
+        self._num_restarts = self._engine.read_stats().engine.counters.num_restarts
+        self._gauges, self._credit, self._told_s = {}, float(_CREDIT_BYTES), self._zero_s
+        self._traces.watch(self)
+        self._ticking = asyncio.ensure_future(self._tick_often())
+
+    def _writer(self, owner: str | None) -> FrameWriter:
+        def may_know(facts: RequestFacts) -> bool:
+            return owner is None or facts.owner == owner
+
+        return FrameWriter(self._zero_s, may_know)
+
+    def _hello(self) -> dict[str, Any]:
+        engine = self._engine
+        return {
+            "version": VERSION,
+            "model": engine.model_name,
+            "mode": engine.batching_mode,
+            "seats": engine.num_seats,
+            "page_size": engine.page_size,
+            "max_model_len": engine.max_seq_len,
+            "gap_bounds_ms": GAP_BOUNDS_MS,
+            "time": round(1000 * self._zero_at),
+        }
+
+    async def _tick_often(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(FRAME_S)
+                self._credit += MAX_BYTES_A_SECOND * FRAME_S
+                self._credit = min(self._credit, float(_CREDIT_BYTES))
+                self._tick()
+        except Exception:
+            log.exception("the engine's viewers get no more frames")
+            self._end_all("failed")
+
+    def _end_all(self, reason: str) -> None:
+        for circle in self._circles.values():
+            for viewer in circle.viewers:
+                viewer.end(reason)
+
+    def _tick(self) -> None:
+        """Write what has happened since the last frame, if there is credit for it."""
+        builder = self._builder
+        assert builder is not None
+        if self._engine.is_ending:
+            self._end_all("shutting_down")
+            return
+        gauges = self._read_gauges()
+        if self._credit < 0:
+            return
+        frames = builder.take()
+        frames[-1].gauges = None if gauges == self._gauges else gauges
+        self._gauges = gauges
+        now_s = self._clock()
+        is_idle = all(frame.is_empty for frame in frames)
+        if not is_idle or now_s >= self._told_s + IDLE_FRAME_S:
+            self._told_s = now_s
+            shown = [frame for frame in frames if is_idle or not frame.is_empty]
+            self._credit -= max(self._tell(it, shown, now_s) for it in self._circles.values())
+        self._credit -= max(self._sync(it, now_s) for it in self._circles.values())
+
+    def _tell(self, circle: _Circle, frames: list[Frame], now_s: float) -> int:
+        """Give frames to the viewers of a circle; returns the bytes that each of them gets."""
+        num_bytes = 0
+        for frame in frames:
+            data = self._data(circle, frame, now_s)
+            num_bytes += len(data)
+            for viewer in circle.viewers:
+                viewer.put(data, frame)
+        return num_bytes
+
+    def _sync(self, circle: _Circle, now_s: float) -> int:
+        """Give the state of all requests to those of a circle who do not know it and are there to
+        read it; returns the bytes that each of them gets."""
+        assert self._builder is not None
+        num_bytes = 0
+        for viewer in circle.viewers:
+            if not viewer.is_synced and viewer.has_read_all:
+                state = Frame(
+                    requests=self._builder.requests, gauges=self._gauges, left_out=viewer.left_out
+                )
+                data = self._data(circle, state, now_s)
+                num_bytes = max(num_bytes, len(data))
+                viewer.sync(data)
+        return num_bytes
+
+    @staticmethod
+    def _data(circle: _Circle, frame: Frame, now_s: float) -> bytes:
+        return event(written(circle.writer.fields(frame, now_s)), "frame")
+
+    def _read_gauges(self) -> dict[str, Any]:
+        stats = self._engine.read_stats()
+        gauges, counters = stats.engine.gauges, stats.engine.counters
+        if counters.num_restarts > self._num_restarts:
+            self._num_restarts = counters.num_restarts
+            if self._builder is not None:
+                self._builder.restarted()
+        return {
+            "ready": self._engine.is_ready,
+            "waiting": gauges.num_waiting,
+            "running": gauges.num_running,
+            "preempted": gauges.num_preempted,
+            "pages": gauges.num_pages,
+            "free_pages": gauges.num_free_pages,
+            "cached_pages": gauges.num_indexed_pages,
+            "open": stats.num_open,
+            "restarts": counters.num_restarts,
+        }

@@ -1,0 +1,52 @@
+"""`ServerLimits`: what a connection, a body or a trace may cost the server, and for how long
+
+These numbers are no options, because no operator has needed another value. They come through
+constructors, so a test can use small ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """See the module's docstring. Names that end in `_s` are seconds."""
+
+    max_connections: int = 1024
+    """connections of any kind, as far as the process may have so many file descriptors"""
+    probe_connections: int = 8
+    """additional connections, for health probes when all others are in use"""
+    send_buffer_bytes: int = 128 * 1024
+    """size of a connection's send buffer in the kernel, which takes twice as much. By default it
+    may be megabytes, and a client that reads nothing is noticed only when they are full."""
+    header_timeout_s: float = 10.0
+    """time within which request line and headers must be complete"""
+    linger_s: float = 5.0
+    """time for which the rest of a body is read whose request has been answered already"""
+    body_timeout_s: float = 30.0
+    """time for a body to arrive; then it is answered with 408"""
+    long_body_bytes: int = 16 * 1024
+    """size above which a body is parsed, checked and tokenised off the event loop"""
+    max_long_bodies: int = 64
+    """long bodies that are worked on or wait for it; further ones are refused (503)"""
+    max_long_bodies_of_key: int = 16
+    """long bodies of one key, whose `max_concurrent` is a limit too; further ones get 429"""
+    max_traces: int = 1024
+    """ended traces that are kept of all owners together"""
+    max_traces_of_owner: int = 256
+    """ended traces that are kept for one owner"""
+    max_trace_events: int = 128
+    """events of one trace; further ones are counted only"""
+    save_usage_s: float = 10.0
+    """minimum time between two writes of the keys' usage to its file"""
+    database_busy_s: float = 2.0
+    """time that a call waits for a locked SQLite database; then it is a 503"""
+    max_database_calls: int = 64
+    """calls of the sessions' database that run or wait; further ones are refused (503)"""
+    retry_load_s: float = 15.0
+    """time for which a model that could not be loaded is not tried again"""
+
+
+SERVER_LIMITS = ServerLimits()
+"""the limits of a server that is not a test's"""

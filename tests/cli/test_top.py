@@ -1,0 +1,132 @@
+"""`infer top`: the picture of an engine, and what it says where there is none."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from infer.cli.engine_state import EngineState
+from infer.cli.main import app as command
+from infer.cli.top import run_top
+from infer.errors import InferError
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import COMPLETIONS, completion_body, live
+
+HELLO = {"model": "m", "mode": "continuous", "seats": 2, "gap_bounds_ms": [1, 10]}
+
+
+def queued(number: int, name: str | None = "cmpl-x") -> list[Any]:
+    return ["queued", number, 0.0, 0, name, 0, 100, 50, 0.0]
+
+
+def test_a_state_follows_the_frames() -> None:
+    state = EngineState()
+    state.take("hello", HELLO)
+    state.take("frame", {"at": 0.0, "requests": [], "gauges": {"running": 0}})
+    state.take("frame", {"at": 10.0, "events": [queued(1), queued(2, None), queued(3)]})
+    events = [["admitted", 1, 0.0, 16, 100], ["admitted", 2, 0.0, 0, 100]]
+    events += [["chunk", 1, 0.0, 16, 40, 5.0], ["first_token", 2, 6.0, 30.0]]
+    state.take(
+        "frame",
+        {
+            **{"at": 20.0, "number": 7, "steps": [[1, 0.0, 5.0, 2, 140, 90, 9]]},
+            **{"events": events, "tokens": [[2, 1]], "gaps": [1, 2, 1]},
+        },
+    )
+    one, two, three = state.requests.values()
+    assert (one.state, one.seat, one.num_cached, one.num_computed) == ("running", 0, 16, 56)
+    assert (two.seat, two.num_output, two.name) == (1, 1, None)
+    assert (three.state, three.seat) == ("waiting", None)
+    assert (state.number, state.now_ms) == (8, 25.0)
+    assert state.rate(state.output) == 0.2
+    assert [state.gap_percentile(share) for share in (0.2, 0.5, 1.0)] == [1, 10, float("inf")]
+    state.take("frame", {"at": 30.0, "events": [["preempted", 2, 0.0, 60, 1]]})
+    assert (two.state, two.seat, two.num_computed) == ("preempted", None, 0)
+    state.take("frame", {"at": 31.0, "events": [["finished", 1, 0.0, "stop", 5]]})
+    state.take("frame", {"at": 32.0, "events": [["admitted", 3, 0.0, 0, 100]]})
+    assert three.seat == 0
+    state.take("frame", {"at": 40.0, "restarted": True, "number": 0, "steps": []})
+    assert {request.state for request in state.requests.values()} == {"waiting"}
+    left_out = {"frames": 3, "steps": 9, "events": 0}
+    row = [9, "running", "cmpl-y", 1, 10, 20, 0.0, 0, 10, 4]
+    state.take("frame", {"at": 50.0, "requests": [row], "left_out": left_out})
+    assert list(state.requests) == [9]
+    assert (state.requests[9].num_output, state.requests[9].seat) == (4, 0)
+    assert state.num_left_out == 3
+    state.take("frame", {"at": 90_000.0})
+    assert not state.steps
+    assert not state.output
+
+
+def test_one_picture() -> None:
+    with live(make_hash_llm(step_s=0.01)) as url:
+        body = completion_body(max_tokens=400, ignore_eos=True)
+        data = json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(url + COMPLETIONS, data, headers)
+        asking = threading.Thread(target=lambda: urllib.request.urlopen(request).read())
+        asking.start()
+        done = CliRunner().invoke(command, ["top", url, "--once"], env={"COLUMNS": "120"})
+        asking.join()
+    assert done.exit_code == 0, done.output
+    assert "hash-model" in done.output
+    assert "seats 1/8" in done.output
+    assert "cmpl-" in done.output
+    assert "running" in done.output
+
+
+@contextmanager
+def answering(text: bytes, status: int = 200) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "word"),
+    [
+        (b"", 404, "the status is 404"),
+        (b'{"error": {"message": "8 viewers\\u001b[2J watch"}}', 503, "8 viewers"),
+        (b'event: frame\ndata: {"at": "x"}\n\n', 200, "has broken off"),
+        (b"event: frame\ndata: [1]\n\n", 200, "has broken off"),
+        (b"event: frame\ndata: {}\n\n", 200, "has broken off"),
+        (b"event: frame\ndata: {", 200, "has broken off"),
+        (b"\xff\xfe\n\n", 200, "has broken off"),
+    ],
+)
+def test_what_is_no_stream_is_one_sentence(text: bytes, status: int, word: str) -> None:
+    with answering(text, status) as url, pytest.raises(InferError, match=word):
+        run_top(url, None, None, once=True)
+
+
+def test_names_of_strangers_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    hello = b'event: hello\ndata: {"model": "\\u001b[31m[red]evil", "seats": 1}\n\n'
+    with answering(hello + b'event: end\ndata: {"reason": "x"}\n\n') as url:
+        run_top(url, None, None, once=True)
+    shown = capsys.readouterr().out
+    assert "\\x1b[31m[red]evil" in shown
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(InferError, match="is not the address of a server"):
+        run_top("file:///etc/passwd", None, None, once=True)

@@ -1,0 +1,150 @@
+"""Speculation on the shipped model: tokens and log-probabilities are those of plain decoding.
+
+Proposals are made from the answers of plain decoding: some are right, some wrong, and some right
+up to a wrong token. So accepted runs, rejected ones and mixtures happen for every way of sampling.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from infer import LLM, RequestOutput, SamplingParams
+from infer.schedule.ngram_index import NgramIndex
+from infer.types.grammar import Grammar
+from tests.support.lattice import OPENING
+
+CONFIG = '{"method": "ngram", "num_speculative_tokens": 6}'
+NUM_TOKENS = 32
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "greedy, log-probabilities": {"temperature": 0, "logprobs": 3},
+    "drawn": {"temperature": 0.9, "top_p": 0.9, "seed": 3, "logprobs": 0},
+    "top-k and min-p": {"temperature": 1.2, "top_k": 40, "min_p": 0.02, "seed": 4},
+    "penalties": {
+        "temperature": 0.8,
+        "seed": 5,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.7,
+        "logprobs": 1,
+    },
+    "bias": {"temperature": 0, "logit_bias": {263: 3.0, 376: -5.0}},
+    "bad words": {"temperature": 0, "bad_words": ["there was", "fox", "the"]},
+    "allowed ids": {"temperature": 0.7, "seed": 1, "allowed_token_ids": list(range(200, 700))},
+    "stop string": {"temperature": 0, "stop": ["the", "and"], "min_tokens": 3},
+    "few tokens": {"temperature": 0, "max_tokens": 5},
+    "ends": {"temperature": 0, "ignore_eos": False, "stop_token_ids": [263, 17], "min_tokens": 6},
+    "grammar": {"temperature": 0.8, "seed": 2, "grammar": Grammar("regex", "[a-z ]{5,30}[.]")},
+    "prompt log-probabilities": {"temperature": 0, "prompt_logprobs": 1},
+}
+PROMPTS = [OPENING + "The fox had a red ball.", "Once upon a time", "One day, a little bird"]
+ASKED = [
+    (
+        PROMPTS[i % len(PROMPTS)],
+        SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True, **way}),
+    )
+    for i, way in enumerate(WAYS.values())
+]
+
+
+def run(llm: LLM) -> list[RequestOutput]:
+    prompts, each = zip(*ASKED, strict=True)
+    return llm.generate(list(prompts), list(each), use_tqdm=False)
+
+
+def values(outputs: list[RequestOutput], *, bits: bool) -> list[Any]:
+    """What must be equal; `bits`: log-probabilities too."""
+    shown = []
+    for output in outputs:
+        logprobs = (output.logprobs, output.prompt_logprobs) if bits else None
+        shown.append((output.token_ids, output.text, output.finish_reason, logprobs))
+    return shown
+
+
+@pytest.fixture(scope="module", params=["auto", "float32"])
+def plain(request: pytest.FixtureRequest) -> tuple[str, list[RequestOutput]]:
+    with LLM(dtype=request.param, max_seq_len=512) as llm:
+        return request.param, run(llm)
+
+
+@pytest.fixture
+def oracle(plain: tuple[str, list[RequestOutput]]) -> Iterator[None]:
+    known = [[*output.prompt_token_ids, *output.token_ids] for output in plain[1]]
+    r = random.Random(7)
+
+    def propose(index: NgramIndex, tokens: list[int], count: int) -> tuple[int, ...]:
+        fitting = [each for each in known if each[: len(tokens)] == tokens]
+        right = r.choice(fitting or [tokens])[len(tokens) : len(tokens) + count]
+        right += [r.randrange(2000) for _ in range(count - len(right))]
+        match r.randrange(3):
+            case 0:
+                right[r.randrange(count)] = r.randrange(2000)
+            case 1:
+                right[0] = 5
+        return tuple(right)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NgramIndex, "propose", propose)
+        patch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+        yield
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "continuous": {},
+    "few seats, small pages": {"max_batch_size": 3, "page_size": 3},
+    "small steps": {"max_num_batched_tokens": 9},
+    "static, contiguous": {"batching_mode": "static", "kv_cache_backend": "contiguous"},
+    "sequential, slotted": {"batching_mode": "sequential", "kv_cache_backend": "slotted"},
+    "no cache": {"kv_cache_backend": "none"},
+}
+
+
+@pytest.mark.usefixtures("oracle")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_answers_in_fewer_steps(name: str, plain: tuple[str, list[RequestOutput]]) -> None:
+    dtype, wanted = plain
+    settings = {"max_seq_len": 512, "speculative_config": CONFIG, **SETTINGS[name]}
+    with LLM(dtype=dtype, **settings) as llm:
+        bits = dtype == "auto" and str(llm.core.runner.caches[0].dtype) == "torch.bfloat16"  # type: ignore[attr-defined]
+        assert values(run(llm), bits=bits) == values(wanted, bits=bits)
+        stats = llm.stats()
+        assert stats["num_accepted_tokens"] > 20
+        assert stats["num_draft_tokens"] > stats["num_accepted_tokens"] + 10
+        assert stats["num_free_pages"] == stats["num_pages"]
+
+
+@pytest.mark.usefixtures("oracle")
+def test_preempted_at_every_third_step(plain: tuple[str, list[RequestOutput]]) -> None:
+    dtype, wanted = plain
+    with LLM(dtype=dtype, max_seq_len=512, speculative_config=CONFIG) as llm:
+        scheduler, step, count = llm.core.scheduler, llm.core.step, 0
+
+        def stepping(*, flush: bool = False) -> Any:
+            nonlocal count
+            count += 1
+            if count % 3 == 0 and scheduler.running:
+                scheduler.preempt(scheduler.running[count % len(scheduler.running)])
+            return step(flush=flush)
+
+        llm.core.step = stepping  # type: ignore[method-assign]
+        assert values(run(llm), bits=False) == values(wanted, bits=False)
+        assert llm.stats()["num_preemptions"] >= 4
+        assert llm.stats()["num_accepted_tokens"] > 20
+
+
+def test_a_text_that_repeats_is_computed_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an oracle: the n-gram index finds what the model repeats, whatever steps cost."""
+    monkeypatch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+    prompt = "one two three four five six seven eight " * 6
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    answers, steps = [], []
+    for config in (None, CONFIG):
+        with LLM(speculative_config=config) as llm:
+            answers.append(llm.generate([prompt], greedy)[0].token_ids)
+            steps.append(llm.stats()["num_steps"])
+    assert answers[0] == answers[1]
+    assert steps[1] < steps[0]

@@ -1,0 +1,498 @@
+"""The stream of an engine's steps: exactly its steps, private between keys, bounded for viewers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.engine.client.async_llm import AsyncLLM
+from infer.server import viewers as viewers_module
+from infer.server.engine_endpoints import EVENTS_PATH
+from infer.types import StepOutput
+from infer.types.step_events import (
+    Admitted,
+    ComputedChunk,
+    Preempted,
+    Queued,
+    StepEvent,
+    StepEvents,
+)
+from tests.support.doubles import held_runner, launch_hash_llm, make_hash_llm, pid_of, thread_of
+from tests.support.serving import COMPLETIONS, App, completion_body, serving, with_app
+from tests.support.tenants import make
+
+LONG = "a long long way to go " * 6
+
+
+class Watcher:
+    """A viewer's stream, read as a client reads it."""
+
+    def __init__(self) -> None:
+        self.leave = asyncio.Event()
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.num_bytes = 0
+        self.status = 0
+        self._rest = b""
+
+    def read(self, data: bytes) -> None:
+        """Take what was written."""
+        self.num_bytes += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n\n")
+        for each in whole:
+            kind, line = each.decode("ascii").split("\n")
+            self.events.append(
+                (kind.removeprefix("event: "), json.loads(line.removeprefix("data: ")))
+            )
+
+    @property
+    def frames(self) -> list[dict[str, Any]]:
+        return [fields for kind, fields in self.events if kind == "frame"]
+
+    def all(self, name: str) -> list[Any]:
+        """The entries of one field of all frames."""
+        return [entry for frame in self.frames for entry in frame.get(name, [])]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def watching(app: App, query: str = "", **headers: str) -> AsyncIterator[Watcher]:
+    """Watch from the state of all requests on; leaves at the end."""
+    watcher = Watcher()
+
+    async def watch() -> None:
+        path = EVENTS_PATH + query
+        reply = await app.send(
+            "GET", path, headers=headers, leave=watcher.leave, on_write=watcher.read
+        )
+        watcher.status = reply.status
+
+    task = asyncio.ensure_future(watch())
+    try:
+        await watcher.until(lambda: bool(watcher.frames) or task.done())
+        yield watcher
+    finally:
+        watcher.leave.set()
+        await task
+
+
+class Spy:
+    """Keeps what an engine delivers."""
+
+    def __init__(self, engine: AsyncLLM) -> None:
+        self.told: list[tuple[list[StepOutput], StepEvents | None]] = []
+        observer = engine._observer
+        assert observer is not None
+        self._stepped = observer.stepped
+        observer.stepped = self.stepped  # type: ignore[method-assign]
+
+    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+        self.told.append((outputs, step_events))
+        self._stepped(outputs, step_events)
+
+    @property
+    def steps(self) -> list[StepEvents]:
+        return [step for _, step in self.told if step is not None and step.num_sequences]
+
+
+def all_finished(watcher: Watcher, number: int) -> bool:
+    return sum(event[0] == "finished" for event in watcher.all("events")) == number
+
+
+def steps_of(frames: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """Number, start, duration, sequences, prompt tokens and pages of each step of some frames."""
+    steps = []
+    for frame in frames:
+        number, at_ms = frame.get("number", 0), frame["at"]
+        for count, pause, duration, *rest in frame.get("steps", []):
+            number += count
+            at_ms += pause
+            steps.append((number, round(at_ms, 1), duration, *rest))
+            at_ms += duration
+    return steps
+
+
+def told(event: StepEvent, step: StepEvents, number: int) -> list[Any] | None:
+    """An event of a step as a frame has it, without its time."""
+    match event:
+        case Queued():
+            return ["queued", number, event.num_before]
+        case Admitted():
+            return ["admitted", number, event.num_cached, event.num_tokens]
+        case ComputedChunk():
+            step_ms = round(1000 * (step.ended_s - step.started_s), 2)
+            return ["chunk", number, event.start, event.num_tokens, step_ms]
+        case Preempted():
+            return ["preempted", number, event.num_lost]
+    return None
+
+
+def test_exactly_the_steps() -> None:
+    """A load with every kind of event: the frames have its steps and events, each exactly once."""
+
+    async def use(app: App) -> None:
+        spy = Spy(app.engine)
+        async with watching(app) as watcher:
+            assert watcher.events[0][0] == "hello"
+            hello = watcher.events[0][1]
+            assert (hello["model"], hello["seats"], hello["mode"]) == (
+                *("hash-model", 4),
+                "continuous",
+            )
+            bodies = [
+                completion_body(
+                    prompt=LONG[: 20 + 7 * i], max_tokens=24 + i, ignore_eos=True, seed=i
+                )
+                for i in range(12)
+            ]
+            replies = await asyncio.gather(*(app.post(COMPLETIONS, body) for body in bodies))
+            await watcher.until(partial(all_finished, watcher, len(bodies)))
+            names = {reply.json()["id"] for reply in replies}
+            numbers = {e[4]: e[1] for e in watcher.all("events") if e[0] == "queued"}
+            assert numbers.keys() == names
+            assert set(numbers.values()) == set(range(1, 13))
+            check_steps(watcher, spy)
+            check_events(watcher, spy, {f"{n}": m for n, m in numbers.items()})
+
+    with_app(make_hash_llm(num_pages=40, max_batch_size=4), use)
+
+
+def check_steps(watcher: Watcher, spy: Spy) -> None:
+    found = steps_of(watcher.frames)
+    assert len(found) == len(spy.steps) > 20
+    offset_ms = found[0][1] - 1000 * spy.steps[0].started_s
+    for row, step in zip(found, spy.steps, strict=True):
+        chunks = [e.num_tokens for e in step.events if isinstance(e, ComputedChunk)]
+        assert row[0] == step.number
+        assert row[1] == pytest.approx(1000 * step.started_s + offset_ms, abs=1.0)
+        assert row[2] == round(1000 * (step.ended_s - step.started_s), 2)
+        assert row[3:5] == (step.num_sequences, sum(chunks))
+        assert row[5:] == (step.num_free_pages, step.num_indexed_pages)
+    assert {row[4] > 0 for row in found} == {True, False}
+
+
+def check_events(watcher: Watcher, spy: Spy, numbers: dict[str, int]) -> None:
+    ids = {event.request_id for _, step in spy.told if step for event in step.events}
+    number_of = {name: number for name in ids for own, number in numbers.items() if own in name}
+    expected: list[Any] = []
+    tokens: dict[int, int] = {}
+    for outputs, step in spy.told:
+        for event in step.events if step is not None else ():
+            assert step is not None
+            expected.append(told(event, step, number_of[event.request_id]))
+        for output in outputs:
+            number = number_of[output.request_id]
+            tokens[number] = tokens.get(number, 0) + 1
+            if tokens[number] == 1:
+                expected.append(["first_token", number])
+            if output.finish_reason is not None:
+                expected.append(["finished", number, "length", tokens[number]])
+    lengths = {"queued": 3, "preempted": 3, "first_token": 2}
+    found = [[e[0], e[1], *e[3:]][: lengths.get(e[0])] for e in watcher.all("events")]
+    assert found == expected
+    assert {e[0] for e in found} == {
+        *("queued", "admitted", "chunk", "first_token", "preempted", "finished"),
+    }
+    counted: dict[int, int] = {}
+    for number, count in watcher.all("tokens"):
+        counted[number] = counted.get(number, 0) + count
+    assert counted == tokens
+    gaps = sum(sum(frame.get("gaps", [])) for frame in watcher.frames)
+    assert gaps == sum(tokens.values()) - len(tokens)
+
+
+def test_requests_that_were_there_before() -> None:
+    runner, arrived, opened = held_runner()
+
+    async def use(app: App) -> None:
+        body = completion_body(prompt=LONG, max_tokens=5, ignore_eos=True)
+        asking = [asyncio.ensure_future(app.post(COMPLETIONS, body)) for _ in range(2)]
+        assert await asyncio.to_thread(arrived.wait, 10)
+        async with watching(app) as watcher:
+            [one, two] = watcher.frames[0]["requests"]
+            assert [one[0], two[0]] == [1, 2]
+            assert one[1] == "waiting"  # the engine has not reported a step yet
+            assert one[5] == 5
+            opened.set()
+            names = {(await each).json()["id"] for each in asking}
+            assert {one[2], two[2]} == names
+            await watcher.until(partial(all_finished, watcher, 2))
+        async with watching(app) as watcher:
+            assert watcher.frames[0]["requests"] == []
+            assert watcher.frames[0]["gauges"]["running"] == 0
+
+    with_app(make_hash_llm(max_batch_size=1, runner=runner), use)
+
+
+def test_a_key_never_sees_the_name_of_anothers_request(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    one, two, admin = make(file, "one"), make(file, "two"), make(file, "admin", admin=True)
+
+    async def use(app: App) -> None:
+        async with (
+            watching(app, **one) as of_one,
+            watching(app, **two) as of_two,
+            watching(app, **admin) as of_all,
+        ):
+            body = completion_body(prompt=LONG, max_tokens=8, ignore_eos=True)
+            mine = (await app.post(COMPLETIONS, body, headers=one)).json()["id"]
+            theirs = (await app.post(COMPLETIONS, body, headers=two)).json()["id"]
+            for watcher in (of_one, of_two, of_all):
+                await watcher.until(partial(all_finished, watcher, 2))
+        names = {
+            who: [e[4] for e in watcher.all("events") if e[0] == "queued"]
+            for who, watcher in (("one", of_one), ("two", of_two), ("all", of_all))
+        }
+        assert names == {"one": [mine, None], "two": [None, theirs], "all": [mine, theirs]}
+        assert theirs.rpartition("-")[2] not in json.dumps(of_one.events)
+        assert mine.rpartition("-")[2] not in json.dumps(of_two.events)
+        assert steps_of(of_one.frames) == steps_of(of_all.frames)  # the work itself is no secret
+
+    with_app(make_hash_llm(), use, api_keys=str(file))
+
+
+def test_the_ninth_viewer_and_the_fifth_of_a_key(tmp_path: Path) -> None:
+    async def use(app: App) -> None:
+        leaves = [asyncio.Event() for _ in range(viewers_module.MAX_VIEWERS)]
+        tasks = [asyncio.ensure_future(app.send("GET", EVENTS_PATH, leave=it)) for it in leaves]
+        await asyncio.sleep(0.02)
+        refused = await app.get(EVENTS_PATH)
+        assert refused.status == 503
+        assert refused.error()["code"] == "too_many_viewers"
+        assert "close one of them" in refused.error()["message"]
+        assert int(refused.headers["retry-after"]) > 0
+        leaves[0].set()
+        await tasks[0]
+        async with watching(app) as watcher:
+            assert watcher.frames
+        for leave in leaves:
+            leave.set()
+        assert {reply.status for reply in await asyncio.gather(*tasks)} == {200}
+
+    with_app(make_hash_llm(), use)
+    file = tmp_path / "keys.json"
+    one, two = make(file, "one"), make(file, "two")
+
+    async def use_keys(app: App) -> None:
+        leave = asyncio.Event()
+        tasks = [
+            asyncio.ensure_future(app.send("GET", EVENTS_PATH, headers=one, leave=leave))
+            for _ in range(viewers_module.MAX_VIEWERS_A_KEY)
+        ]
+        await asyncio.sleep(0.02)
+        refused = await app.get(EVENTS_PATH, **one)
+        assert (refused.status, refused.error()["code"]) == (429, "rate_limit_exceeded")
+        async with watching(app, **two) as watcher:
+            assert watcher.frames
+        leave.set()
+        await asyncio.gather(*tasks)
+
+    with_app(make_hash_llm(), use_keys, api_keys=str(file))
+
+
+def test_nothing_is_collected_while_nobody_watches() -> None:
+    async def use(app: App) -> None:
+        traces = app.app.state.traces
+        async with watching(app) as watcher:
+            assert len(traces._watchers) == 1
+            assert (await app.post(COMPLETIONS, completion_body())).status == 200
+        assert traces._watchers == []
+        num_frames, num_tasks = len(watcher.frames), len(asyncio.all_tasks())
+        assert num_tasks == 1
+        await app.post(COMPLETIONS, completion_body())
+        assert len(watcher.frames) == num_frames
+
+    with_app(make_hash_llm(), use)
+
+
+def test_a_slow_viewer_gets_fewer_frames_and_then_the_state(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(viewers_module, "MAX_PENDING_BYTES", 4000)
+
+    async def use(app: App) -> None:
+        gate, watcher = asyncio.Event(), Watcher()
+        gate.set()
+
+        async def receive() -> dict[str, Any]:
+            await watcher.leave.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await gate.wait()
+                watcher.read(message["body"])
+
+        scope: dict[str, Any] = {
+            **{"type": "http", "http_version": "1.1", "method": "GET", "path": EVENTS_PATH},
+            **{"query_string": b"", "headers": [], "client": None, "root_path": ""},
+        }
+        task = asyncio.ensure_future(app.app(scope, receive, send))
+        async with watching(app) as quick:
+            await watcher.until(lambda: bool(watcher.frames))
+            gate.clear()
+            body = completion_body(prompt=LONG, max_tokens=350, ignore_eos=True)
+            assert (await app.post(COMPLETIONS, body)).status == 200
+            await quick.until(lambda: any(e[0] == "finished" for e in quick.all("events")))
+            assert "left_out" not in str(quick.frames)
+            num_read = len(watcher.frames)
+            gate.set()
+            await watcher.until(lambda: any("left_out" in it for it in watcher.frames[num_read:]))
+            last = watcher.frames[-1]
+            assert last["requests"] == []
+            assert last["gauges"]["running"] == 0
+            steps = sum(row[0] for row in watcher.all("steps")) + last["left_out"]["steps"]
+            assert steps == sum(row[0] for row in quick.all("steps"))
+            events = len(watcher.all("events")) + last["left_out"]["events"]
+            assert events == len(quick.all("events"))
+            assert last["left_out"]["frames"] > 0
+        watcher.leave.set()
+        await task
+
+    with_app(make_hash_llm(step_s=0.003), use)
+
+
+def test_an_engine_that_dies_is_an_event() -> None:
+    async def use() -> None:
+        async with serving(launch_hash_llm(step_s=0.01)) as app, watching(app) as watcher:
+            body = completion_body(max_tokens=100, ignore_eos=True)
+            asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
+            await watcher.until(lambda: len(watcher.all("steps")) > 5)
+            os.kill(pid_of(app.engine), signal.SIGKILL)
+            assert (await asking).status == 200
+            await watcher.until(lambda: any(e[0] == "finished" for e in watcher.all("events")))
+            [at] = [i for i, frame in enumerate(watcher.frames) if frame.get("restarted")]
+            events = [event for frame in watcher.frames[at:] for event in frame.get("events", [])]
+            kinds = [event[0] for event in events]
+            assert kinds[:3] == ["resumed", "admitted", "chunk"]
+            assert kinds[-1] == "finished"
+            assert {event[1] for event in events} == {1}
+            assert steps_of(watcher.frames[at:])[0][0] < 3
+            assert watcher.frames[-1].get("gauges", {"restarts": 1})["restarts"] == 1
+
+    asyncio.run(use())
+
+
+def test_a_server_that_shuts_down_ends_its_streams() -> None:
+    async def use(app: App) -> None:
+        async with watching(app) as watcher:
+            app.engine.drain()
+            await watcher.until(lambda: watcher.events[-1][0] == "end")
+            assert watcher.events[-1][1] == {"reason": "shutting_down"}
+            refused = await app.get(EVENTS_PATH)
+            assert refused.status == 503
+
+    with_app(make_hash_llm(), use)
+
+
+def test_a_revoked_key_ends_its_streams(tmp_path: Path) -> None:
+    from infer.server.tenancy.keys import Keys
+
+    file = tmp_path / "keys.json"
+    key = make(file, "one")
+
+    async def use(app: App) -> None:
+        async with watching(app, **key) as watcher:
+            Keys(file).revoke("one")
+            await watcher.until(lambda: watcher.events[-1][0] == "end")
+            assert watcher.events[-1][1] == {"reason": "key_revoked"}
+
+    with_app(make_hash_llm(), use, api_keys=str(file))
+
+
+def test_a_client_that_leaves_ends_its_request() -> None:
+    async def use(app: App) -> None:
+        async with watching(app) as watcher:
+            leave = asyncio.Event()
+            body = json.dumps(completion_body(max_tokens=400, ignore_eos=True, stream=True))
+            headers = {"content-type": "application/json", "content-length": str(len(body))}
+            asking = asyncio.ensure_future(
+                app.send("POST", COMPLETIONS, body.encode(), headers, leave=leave)
+            )
+            await watcher.until(lambda: bool(watcher.all("tokens")))
+            leave.set()
+            await asking
+            await watcher.until(lambda: any(e[0] == "finished" for e in watcher.all("events")))
+            [end] = [e for e in watcher.all("events") if e[0] == "finished"]
+            assert end[3] == "disconnected"
+
+    with_app(make_hash_llm(step_s=0.002), use)
+
+
+def test_the_traffic_is_bounded() -> None:
+    """10,000 steps a second, each with an event: less than 64 KiB in any second, and nothing is
+    lost without being counted."""
+    runner, arrived, opened = held_runner()
+    marks: list[tuple[float, int]] = []
+
+    async def feed(app: App, watcher: Watcher) -> int:
+        traces, number = app.app.state.traces, 0
+        [name] = traces._choices
+        loop = asyncio.get_running_loop()
+        ends_s = loop.time() + 1.6
+        while loop.time() < ends_s:
+            for _ in range(20):
+                number += 1
+                chunk = ComputedChunk(name, 12345, 128)
+                traces.stepped([], StepEvents(number, 1.0, 1.1, 32, (chunk,), 4096, 128))
+            marks.append((loop.time(), watcher.num_bytes))
+            await asyncio.sleep(0.002)
+        return number
+
+    async def use(app: App) -> None:
+        async with watching(app) as watcher:
+            asking = asyncio.ensure_future(app.post(COMPLETIONS, completion_body(max_tokens=1)))
+            assert await asyncio.to_thread(arrived.wait, 10)
+            number = await feed(app, watcher)
+            assert number > 5000
+            for at_s, num_bytes in marks:
+                within = [other for later_s, other in marks if at_s <= later_s <= at_s + 1]
+                assert within[-1] - num_bytes < 64 * 1024
+            assert watcher.num_bytes > 30_000
+
+            def all_told() -> bool:
+                return sum(row[0] for row in watcher.all("steps")) == number
+
+            await watcher.until(all_told)
+            left_out = sum(f.get("left_out", {"events": 0})["events"] for f in watcher.frames)
+            chunks = [e for e in watcher.all("events") if e[0] == "chunk"]
+            assert left_out + len(chunks) >= number
+            opened.set()
+            assert (await asking).status == 200
+            assert any(len(frame.get("requests", [])) == 1 for frame in watcher.frames)
+            await watcher.until(lambda: watcher.frames[-1].get("gauges", {}).get("open") == 0)
+
+    with_app(make_hash_llm(runner=runner), use)
+
+
+def test_head_has_no_stream() -> None:
+    async def use(app: App) -> None:
+        reply = await app.send("HEAD", EVENTS_PATH)
+        assert (reply.status, reply.body) == (200, b"")
+        assert reply.headers["content-type"].startswith("text/event-stream")
+
+    with_app(make_hash_llm(), use)
+
+
+def test_an_engine_in_a_thread_has_pages_in_its_steps() -> None:
+    async def use(app: App) -> None:
+        core = thread_of(app.engine).core
+        async with watching(app) as watcher:
+            assert (await app.post(COMPLETIONS, completion_body(prompt=LONG))).status == 200
+            await watcher.until(lambda: bool(watcher.all("steps")))
+            assert watcher.all("steps")[0][5] < core.scheduler.allocator.num_usable
+            await watcher.until(lambda: watcher.all("steps")[-1][6] > 0)
+
+    with_app(make_hash_llm(), use)

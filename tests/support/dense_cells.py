@@ -1,0 +1,125 @@
+"""A plain reference of `infer.cells`: lists of sets, and dense attention in float32.
+
+`SetCells` is what each `seq_*` function means, one cell at a time. `DenseCells` adds the forward
+pass: every cell keeps its keys without rotation, each decode rotates all of them to their positions
+of now, and attention is a softmax under a mask of T × cells. Nothing of the engine's storage,
+tables, groups or kernels is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from infer.kernels.rotary import QKRotation
+from infer.models.model import Model
+from infer.models.rope import inverse_frequencies
+
+
+@dataclass(eq=False)
+class SetCell:
+    """One token that some sequence holds."""
+
+    pos: int
+    seqs: set[int]
+    token: int
+    keys: list[Tensor] = field(default_factory=list)
+    """of each layer, [G, D], not rotated"""
+    values: list[Tensor] = field(default_factory=list)
+
+
+class SetCells:
+    """The meaning of the functions on sequences."""
+
+    def __init__(self) -> None:
+        self.cells: list[SetCell] = []
+
+    def of(self, seq: int, p0: int, p1: int) -> list[SetCell]:
+        end = p1 if p1 >= 0 else 1 << 60
+        return [c for c in self.cells if (seq < 0 or seq in c.seqs) and p0 <= c.pos < end]
+
+    def drop_unheld(self) -> None:
+        self.cells = [c for c in self.cells if c.seqs]
+
+    def seq_cp(self, src: int, dst: int, p0: int, p1: int) -> None:
+        for cell in self.of(src, p0, p1):
+            cell.seqs.add(dst)
+
+    def seq_rm(self, seq: int, p0: int, p1: int) -> None:
+        for cell in self.of(seq, p0, p1):
+            cell.seqs = set() if seq < 0 else cell.seqs - {seq}
+        self.drop_unheld()
+
+    def seq_keep(self, seq: int) -> None:
+        for cell in self.cells:
+            cell.seqs &= {seq}
+        self.drop_unheld()
+
+    def seq_add(self, seq: int, p0: int, p1: int, delta: int) -> None:
+        for cell in self.of(seq, p0, p1):
+            cell.pos += delta
+            if cell.pos < 0:
+                cell.seqs = set()
+        self.drop_unheld()
+
+    def next_pos(self, seq: int) -> int:
+        return max((c.pos + 1 for c in self.of(seq, -1, -1)), default=0)
+
+    def rows(self) -> list[tuple[int, tuple[int, ...], int]]:
+        return sorted((c.pos, tuple(sorted(c.seqs)), c.token) for c in self.cells)
+
+
+class DenseCells(SetCells):
+    """The same with a model."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+
+    @torch.inference_mode()
+    def decode(self, tokens: list[int], pos: list[int], seqs: list[set[int]]) -> Tensor:
+        """Logits [T, V] of all tokens, computed in one pass over all cells."""
+        new = [SetCell(*each) for each in zip(pos, map(set, seqs), tokens, strict=True)]
+        self.cells += new
+        at = torch.tensor([c.pos for c in self.cells])
+        shared = [[bool(q.seqs & c.seqs) for c in self.cells] for q in new]
+        config = self.model.config
+
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        ) -> Tensor:
+            if turn is not None and turn.norms is not None:
+                q, k = turn.norms.q(q), turn.norms.k(k)
+            for cell, key, value in zip(new, k, v, strict=True):
+                cell.keys.append(key.clone())
+                cell.values.append(value.clone())
+            keys = torch.stack([c.keys[layer] for c in self.cells])
+            values = torch.stack([c.values[layer] for c in self.cells])
+            window = config.window(layer)
+            if turn is not None:
+                rope = config.rope if window is None else config.local_rope or config.rope
+                freqs = inverse_frequencies(rope, config.head_dim)
+                q = turned(q, at[-len(new) :], freqs, rope.attention_factor)
+                keys = turned(keys, at, freqs, rope.attention_factor)
+            distance = at[-len(new) :, None] - at[None, :]
+            mask = torch.tensor(shared) & (distance >= 0)
+            if window is not None:
+                mask &= distance < window
+            rep = config.num_heads // config.num_kv_heads
+            keys, values = (x.repeat_interleave(rep, dim=1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale
+            weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+            return torch.einsum("hqk,khd->qhd", weights, values)
+
+        hidden = self.model.forward(torch.tensor(tokens), torch.tensor(pos), attend)
+        return self.model.logits(hidden)
+
+
+def turned(x: Tensor, pos: Tensor, freqs: Tensor, factor: float) -> Tensor:
+    """Heads [n, heads, D] rotated to their positions [n]."""
+    angle = pos[:, None, None] * freqs
+    cos, sin = angle.cos() * factor, angle.sin() * factor
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
