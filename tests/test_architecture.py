@@ -406,7 +406,6 @@ TESTS = ROOT / "tests"
 MUTANTS = "it breaks private rules on purpose, to see that the workloads notice"
 ON_A_GPU = "it checks a kernel's own choices on a device"
 REACHES: dict[str, tuple[int | None, str]] = {
-    "engine/test_standby.py": (5, "short waits of the thread that watches a standby"),
     "cells/test_cells_reference.py": (1, "compares the keys in the cells"),
     "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),

@@ -16,8 +16,6 @@ import pytest
 
 from infer import SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.process import standby as standbys
-from infer.engine.process import supervisor
 from infer.engine.process.child import STANDBY_NAME
 from infer.engine.process.standby import ENDS_BELOW, STARTS_ABOVE, Standby
 from tests.support.checkpoints import VOCAB_SIZE
@@ -29,9 +27,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture
-def standby(monkeypatch: pytest.MonkeyPatch) -> Iterator[Standby]:
-    monkeypatch.setattr(standbys, "WATCH_S", 0.02)
-    made = Standby(FACTORY)
+def standby() -> Iterator[Standby]:
+    made = Standby(FACTORY, watch_s=0.02, retry_s=0.1)
     yield made
     made.stop()
     assert not left(), "a process is left"
@@ -79,9 +76,11 @@ async def survives(llm: AsyncLLM, disturb: Callable[[], object]) -> None:
         assert list(output.token_ids) == solo(request, VOCAB_SIZE)
 
 
-def run(standby: Standby, body: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+def run(
+    standby: Standby, body: Callable[[AsyncLLM], Awaitable[None]], answer_s: float = 5.0
+) -> None:
     async def main() -> None:
-        async with launch_hash_llm(standby=standby, step_s=0.002) as llm:
+        async with launch_hash_llm(standby=standby, standby_answer_s=answer_s, step_s=0.002) as llm:
             await body(llm)
 
     asyncio.run(main())
@@ -114,9 +113,7 @@ def cpu_ticks(pid: int) -> int:
     return sum(map(int, read(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:13]))
 
 
-def test_its_death_is_not_noticed(standby: Standby, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standbys, "RETRY_S", 0.1)
-
+def test_its_death_is_not_noticed(standby: Standby) -> None:
     async def body(llm: AsyncLLM) -> None:
         pid, engine = await prepared(standby), pid_of(llm)
         await survives(llm, lambda: kill(pid))
@@ -146,8 +143,7 @@ def test_one_that_is_stopped_goes_on(standby: Standby) -> None:
     run(standby, body)
 
 
-def test_one_that_does_not_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "STANDBY_ANSWER_S", 0.3)
+def test_one_that_does_not_answer_is_passed_over() -> None:
     hanging = Standby("tests.support.hanging_import:x")
 
     async def body(llm: AsyncLLM) -> None:
@@ -158,7 +154,7 @@ def test_one_that_does_not_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch
         assert pid_of(llm) != pid
         assert not read(f"/proc/{pid}/cmdline")
 
-    run(hanging, body)
+    run(hanging, body, answer_s=0.3)
     hanging.stop()
     assert not left()
 
@@ -176,11 +172,9 @@ def test_a_module_that_cannot_be_imported_changes_nothing() -> None:
     assert not left()
 
 
-def test_memory_decides_whether_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(standbys, "WATCH_S", 0.02)
-    monkeypatch.setattr(standbys, "RETRY_S", 0.0)
+def test_memory_decides_whether_there_is_one() -> None:
     available = [STARTS_ABOVE - 1]
-    standby = Standby(FACTORY, available=lambda: available[0])
+    standby = Standby(FACTORY, available=lambda: available[0], watch_s=0.02, retry_s=0.0)
 
     async def body(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.1)

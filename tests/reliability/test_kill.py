@@ -1,4 +1,4 @@
-"""Scorecard 24: `kill -9` of the engine at random moments; every stream stays exact."""
+"""Scorecard 24 and B3: `kill -9` of the engine at random moments; every stream stays exact."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ MODEL_SERVER = ["-m", "infer.server", "--port", "0", "--max-seq-len", "512"]
 
 
 def run(
-    arguments: list[str], load: str, tmp_path: Path, *how: Any, **settings: Any
+    arguments: list[str],
+    load: str,
+    tmp_path: Path,
+    *how: Any,
+    number: int | str = 24,
+    **settings: Any,
 ) -> dict[str, Any]:
     with served(arguments, tmp_path / "log") as server:
         counted = asyncio.run(kill_under_load(server, *how, **settings))
@@ -32,7 +37,7 @@ def run(
     assert text.count("has died (SIGKILL)") == counted["kills"]
     assert "is to blame" not in text
     print(counted)
-    Findings().note(24, "kill -9 of the engine", load, **counted)
+    Findings().note(number, "kill -9 of the engine", load, **counted)
     return counted
 
 
@@ -51,11 +56,11 @@ def test_two_hundred_streams_and_twenty_kills(tmp_path: Path) -> None:
 def test_the_silence_of_ten_kills(option: str, tmp_path: Path) -> None:
     load = f"32 streams, shipped model, ten kills, {option}"
     streams = [{**body, "max_tokens": 400, "ignore_eos": True} for body in bodies(32, 200)]
-    how: Any = {"has_standby": option == "--standby"}
+    how: Any = {"number": "B3", "has_standby": option == "--standby"}
     counted = run([*MODEL_SERVER, option], load, tmp_path, streams, 10, (3.0, 4.0), **how)
     median_s, _ = counted[
         "longest silence of a stream through a kill, median and longest of the kills [s]"
     ]
     Findings().note(
-        24, "silence", load, at_most={"median silence [s]": (median_s, LONGEST_SILENCE_S[option])}
+        "B3", "silence", load, at_most={"median silence [s]": (median_s, LONGEST_SILENCE_S[option])}
     )

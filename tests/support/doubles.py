@@ -320,6 +320,6 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    names = ("hang_s", "soft_limit_s", "max_pause_s", "seed", "standby")
+    names = ("hang_s", "soft_limit_s", "max_pause_s", "standby", "standby_answer_s", "seed")
     how = {name: settings.pop(name) for name in names if name in settings}
     return launch_factory(factory, settings, **how)

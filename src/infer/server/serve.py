@@ -400,6 +400,15 @@ def _check_reach(host: str, sock: socket.socket, settings: ServerSettings) -> No
         )
 
 
+def _place(
+    settings: ServerSettings, host: str, port: int
+) -> contextlib.AbstractContextManager[socket.socket]:
+    """The socket at which the server will listen."""
+    if settings.uds:
+        return unix_socket(settings.uds)
+    return bind(host, port, settings.write_stall_s, settings.limits)
+
+
 def serve_config(
     config: EngineConfig | Mapping[str, EngineConfig],
     settings: ServerSettings,
@@ -420,7 +429,7 @@ def serve_config(
     check_certificate(settings)
     with (
         log_on_stderr(settings.log_format),
-        _place(host, port, settings) as sock,
+        _place(settings, host, port) as sock,
         standing_by(settings.standby and not in_thread) as standby,
     ):
         if not settings.uds:
@@ -458,15 +467,6 @@ def serve_config(
             if not settings.load_on_first_use:
                 engine.load_all()
         run(engine, sock, settings)
-
-
-def _place(
-    host: str, port: int, settings: ServerSettings
-) -> contextlib.AbstractContextManager[socket.socket]:
-    """The socket at which the server listens."""
-    if settings.uds:
-        return unix_socket(settings.uds)
-    return bind(host, port, settings.write_stall_s, settings.limits)
 
 
 def _with_seed(config: EngineConfig) -> EngineConfig:

@@ -32,10 +32,18 @@ RETRY_S = 60.0
 class Standby:
     """See the module's docstring."""
 
-    def __init__(self, factory: str, *, available: Callable[[], int] = available_bytes) -> None:
+    def __init__(
+        self,
+        factory: str,
+        *,
+        available: Callable[[], int] = available_bytes,
+        watch_s: float = WATCH_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
         """`factory`: `module:function` of the engines; its module is imported. `available`: bytes
         of main memory that are available."""
         self._factory = factory
+        self._watch_s, self._retry_s = watch_s, retry_s
         self._available = available
         self._changed = threading.Condition()
         self._engine_run: EngineRun | None = None
@@ -84,7 +92,7 @@ class Standby:
                         return
                     ended = self._look()
                     if ended is None:
-                        self._changed.wait(WATCH_S if self._is_wanted else None)
+                        self._changed.wait(self._watch_s if self._is_wanted else None)
                 if ended is not None:
                     _kill(ended)
         finally:
@@ -106,7 +114,7 @@ class Standby:
         why = "main memory is scarce" if lacks_memory else "its process has died"
         log.info("there is no standby for now (%s); a restart would take longer", why)
         self._engine_run = None
-        self._not_before_s = time.monotonic() + RETRY_S
+        self._not_before_s = time.monotonic() + self._retry_s
         return engine_run
 
     def _start(self) -> None:
@@ -114,7 +122,7 @@ class Standby:
             self._engine_run = EngineRun(Prepare(self._factory))
         except OSError as error:
             log.warning("a standby cannot be started: %s", error)
-            self._not_before_s = time.monotonic() + RETRY_S
+            self._not_before_s = time.monotonic() + self._retry_s
 
 
 def _kill(engine_run: EngineRun) -> None:

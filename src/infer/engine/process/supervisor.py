@@ -64,13 +64,14 @@ class EngineProcess:
         soft_limit_s: float = SOFT_LIMIT_S,
         max_pause_s: float = MAX_PAUSE_S,
         standby: Standby | None = None,
+        standby_answer_s: float = STANDBY_ANSWER_S,
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process.
         `standby`: where the next process comes from, if there is one."""
+        self._standby, self._standby_answer_s = standby, standby_answer_s
         self._soft_limit_s = soft_limit_s
         self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
-        self._standby = standby
         self._log_fields: dict[str, str] = {}
         """the model's name, as soon as it is known"""
         if settings.get("served_model_name"):
@@ -320,7 +321,7 @@ class EngineProcess:
     def _next_run(self) -> EngineRun:
         """A process that builds its engine: the standby if it answers, else a new one."""
         if self._standby is not None and (standby := self._standby.take()) is not None:
-            if self._hold(standby).begin(self._begin, STANDBY_ANSWER_S):
+            if self._hold(standby).begin(self._begin, self._standby_answer_s):
                 return standby
             if not self._lifecycle.state.is_ending:
                 log.warning("the standby does not answer: a new process is started")
