@@ -43,7 +43,7 @@ class ServerSettings:
     )
     standby: bool = option(
         True,
-        "Keep a process that becomes the next engine (90 MB); without it a restart takes longer.",
+        "Keep a process that becomes the next engine (160 MB); without it a restart takes longer.",
     )
     unknown_params: Literal["refuse", "ignore"] = option(
         "refuse",
