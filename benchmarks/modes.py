@@ -10,29 +10,12 @@ requests on 4 seats.
 from __future__ import annotations
 
 import argparse
-import random
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer import LLM, SamplingParams
-
-NUM_REQUESTS = 64
-SEATS = 8
-TEXT = "one day the little fox went to the river and saw a red boat under an old tree"
-WORDS = TEXT.split()
-
-
-def requests() -> tuple[list[str], list[SamplingParams]]:
-    """Prompts of 2 to 200 words and outputs of 4 to 64 tokens; some end by themselves."""
-    rng = random.Random(0)
-    prompts, params = [], []
-    for _ in range(NUM_REQUESTS):
-        words = [rng.choice(WORDS) for _ in range(rng.choice([2, 8, 40, 200]))]
-        prompts.append("Once upon a time " + " ".join(words))
-        params.append(SamplingParams(temperature=0, max_tokens=rng.choice([4, 16, 32, 64])))
-    return prompts, params
-
+from infer.bench.comparison import NUM_REQUESTS, SEATS, mixed
 
 WAYS: dict[str, dict[str, Any]] = {
     "no cache": {"batching_mode": "sequential", "kv_cache_backend": "none"},
@@ -57,7 +40,7 @@ def recorded(mode: str, num_requests: int, num_seats: int) -> list[Turn]:
     turns: list[Turn] = []
     seats: dict[str, int] = {}
     with LLM(dtype="float32", batching_mode=mode, max_batch_size=num_seats) as llm:
-        for number, (prompt, params) in enumerate(zip(*requests(), strict=True)):
+        for number, (prompt, params) in enumerate(zip(*mixed(), strict=True)):
             if number < num_requests:
                 llm.core.add(llm.make_request(prompt, params, request_id=str(number)))
         step = 0
@@ -122,7 +105,7 @@ def main() -> None:
     if arguments.picture:
         draw(arguments.picture)
         return
-    prompts, params = requests()
+    prompts, params = mixed()
     tokens = {}
     print(
         "| way | steps | tokens computed | tokens a step | mean sequences a step | padded / real"

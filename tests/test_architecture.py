@@ -417,6 +417,7 @@ REACHES: dict[str, tuple[int | None, str]] = {
     "gpu/test_compiled.py": (2, ON_A_GPU),
     "gpu/test_layer_kernels.py": (3, ON_A_GPU),
     "gpu/test_on_device.py": (1, ON_A_GPU),
+    "kernels/test_abi.py": (1, "a header that differs from the library's"),
     "kernels/test_fusion.py": (2, "replaces a product by one that saturates"),
     "models/test_gguf.py": (1, "a tensor in many parts"),
     "runner/test_storage.py": (1, "prepares less memory"),

@@ -69,6 +69,7 @@ for (const [name, { source }] of Object.entries(BUNDLES)) {
     target: "es2022",
     charset: "utf8",
     legalComments: "none",
+    tsconfigRaw: {},  // tsconfig.json is for the type check
     define: { "process.env.NODE_ENV": '"production"' },
     logLevel: "warning",
   });

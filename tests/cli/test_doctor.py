@@ -81,5 +81,5 @@ def test_an_instruction_set_that_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) 
         diagnosis.check_instruction_set()
     monkeypatch.delenv("INFER_ISA")
     monkeypatch.setenv(linear.VARIABLE, "no")
-    with pytest.raises(ConfigError, match="use amx, avx512 or onednn"):
+    with pytest.raises(ConfigError, match="use onednn or one of "):
         diagnosis.check_instruction_set()

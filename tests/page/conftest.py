@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.page_driver import Reader, chromium
+from tests.support.page_driver import Reader, Wire, chromium
 from tests.support.server_process import Served, model_server, served
 
 
@@ -29,7 +29,9 @@ def server(
 ) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("server")
     sessions = f"sqlite:///{folder / 'sessions.db'}"
-    arguments = model_server("--max-seq-len", "2048", "--sessions", sessions, *server_options)
+    arguments = model_server(
+        "--max-seq-len", "2048", "--dtype", "float32", "--sessions", sessions, *server_options
+    )
     with served(arguments, folder / "log") as running:
         yield running
 
@@ -37,6 +39,21 @@ def server(
 @pytest.fixture(scope="module")
 def url(server: Served) -> str:
     return f"http://127.0.0.1:{server.port}"
+
+
+@pytest.fixture
+def wire(server: Served) -> Iterator[Wire]:
+    found = Wire(server.port)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def far_reader(browser: Any, wire: Wire) -> Iterator[Reader]:
+    """A reader whose connection can be slow, or cut."""
+    reader = Reader(browser, f"http://127.0.0.1:{wire.port}")
+    yield reader
+    reader.close()
 
 
 @pytest.fixture

@@ -115,6 +115,13 @@ def rich(reader: Reader) -> None:
     reader.page.wait_for_selector(".hljs-keyword")
 
 
+def engine(reader: Reader) -> None:
+    reader.page.goto(f"{reader.url}/#/engine")
+    reader.page.wait_for_selector("engine-view canvas.lanes")
+    reader.page.check(".engine-controls input[type=checkbox]")
+    reader.page.wait_for_selector("engine-table table")
+
+
 STATES: list[Callable[[Reader], None]] = [
     welcome,
     answered,
@@ -128,6 +135,7 @@ STATES: list[Callable[[Reader], None]] = [
     deleting,
     raw_text,
     rich,
+    engine,
 ]
 
 
@@ -154,7 +162,7 @@ def test_axe_would_find_something(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("language", ["en-GB", "zh-CN"])
-@pytest.mark.parametrize("state", [answered, tokens, settings, happened, rich, raw_text])
+@pytest.mark.parametrize("state", [answered, tokens, settings, happened, rich, raw_text, engine])
 def test_nothing_is_wider_than_a_phone(
     new_reader: Callable[..., Reader], state: Callable[[Reader], None], language: str
 ) -> None:

@@ -207,7 +207,7 @@ OPEN = {
     *((method, "/v1/requests/{id}") for method in ("GET", "DELETE")),
     *((method, "/v1/sessions/{id}") for method in ("GET", "PATCH", "DELETE")),
     *(("POST", path) for path in ("/v1/requests/{id}/cancel", "/v1/sessions/{id}/fork")),
-    ("POST", "/v1/sessions"),
+    *(("POST", path) for path in ("/v1/sessions", "/v1/engine/comparisons")),
 }
 NAMES = ("/v1/models/", "/v1/requests/", "/v1/sessions/")
 """paths below which any name is possible"""

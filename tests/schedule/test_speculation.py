@@ -12,7 +12,7 @@ import pytest
 from infer.config import EngineConfig, SpeculativeConfig
 from infer.errors import ConfigError
 from infer.schedule import sequence as sequence_module
-from infer.schedule.ngram_index import MAX_PAUSE, MIN_PAUSE, Guesses, NgramIndex
+from infer.schedule.ngram_index import MAX_PAUSE, MIN_PAUSE, Guesses, NgramIndex, Prediction
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Chunk, Plan, Sampled
@@ -291,6 +291,34 @@ def test_the_index_reads_a_long_prompt_in_parts_and_every_token_once() -> None:
     assert index.read(tokens, limit=500)
     assert index.propose(tokens, 3) == (0, 1, 2)
     assert index.read([*tokens, 0], limit=1)
+
+
+def test_a_prediction_is_followed_from_its_beginning_and_found_again() -> None:
+    text = Prediction((1, 2, 3, 4, 5, 6, 7), 2, 4)
+    assert text.propose([9, 9], 0, 3) == ()
+    assert text.propose([9, 9, 1], 1, 3) == (2, 3, 4)
+    assert text.propose([9, 9, 2], 1, 3) == ()
+    assert text.propose([9, 9, 8, 4, 5], 3, 3) == (6, 7)
+    assert text.propose([9, 9, 6, 7], 2, 3) == ()
+    assert text.propose([9, 1, 2], 0, 3) == ()
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_prediction_saves_steps_where_it_is_right(right: bool) -> None:
+    asked = Request("r", (5, 6, 7), SamplingParams(temperature=0), 1, 60)
+    wanted = solo(asked, doubles.VOCAB_SIZE)
+    text = tuple(wanted if right else [wanted[0], *(token + 1 for token in wanted[1:])])
+    core = make_hash_core(speculative=SETTINGS)
+    core.add(dataclasses.replace(asked, prediction_token_ids=text))
+    outputs = core.outputs_until_complete()
+    assert [output.token_id for output in outputs] == wanted
+    accepted, rejected = outputs[-1].num_predicted
+    if right:
+        assert accepted > len(wanted) // 2
+        assert core.stats().counters.num_steps < len(wanted) // 2
+    else:
+        assert accepted == 0
+        assert rejected > 0
 
 
 # Whether proposals are made.

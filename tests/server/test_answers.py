@@ -245,6 +245,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
         "prompt_logprobs": 1,
+        "speculation": False,
     }
     lists = {
         "stop": ["x", "y"],
@@ -270,12 +271,15 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine, "make_request", make)
         body = BODIES[path](**sampling, **lists, **extra, priority=-5, logit_bias={"65": 1.5})
         body["guided_choice"] = ["a", "b"]
+        body["prediction"] = {"type": "content", "content": "likely"}
         assert ask(engine, path, body).status == 200
         [request] = made
         assert request.priority == -5
         assert {name: getattr(request.sampling, name) for name in sampling} == sampling
         assert {name: list(getattr(request.sampling, name)) for name in lists} == lists
         assert request.sampling.logit_bias == ((65, 1.5),)
+        assert request.sampling.prediction == "likely"
+        assert request.prediction_token_ids == tuple(spelled("likely"))
         assert request.sampling.grammar == Grammar.choice(["a", "b"])
         assert request.sampling.logprobs == logprobs
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
@@ -284,7 +288,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         hints |= {"echo", "return_token_ids", "timeout", "reasoning_effort"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
-        aliases |= {"reuse_prefix"}
+        aliases |= {"reuse_prefix", "prediction"}
         model = CompletionBody if path == COMPLETIONS else ChatBody
         assert set(model.model_fields) <= {*sampling, *lists, *handled, *hints, *aliases}
 

@@ -122,7 +122,10 @@ def test_every_setting_is_an_option() -> None:
         "tool_parser": "mistral",
         "sampler": "module:function",
         "numa": "all",
+        "static_order": "prompt_length",
+        "speculative_config": '{"method": "ngram"}',
     }
+    static = ("--batching-mode", "static")
     for spec in settings_of(EngineConfig):
         flag = "--" + spec.name.replace("_", "-")
         value: Any
@@ -131,7 +134,8 @@ def test_every_setting_is_an_option() -> None:
             assert getattr(parsed(flag.replace("--", "--no-", 1)), spec.name) is False
             continue
         value = changed.get(spec.name, "x") if spec.kind is str else spec.kind(7.5)
-        assert getattr(parsed(flag, str(value)), spec.name) == value
+        needed = static if spec.name in ("min_batch_size", "static_order") else ()
+        assert getattr(parsed(flag, str(value), *needed), spec.name) == value
 
 
 def test_options_of_a_typer_command() -> None:

@@ -192,6 +192,8 @@ def test_several_models() -> None:
             assert json.loads(reply.writes[-1].split(b"data: ")[1])["finish_reason"] == "length"
             wrong = await app.post(COMPLETIONS, {**body, "model": "huge"})
             check_refused(wrong, 422, "model", "model_not_found", "this server has small, big")
+            number = await app.post(COMPLETIONS, {**body, "model": 5})
+            check_refused(number, 400, "model", "invalid_type", "model must be a string")
             chat = await app.post(CHAT, chat_body(model="huge"))
             check_refused(chat, 404, "model", "model_not_found", "this server has small, big")
 

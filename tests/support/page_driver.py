@@ -6,8 +6,11 @@ the page: it has what the journeys do over and over, and it collects whatever th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +50,48 @@ def chromium(flags: Sequence[str] = ()) -> Iterator[Any]:
             yield browser
         finally:
             browser.close()
+
+
+class Wire:
+    """A TCP connection to a server that can be made slow, and cut: `port` leads to it."""
+
+    def __init__(self, to_port: int) -> None:
+        self.pause_s = 0.0
+        """seconds after each piece from the server"""
+        self._to_port = to_port
+        self._open: list[socket.socket] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._to_port))
+                self._open += [near, far]
+                for one, other, is_answer in ((near, far, False), (far, near, True)):
+                    arguments = (one, other, is_answer)
+                    threading.Thread(target=self._carry, args=arguments, daemon=True).start()
+
+    def _carry(self, one: socket.socket, other: socket.socket, is_answer: bool) -> None:
+        with contextlib.suppress(OSError), one, other:
+            while data := one.recv(512 if self.pause_s else 65536):
+                other.sendall(data)
+                if is_answer:
+                    time.sleep(self.pause_s)
+
+    def cut(self) -> None:
+        """Break all connections."""
+        for each in self._open:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._open.clear()
+
+    def close(self) -> None:
+        """Break all connections, and take no more."""
+        self._listening.close()
+        self.cut()
 
 
 class Reader:

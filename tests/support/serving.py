@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, Match, Route
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.loop import EngineThread
-from infer.schedule.sequence import Plan, Sampled
+from infer.schedule.sequence import Plan, Sampled, verified
 from infer.server.app import create_app
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.openapi import document
@@ -231,15 +231,14 @@ class ScriptRunner:
         time.sleep(self.step_s)
         results = []
         for chunk in plan:
-            if chunk.samples:
-                sequence = chunk.sequence
+            for sequence in chunk.samplers() if chunk.samples else ():
                 position = len(sequence.tokens) - len(sequence.request.prompt_token_ids)
                 token = self.script[position % len(self.script)]
                 count = sequence.request.sampling.logprobs
                 top = tuple((token + i, -0.25 - i) for i in range(count or 0))
                 logprobs = None if count is None else TokenLogprobs(-0.25, top)
                 results.append(Sampled(token, logprobs))
-        return results
+        return verified(plan, results)
 
 
 def scripted(

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
 from infer.bench.drive import Piece, Prompt, Usage
+from infer.bench.recording import Recorder
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.types import SamplingParams
@@ -19,9 +20,13 @@ from infer.types.stats_summary import ServingStats
 class EngineTarget:
     """A target that takes token ids and answers with token ids."""
 
-    def __init__(self, llm: AsyncLLM, *, ignore_eos: bool = True) -> None:
+    def __init__(
+        self, llm: AsyncLLM, *, ignore_eos: bool = True, recorder: Recorder | None = None
+    ) -> None:
+        """`recorder` keeps the engine's steps."""
         self.llm = llm
         self._ignore_eos = ignore_eos
+        self._recorder = recorder
 
     def prompt(self, planned: Prompt) -> Prompt:
         """The prompt itself; the text of a trace becomes token ids."""
@@ -33,6 +38,8 @@ class EngineTarget:
         """The answer, in one piece for each token."""
         sampling = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=self._ignore_eos)
         request = self.llm.make_request(prompt, sampling)
+        if self._recorder is not None:
+            self._recorder.add(request)
         count = 0
         async with self.llm.stream(request, merge=False) as pieces:
             async for piece in pieces:
@@ -50,9 +57,15 @@ class EngineTarget:
 
 
 @asynccontextmanager
-async def engine_target(config: EngineConfig, *, ignore_eos: bool) -> AsyncIterator[EngineTarget]:
-    """Loads a model and starts an engine; stops it at the end of the block."""
+async def engine_target(
+    config: EngineConfig, *, ignore_eos: bool, recorder: Recorder | None = None
+) -> AsyncIterator[EngineTarget]:
+    """Loads a model and starts an engine; stops it at the end of the block. `recorder` keeps the
+    engine's steps."""
     from infer.engine.build.assemble import build_async_llm  # this imports torch
 
-    async with build_async_llm(config) as llm:
-        yield EngineTarget(llm, ignore_eos=ignore_eos)
+    llm = build_async_llm(config)
+    if recorder is not None:
+        llm.observe(recorder)
+    async with llm:
+        yield EngineTarget(llm, ignore_eos=ignore_eos, recorder=recorder)

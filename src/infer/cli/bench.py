@@ -47,28 +47,50 @@ def offline(
     model: Annotated[
         str | None, typer.Option(help="Folder, GGUF file or hub id; default: the one that ships.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="File for the engine's steps, which the page can play.")
+    ] = None,
     *,
     bench: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Measure the engine in this process, without a server."""
     from infer.bench.engine import engine_target
+    from infer.bench.recording import Recorder
 
     options = BenchOptions(**bench)
     config = EngineConfig.from_kwargs(model=model, seed=options.seed, **settings)
+    if record is not None:
+        _check_writable("record", record)
+    recorder = None if record is None else Recorder()
 
     async def measured(**callbacks: Any) -> dict[str, Any]:
-        async with engine_target(config, ignore_eos=options.ignore_eos) as target:
+        how: dict[str, Any] = {"ignore_eos": options.ignore_eos, "recorder": recorder}
+        async with engine_target(config, **how) as target:
             described = {
                 "mode": "offline",
                 "model": target.llm.model_name,
                 "prompts": "token ids",
                 "engine": dataclasses.asdict(config),
             }
-            vocab_size, stats = target.llm.vocab_size, target.stats
-            return await measure(
-                options, target, described, vocab_size=vocab_size, stats=stats, **callbacks
+            llm = target.llm
+            document = await measure(
+                *(options, target, described),
+                vocab_size=llm.vocab_size,
+                stats=target.stats,
+                **callbacks,
             )
+        if recorder is not None and record is not None:
+            recording = recorder.document(
+                model=llm.model_name,
+                mode=llm.batching_mode,
+                num_seats=llm.num_seats,
+                page_size=llm.page_size,
+                max_seq_len=llm.max_seq_len,
+                summary=document["summary"],
+            )
+            record.write_text(json.dumps(recording) + "\n")
+        return document
 
     _run(options, measured)
 
@@ -108,17 +130,22 @@ def serve(
     _run(options, measured)
 
 
+def _check_writable(option: str, file: Path) -> None:
+    """A file that cannot be written is found before the run, not after it."""
+    try:
+        file.touch()
+    except OSError as error:
+        raise ConfigError(option, f"{file} cannot be written: {error}") from None
+
+
 def _run(
     options: BenchOptions, measured: Callable[..., Coroutine[Any, Any, dict[str, Any]]]
 ) -> None:
     """Measure, show the progress, and write the result to stderr, stdout and the `--json` file."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    if options.json:  # a file that cannot be written is found before the run, not after it
-        try:
-            Path(options.json).touch()
-        except OSError as error:
-            raise ConfigError("json", f"{options.json} cannot be written: {error}") from None
+    if options.json:
+        _check_writable("json", Path(options.json))
     notes = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
     bar = Progress(*columns, TimeElapsedColumn(), console=notes, refresh_per_second=2)

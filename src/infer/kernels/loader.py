@@ -198,7 +198,7 @@ def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
     if page_size % STRIP:
         return f"int8 caches are for pages of a multiple of {STRIP} tokens, not {page_size}"
     if (reason := available()) is None and (isa := chosen_instruction_set()) not in INT8_CACHES:
-        return f"int8 caches are for CPUs with {' or '.join(INT8_CACHES)}, not {isa}"
+        return f"int8 caches need one of {', '.join(INT8_CACHES)}; the kernels use {isa} here"
     return reason
 
 

@@ -50,40 +50,89 @@ class NgramIndex:
 
         A place near the end is taken as the beginning of a repetition.
         """
-        num, least = len(tokens), self._least
-        if num <= least:
+        place = self.find(tokens, tokens)
+        if not place:
             return ()
+        period = len(tokens) - place
+        return tuple([tokens[place + i % period] for i in range(count)])
+
+    def find(self, text: Seq[int], tokens: Seq[int]) -> int:
+        """End of the latest of the places in `text`, which was read, with the longest match with
+        the end of `tokens`; 0 if there is none."""
+        num, least = len(tokens), self._least
+        if num < least:
+            return 0
         place = self._latest.get(hash(tuple(tokens[num - least :])), 0)
         best, best_length = 0, least - 1
         for _ in range(MAX_CANDIDATES):
             if not place:
                 break
-            length = 0
-            limit = min(self._most, place)
-            while length < limit and tokens[place - 1 - length] == tokens[num - 1 - length]:
+            length, limit = 0, min(self._most, place, num)
+            while length < limit and text[place - 1 - length] == tokens[num - 1 - length]:
                 length += 1
             if length > best_length:
                 best, best_length = place, length
                 if length == self._most:
                     break
             place = self._earlier[place]
-        if not best:
+        return best
+
+
+class Prediction:
+    """A text that a caller expects, as a source of proposals."""
+
+    def __init__(self, tokens: tuple[int, ...], least: int, most: int) -> None:
+        """`tokens`: of the text; `least`, `most`: as in `NgramIndex`."""
+        self._tokens, self._least = tokens, least
+        self._index = NgramIndex(least, most)
+        self.num_accepted = 0
+        """tokens of it that were proposed and are part of the answer"""
+        self.num_rejected = 0
+        """tokens of it that were proposed and are not"""
+
+    def propose(self, tokens: Seq[int], num_output: int, count: int) -> tuple[int, ...]:
+        """Up to `count` tokens of the text that follow where the sequence is in it.
+
+        `tokens`: of the sequence, the last `num_output` of which are output. Before there is enough
+        output to look for, the text is expected to be followed from its beginning.
+        """
+        text = self._tokens
+        if not self._index.read(text):
             return ()
-        period = num - best
-        return tuple([tokens[best + i % period] for i in range(count)])
+        if num_output < self._least:
+            output = tuple(tokens[len(tokens) - num_output :])
+            place = num_output if text[:num_output] == output else 0
+        else:
+            place = self._index.find(text, tokens)
+        return text[place : place + count] if place else ()
+
+    def record(self, num_proposed: int, num_kept: int) -> None:
+        """Count proposed tokens, of which the answer has got `num_kept`."""
+        self.num_accepted += num_kept
+        self.num_rejected += num_proposed - num_kept
 
 
 class Guesses:
     """What is known about one sequence's proposals."""
 
-    def __init__(self, index: NgramIndex) -> None:
+    def __init__(self, index: NgramIndex, prediction: Prediction | None = None) -> None:
+        """`index`: of the sequence's own tokens; `prediction`: what its caller expects."""
         self.index = index
+        self.prediction = prediction
+        self._is_predicted = False
         self.num_proposed = 0
         """tokens proposed so far"""
         self.num_accepted = 0
         """tokens of them that were accepted and are part of the answer"""
         self._hits, self._trials = 1.0, 1.0  # optimistic, so that a sequence is tried at first
         self._pause = self._left = 0
+
+    def propose(self, tokens: Seq[int], num_output: int, count: int) -> tuple[int, ...]:
+        """Up to `count` tokens, from the prediction if it has any, else from the index."""
+        text = self.prediction
+        proposed = () if text is None else text.propose(tokens, num_output, count)
+        self._is_predicted = bool(proposed)
+        return proposed or self.index.propose(tokens, count)
 
     @property
     def acceptance(self) -> float:
@@ -110,6 +159,8 @@ class Guesses:
         it ended."""
         self.num_proposed += num_proposed
         self.num_accepted += num_kept
+        if self.prediction is not None and self._is_predicted:
+            self.prediction.record(num_proposed, num_kept)
         # The tokens behind the first rejected one were not tested.
         tested = min(num_proposed, num_accepted + 1)
         self._hits = FORGET**tested * self._hits + num_accepted

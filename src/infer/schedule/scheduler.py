@@ -559,6 +559,9 @@ class Scheduler:
                 break
         if advanced.chunk.proposed:
             self._settle_proposals(advanced, len(result.following), len(outputs) - 1)
+        if (guesses := sequence.guesses) is not None and (text := guesses.prediction):
+            counts = (text.num_accepted, text.num_rejected)
+            outputs[-1] = outputs[-1]._replace(num_predicted=counts)
         if reason is not None:
             self._finish(sequence, reason)
         elif error is not None:

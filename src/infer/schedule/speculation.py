@@ -3,7 +3,8 @@
 A proposal is a guess of the tokens that follow. A step computes them behind the sequence's last
 token, and the runner keeps those that it would have sampled one by one. So a proposal never changes
 a token; it only changes how many a step gives. Proposals are the tokens that have followed the same
-few tokens before (`NgramIndex`; Saxena 2023, "prompt lookup decoding").
+few tokens before (`NgramIndex`; Saxena 2023, "prompt lookup decoding"), or those of a text that the
+caller expects (`Prediction`).
 
 Proposals are made where they pay. Step times are fitted by a line over the number of rows of a step
 (`StepCosts`). The j-th proposed token of a sequence is accepted with a probability of about p^j,
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from infer.config import SpeculativeConfig
-from infer.schedule.ngram_index import Guesses, NgramIndex
+from infer.schedule.ngram_index import Guesses, NgramIndex, Prediction
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.sequence import Advanced, Chunk, Plan, Sequence
 from infer.schedule.stats import SchedulerStats
@@ -116,7 +117,9 @@ class Speculator:
             return ()
         if sequence.guesses is None:
             least, most = self._config.prompt_lookup_min, self._config.prompt_lookup_max
-            sequence.guesses = Guesses(NgramIndex(least, most))
+            predicted = sequence.request.prediction_token_ids
+            prediction = Prediction(predicted, least, most) if predicted else None
+            sequence.guesses = Guesses(NgramIndex(least, most), prediction)
         guesses = sequence.guesses
         if not guesses.index.read(sequence.tokens) or guesses.is_paused():
             return ()
@@ -125,7 +128,7 @@ class Speculator:
             guesses.pause()
             return ()
         count = max(1, count)
-        proposed = guesses.index.propose(sequence.tokens, count)
+        proposed = guesses.propose(sequence.tokens, sequence.num_output, count)
         if not proposed:
             return ()
         pages = len(sequence.table.pages) * self._allocator.page_size

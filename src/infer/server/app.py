@@ -27,6 +27,7 @@ from starlette.routing import BaseRoute, Route
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, UnprocessableError
 from infer.server.body_reader import BodyReader
+from infer.server.comparisons import Comparisons
 from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
@@ -103,7 +104,9 @@ class Endpoints:
             self.sessions,
             settings,
         )
-        self.about_engine = EngineEndpoints(EngineViewers(engine, self.traces))
+        self.about_engine = EngineEndpoints(
+            EngineViewers(engine, self.traces), Comparisons(engine), self._bodies
+        )
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
         self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage, settings.limits)
         self._started = int(time.time())

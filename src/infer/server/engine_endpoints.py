@@ -10,24 +10,34 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from infer.server.body_reader import BodyReader
+from infer.server.comparisons import ComparisonBody, Comparisons
 from infer.server.http.context import RequestContext
-from infer.server.openai.openapi import EVENTS, takes
+from infer.server.openai.openapi import EVENTS, JSON, takes
 from infer.server.openai.streaming import STREAM_HEADERS, unless_gone
 from infer.server.tenancy.limits import tenant_of
 from infer.server.viewers import EngineViewers, Viewer
 
 EVENTS_PATH = "/v1/engine/events"
+COMPARISONS_PATH = "/v1/engine/comparisons"
 
 
 class EngineEndpoints:
     """See the module's docstring."""
 
-    def __init__(self, viewers: EngineViewers) -> None:
+    def __init__(
+        self, viewers: EngineViewers, comparisons: Comparisons, bodies: BodyReader
+    ) -> None:
         self._viewers = viewers
+        self._comparisons = comparisons
+        self._bodies = bodies
 
     def routes(self) -> list[Route]:
         """Their routes."""
-        return [Route(EVENTS_PATH, self.events, methods=["GET"])]
+        return [
+            Route(EVENTS_PATH, self.events, methods=["GET"]),
+            Route(COMPARISONS_PATH, self.compare, methods=["POST"]),
+        ]
 
     @takes(refuses=(429,), answers=(EVENTS,))
     async def events(self, http: HttpRequest) -> Response:
@@ -40,6 +50,14 @@ class EngineEndpoints:
         context.cleanup.callback(self._viewers.leave, viewer)
         context.on_revoked = lambda: viewer.end("key_revoked")
         return _Watching(viewer)
+
+    @takes(ComparisonBody, refuses=(504,))
+    async def compare(self, http: HttpRequest) -> Response:
+        """The batching modes beside one another, on the model that ships: a recording of each."""
+        body = await self._bodies.read_object(http)
+        wire = await self._bodies.validate(http, ComparisonBody, body)
+        found = await unless_gone(http.receive, self._comparisons.run(wire))
+        return Response(found, media_type=JSON)
 
 
 class _Watching(Response):

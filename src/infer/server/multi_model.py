@@ -333,6 +333,9 @@ class ModelRouter:
     def _find(self, name: Any, unknown_status: int = 404) -> _Model:
         if name is None:
             return next(iter(self._models.values()))
+        if not isinstance(name, str) and unknown_status != 404:
+            message = "model must be a string"
+            raise HttpError(400, message, param="model", code="invalid_type")
         if not isinstance(name, str) or name not in self._models:
             message = f"there is no such model here; this server has {self.model_name}"
             raise HttpError(unknown_status, message, param="model", code="model_not_found")

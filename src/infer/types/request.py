@@ -47,6 +47,8 @@ class Request:
     logits_at: tuple[int, ...] = ()
     """positions of the prompt whose logits the runner keeps in `Sequence.logits`, where callers in
     the engine's process can read them"""
+    prediction_token_ids: tuple[int, ...] = ()
+    """text that its caller expects; tokens are proposed from it, and none depends on it"""
     num_crashes: int = 0
     """engines that have died while they had it"""
 

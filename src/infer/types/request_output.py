@@ -27,6 +27,8 @@ class TextDelta(NamedTuple):
     """set with `FinishReason.ERROR`"""
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """in the first piece, if asked for"""
+    num_predicted: tuple[int, int] = (0, 0)
+    """tokens of the request's prediction so far: accepted, and proposed in vain"""
 
     def merge(self, later: TextDelta) -> TextDelta:
         """This piece and the one after it as one piece."""
@@ -38,6 +40,7 @@ class TextDelta(NamedTuple):
             num_cached=later.num_cached,
             error=later.error,
             prompt_logprobs=self.prompt_logprobs,
+            num_predicted=max(self.num_predicted, later.num_predicted),
         )
 
 
@@ -55,3 +58,5 @@ class RequestOutput:
     num_cached: int = 0
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """of the prompt's tokens from the second one on, if asked for"""
+    num_predicted: tuple[int, int] = (0, 0)
+    """tokens of the request's prediction: accepted, and proposed in vain"""

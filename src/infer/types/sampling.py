@@ -20,6 +20,7 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BAD_WORDS = 64
+MAX_PREDICTION_CHARS = 1 << 18
 MAX_TOKENS_CEILING = 2**31 - 1
 
 
@@ -103,6 +104,9 @@ class Sampling:
     """the only token ids that are sampled; None = all"""
     bad_words: tuple[str, ...] = ()
     """texts that are not generated, as far as they are spelled as alone"""
+    prediction: str = ""
+    """text that is likely to be the output, or much of it; an engine that proposes tokens takes
+    them from it, and no token depends on it"""
     speculation: bool = True
     """whether an engine that proposes tokens does so for this request; no token depends on it"""
 
@@ -139,6 +143,9 @@ class Sampling:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.prediction, str):
+            raise RequestError("prediction must be a text", param="prediction")
+        _check_count("prediction", len(self.prediction), MAX_PREDICTION_CHARS, "characters")
         for flag in (
             "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"
         ):  # fmt: skip
@@ -180,6 +187,7 @@ class SamplingParams(Sampling):
         skip_special_tokens: bool = True,
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
+        prediction: str = "",
         speculation: bool = True,
     ) -> None:
         super().__init__(
@@ -204,6 +212,7 @@ class SamplingParams(Sampling):
             grammar=_clean_grammar(grammar),
             allowed_token_ids=_clean_allowed(allowed_token_ids),
             bad_words=_clean_strings("bad_words", bad_words, MAX_BAD_WORDS),
+            prediction=prediction,
             speculation=speculation,
         )
 

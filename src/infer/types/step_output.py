@@ -34,3 +34,5 @@ class StepOutput(NamedTuple):
     """set with `FinishReason.ERROR`"""
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     """with the first token, if asked for: of the prompt's tokens from the second one on"""
+    num_predicted: tuple[int, int] = (0, 0)
+    """tokens of the request's prediction so far: accepted, and proposed in vain"""

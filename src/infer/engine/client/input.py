@@ -43,6 +43,8 @@ class CheckedSampling:
     """token sequences that must not be generated, from `bad_words`"""
     grammar_bytes: int = 0
     """approximate bytes of the compiled grammar"""
+    prediction_token_ids: tuple[int, ...] = ()
+    """tokens of `prediction`, as many as a sequence may have"""
 
 
 class InputProcessor:
@@ -97,6 +99,7 @@ class InputProcessor:
             shown_token_ids=shown_token_ids,
             thoughts=thoughts,
             grammar_bytes=checked.grammar_bytes,
+            prediction_token_ids=checked.prediction_token_ids,
         )
 
     def close(self) -> None:
@@ -110,7 +113,17 @@ class InputProcessor:
         num_bytes = 0
         if sampling.grammar is not None:
             num_bytes = self.grammars.check(sampling.grammar)
-        return CheckedSampling(sampling, self._spellings(sampling.bad_words), num_bytes)
+        predicted = self._predicted(sampling.prediction)
+        return CheckedSampling(sampling, self._spellings(sampling.bad_words), num_bytes, predicted)
+
+    def _predicted(self, text: str) -> tuple[int, ...]:
+        """The token ids of a prediction; a part of it that is no text is replaced."""
+        if not text:
+            return ()
+        text = text.encode("utf-8", "replace").decode()
+        ids = self.tokenizer.encode(text, add_special_tokens=False)[: self.limits.max_seq_len]
+        vocab_size = self.limits.vocab_size
+        return tuple(ids) if max(ids, default=0) < vocab_size else ()
 
     def tokenize(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a prompt. Raises `RequestError` if it is empty, too long or of a wrong

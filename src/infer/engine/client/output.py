@@ -64,6 +64,7 @@ class OutputProcessor:
             output.num_cached,
             output.error,
             output.prompt_logprobs,
+            output.num_predicted,
         )
 
     def take_abort(self) -> bool:
@@ -101,4 +102,5 @@ def collected(request: Request, pieces: Sequence[TextDelta]) -> RequestOutput:
         logprobs=None if request.sampling.logprobs is None else logprobs,
         num_cached=last.num_cached,
         prompt_logprobs=pieces[0].prompt_logprobs,
+        num_predicted=max(piece.num_predicted for piece in pieces),
     )

@@ -53,6 +53,8 @@ class TokenUsage:
         self._only_prompt = only_prompt
         self._num_completion = 0
         self._num_cached: dict[int, int] = {}
+        self._has_prediction = any(request.prediction_token_ids for request in requests)
+        self._num_predicted: dict[int, tuple[int, int]] = {}
 
     def count(self, index: int, part: Part) -> None:
         """Choice `index` has more tokens. Its siblings find its prompt in the cache, which is no
@@ -62,18 +64,25 @@ class TokenUsage:
         if self._only_prompt:
             return
         self._num_completion += len(part.token_ids)
+        if self._has_prediction:
+            known = self._num_predicted.get(index, (0, 0))
+            self._num_predicted[index] = max(known, part.num_predicted)
         if self._thoughts:
             self._thoughts[index].push(part.token_ids)
 
     def fields(self) -> dict[str, Any]:
         """OpenAI's `usage` of what has been counted."""
-        num_reasoning = sum(each.count for each in self._thoughts)
+        details = {"reasoning_tokens": sum(each.count for each in self._thoughts)}
+        if self._has_prediction:
+            counts = self._num_predicted.values()
+            details["accepted_prediction_tokens"] = sum(accepted for accepted, _ in counts)
+            details["rejected_prediction_tokens"] = sum(rejected for _, rejected in counts)
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self._num_completion,
             "total_tokens": self.num_prompt + self._num_completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
-            "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+            "completion_tokens_details": details,
         }
 
 

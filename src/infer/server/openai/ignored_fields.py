@@ -17,7 +17,7 @@ IgnoredValues = Mapping[str, tuple[Any, ...]]
 
 REQUEST_FIELDS: IgnoredValues = {
     # OpenAI
-    **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options"), ()),
+    **dict.fromkeys(("audio", "moderation", "web_search_options"), ()),
     **dict.fromkeys(("prompt_cache_key", "safety_identifier"), (str,)),
     **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
     **dict.fromkeys(("functions", "tools"), ([],)),

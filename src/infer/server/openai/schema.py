@@ -94,6 +94,26 @@ def _content(value: Any) -> str:
     return "".join(part["text"] for part in value)
 
 
+def _prediction(value: Any) -> str:
+    """The text of OpenAI's `prediction`: `{"type": "content", "content": …}`, whose content is a
+    text or a list of parts of the type `text`."""
+    words = '{"type": "content", "content": a text, or a list of {"type": "text", "text": …}}'
+    if not isinstance(value, dict) or value.keys() != {"type", "content"}:
+        raise RequestError(f"prediction must be {words}")
+    parts = value["content"]
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    if value["type"] != "content" or not isinstance(parts, list):
+        raise RequestError(f"prediction must be {words}")
+    texts: list[str] = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str) or part != {"type": "text", "text": text}:
+            raise RequestError(f"prediction must be {words}")
+        texts.append(text)
+    return "".join(texts)
+
+
 def _variables(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError("chat_template_kwargs must be an object: variable → value")
@@ -313,6 +333,7 @@ class SampledBody(GeneratingBody):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     reuse_prefix: bool = True
     """whether the prompt may take pages from the prefix cache and leave its own there for others"""
+    prediction: Annotated[str, plain(_prediction, Object)] = Field("")
     speculation: bool = True
     """whether tokens may be proposed for the answer, which changes its speed and no token"""
 
@@ -332,6 +353,7 @@ class SampledBody(GeneratingBody):
             self.num_grammar_chars
             or sum(map(len, self.bad_words)) > MAX_LIGHT_CHARS
             or len(self.bad_words) > MAX_LIGHT_WORDS
+            or len(self.prediction) > MAX_LIGHT_CHARS
             or self.num_choices * (1 + num_entries) > MAX_LIGHT_ENTRIES
         )
 

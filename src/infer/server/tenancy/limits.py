@@ -30,7 +30,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 """paths that need no key"""
 WATCH_S = 0.25
 """interval in seconds at which the file of keys is checked while requests are open"""
-ADMIN_PATHS = frozenset({"/metrics", "/stats"})
+ADMIN_PATHS = frozenset({"/metrics", "/stats", "/v1/engine/comparisons"})
 """paths that need a key with the right `admin`"""
 CHARS_A_TOKEN = 4
 """characters per token at which text other than prompts is charged"""
@@ -274,7 +274,7 @@ class AuthMiddleware:
             context.tenant = tenant = self._tenant_of(key)
             self._watch(key, context)
             if path in ADMIN_PATHS and not key.limits.admin:
-                message = "only a key with the right `admin` may read this"
+                message = "only a key with the right `admin` may use this"
                 error = HttpError(403, message, code="permission_denied")
                 await describe(error)(scope, receive, send)
                 return

@@ -7,6 +7,7 @@
 export const VIEWS = [
   { name: "chat", title: "view.chat", tag: "chat-view", load: () => import("./views/chat.js") },
   { name: "text", title: "view.text", tag: "raw-view", load: () => import("./views/raw.js") },
+  { name: "engine", title: "view.engine", tag: "engine-view", load: () => import("./views/engine.js") },
 ];
 
 /** The view and the id that the address names. */

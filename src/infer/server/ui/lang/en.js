@@ -260,5 +260,6 @@ export default {
   "unit.ms": "{value} ms",
   "unit.s": "{value} s",
   "view.chat": "Chat",
+  "view.engine": "Engine",
   "view.text": "Text",
 };

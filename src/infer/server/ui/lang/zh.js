@@ -260,5 +260,6 @@ export default {
   "unit.ms": "{value} 毫秒",
   "unit.s": "{value} 秒",
   "view.chat": "对话",
+  "view.engine": "引擎",
   "view.text": "文本",
 };

@@ -7,6 +7,7 @@ import { chatBody, completionBody, modelOf, parsed, streaming } from "./request.
 import { addTurn, forkSession, listSessions, readSession, removeSession, renameSession, startSession } from "./sessions.js";
 import { storage } from "./storage.js";
 import { keep, recall } from "./local.js";
+import { settledIds } from "./token_text.js";
 
 /** @typedef {import("./records.js").Conversation} Conversation */
 /** @typedef {import("./records.js").Message} Message */
@@ -259,7 +260,7 @@ class Chats extends EventTarget {
     const tree = this.tree;
     if (!tree) return;
     const { conversation } = tree;
-    const ids = from?.ids ?? answer.tokenIds ?? [];
+    let ids = from?.ids ?? answer.tokenIds ?? [];
     const isExact = answer.promptIds?.length && ids.length && !answer.reasoning && !answer.toolCalls?.length && !conversation.session;
     if (from && !isExact) return;
     const undo = () => tree.choose(answer);
@@ -272,10 +273,12 @@ class Chats extends EventTarget {
     }
     const prompt = /** @type {number[]} */ (answer.promptIds);
     const text = from?.text ?? answer.content;
-    const message = this._new(tree, answer.parent, "assistant", { content: text, promptIds: prompt, tokenIds: [...ids] });
     const asked = answer.figures?.model ?? "";
     const isThere = !server.models.length || server.models.some((each) => each.id === asked);
     const model = asked && isThere ? asked : modelOf(conversation);
+    if (!from && answer.finish !== "length") ids = await settledIds(model, ids, answer.content);
+    if (this.isBusy(conversation.id)) return;
+    const message = this._new(tree, answer.parent, "assistant", { content: text, promptIds: prompt, tokenIds: [...ids] });
     const numMade = from || answer.finish === "length" ? 0 : ids.length;
     const body = { ...completionBody(conversation, [...prompt, ...ids], model, numMade), ...streaming(true) };
     await this._run(tree, message, "/v1/completions", body, ids.length, [], undo);

@@ -1,11 +1,13 @@
 /** The page's texts in the reader's language. Catalogues are in `lang/`; each has the same keys. */
 
 import en from "../lang/en.js";
-import zh from "../lang/zh.js";
 import { recall, keep } from "./local.js";
 
 /** @type {Record<string, Record<string, string>>} */
-const CATALOGUES = { en, zh };
+const CATALOGUES = { en };
+/** Catalogues that are loaded when somebody reads them.
+ * @type {Record<string, () => Promise<{default: Record<string, string>}>>} */
+const OTHERS = { zh: () => import("../lang/zh.js") };
 
 /** Languages by their code, each in its own words. */
 export const LANGUAGES = { en: "English", zh: "中文" };
@@ -14,29 +16,46 @@ class Language extends EventTarget {
   constructor() {
     super();
     const wanted = [recall("language", ""), ...navigator.languages];
-    this.code = wanted.map((each) => each.slice(0, 2)).find((each) => each in CATALOGUES) ?? "en";
+    this.code = wanted.map((each) => each.slice(0, 2)).find((each) => each in LANGUAGES) ?? "en";
+    document.documentElement.lang = this.code;
+  }
+
+  /** Load the catalogue of the language; without it the page is in English. */
+  async load() {
+    try {
+      CATALOGUES[this.code] ??= (await OTHERS[this.code]()).default;
+    } catch {
+      this.code = "en";
+    }
     document.documentElement.lang = this.code;
   }
 
   /** @param {string} code */
-  choose(code) {
-    this.code = code in CATALOGUES ? code : "en";
+  async choose(code) {
+    this.code = code in LANGUAGES ? code : "en";
     keep("language", this.code);
-    document.documentElement.lang = this.code;
+    await this.load();
     this.dispatchEvent(new Event("change"));
   }
 }
 
 export const language = new Language();
+await language.load();
 /** Making a format takes longer than using it. @type {Map<string, Intl.NumberFormat>} */
 const formats = new Map();
+
+/** Add the texts of a view that is loaded later, by language.
+ * @param {Record<string, Record<string, string>>} texts */
+export function learn(texts) {
+  for (const [code, more] of Object.entries(texts)) Object.assign(CATALOGUES[code], more);
+}
 
 /** The text of a key, with `{name}` replaced. With `n`, the key's form for that number is taken:
  * `key.one` or `key.other`.
  * @param {string} key
  * @param {Record<string, string | number>} [values] */
 export function t(key, values = {}) {
-  const catalogue = CATALOGUES[language.code];
+  const catalogue = CATALOGUES[language.code] ?? en;
   let text = catalogue[key];
   if (text === undefined && typeof values.n === "number") {
     const form = new Intl.PluralRules(language.code).select(values.n);

@@ -73,7 +73,8 @@ const SAFE = {
     "a", "table", "thead", "tbody", "tr", "th", "td", "span", "sub", "sup",
   ],
   ALLOWED_ATTR: ["href", "rel", "target", "start", "align", "class", "data-lang", "data-block"],
-  ALLOWED_URI_REGEXP: LINK,
+  ALLOWED_URI_REGEXP: LINK, // of every attribute, except those of the next line
+  ADD_URI_SAFE_ATTR: ["rel", "target", "start", "align", "data-lang", "data-block"],
   ALLOW_DATA_ATTR: false,
   RETURN_DOM_FRAGMENT: true,
 };

@@ -68,7 +68,7 @@ class TextView extends HTMLElement {
     const end = rest.length > CHUNK ? cutAt(rest) : 0;
     this._isPartial = end > 0;
     if (end) {
-      for (const block of partsOf(rest.slice(0, end))) this._finish(block);
+      this._finish(rest.slice(0, end));
       this._later();
     } else if (this._isOpen && rest.length > CHUNK) this._growPlain(rest);
     else this._drawEnd(partsOf(rest));

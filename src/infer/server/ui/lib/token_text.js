@@ -6,6 +6,8 @@ import { askJson } from "./api.js";
 
 /** Most tokens whose probabilities are asked for at once. */
 export const MAX_TOKENS = 2000;
+/** Most tokens whose text can be held back. */
+const MAX_HELD = 4;
 /** Alternatives that are shown for a token. */
 const NUM_OTHERS = 8;
 
@@ -35,6 +37,19 @@ function bytesOf(label) {
 export function textOf(labels) {
   const decoder = new TextDecoder();
   return labels.map((label) => decoder.decode(bytesOf(label), { stream: true })).join("") + decoder.decode();
+}
+
+/** The ids that stand for a text which broke off: without the last ones where their text was held
+ * back, because a character lacks bytes or a stop string may follow.
+ * @param {string} model @param {number[]} ids @param {string} text */
+export async function settledIds(model, ids, text) {
+  for (let num = ids.length; num > Math.max(0, ids.length - MAX_HELD); num--) {
+    const body = { model, tokens: ids.slice(0, num) };
+    const found = await askJson("/detokenize", { body }).catch(() => null);
+    if (!found) break;
+    if (found.prompt === text) return body.tokens;
+  }
+  return ids;
 }
 
 /** The class of a probability's colour, from `p0` (unlikely) to `p4`. @param {number | null} logprob */

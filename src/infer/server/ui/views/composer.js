@@ -9,7 +9,6 @@ import { readFiles } from "../lib/files.js";
 import { glyphs } from "../lib/glyphs.js";
 import { number, size, t } from "../lib/i18n.js";
 import { plainLine } from "../lib/records.js";
-import { speech } from "../lib/speech.js";
 
 /** Milliseconds without typing after which the prompt is measured. */
 const MEASURE_MS = 400;
@@ -172,7 +171,6 @@ class ChatComposer extends PageElement {
     this.faults = [];
     this.dispatchEvent(new Event("sent"));
     void chats.send(text, files).then(() => this._measureSoon());
-    speech.say("");
     this.requestUpdate();
   }
 

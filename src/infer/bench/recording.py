@@ -1,0 +1,86 @@
+"""`Recorder`: the steps of an engine in a file, in the format of the server's stream of them.
+
+docs/events.md describes the format: one JSON object with `hello` and the frames. The page opens
+it, and `POST /v1/engine/comparisons` answers with three of them.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from infer.engine.client.step_frames import (
+    GAP_BOUNDS_MS,
+    VERSION,
+    FrameBuilder,
+    FrameWriter,
+    RequestFacts,
+)
+from infer.types import FinishReason, Request, StepOutput
+from infer.types.step_events import StepEvents
+
+FORMAT = "infer-recording"
+FRAME_S = 0.05
+"""Minimum seconds between two frames."""
+
+
+class Recorder:
+    """An `Observer` of an engine that keeps everything; memory grows with the steps."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, RequestFacts] = {}
+        self._builder = FrameBuilder(self._facts.get, is_bounded=False)
+        self._zero_s = self._frame_s = time.monotonic()
+        self._zero_at = time.time()
+        self._writer = FrameWriter(self._zero_s, lambda facts: True)
+        self._frames: list[dict[str, Any]] = []
+
+    def add(self, request: Request) -> None:
+        """A request that is about to be sent to the engine."""
+        num_prompt = len(request.prompt_token_ids)
+        self._facts[request.request_id] = RequestFacts(
+            request.request_id, 0, "", num_prompt, request.max_tokens, time.monotonic()
+        )
+
+    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+        """See `Observer`."""
+        self._builder.stepped(outputs, step_events)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._facts.pop(output.request_id, None)
+        if time.monotonic() >= self._frame_s + FRAME_S:
+            self._write()
+
+    def left(self, request_id: str, reason: FinishReason | None) -> None:
+        """See `Observer`."""
+        self._builder.left(request_id, reason)
+        self._facts.pop(request_id, None)
+
+    def _write(self) -> None:
+        now_s = self._frame_s = time.monotonic()
+        frames = (frame for frame in self._builder.take() if not frame.is_empty)
+        self._frames += [self._writer.fields(frame, now_s) for frame in frames]
+
+    def document(
+        self,
+        *,
+        model: str,
+        mode: str,
+        num_seats: int,
+        page_size: int,
+        max_seq_len: int,
+        summary: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The recording so far, as JSON values. `summary` stands in it as it is."""
+        self._write()
+        hello = {
+            "version": VERSION,
+            "model": model,
+            "mode": mode,
+            "seats": num_seats,
+            "page_size": page_size,
+            "max_model_len": max_seq_len,
+            "gap_bounds_ms": GAP_BOUNDS_MS,
+            "time": round(1000 * self._zero_at),
+        }
+        return {"format": FORMAT, "hello": hello, "frames": self._frames, "summary": summary}

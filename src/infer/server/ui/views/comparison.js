@@ -1,0 +1,177 @@
+/** `<comparison-view>`: the batching modes beside one another: the same requests, recorded one mode
+ * after the other and played one above the other on one time axis. */
+
+import { html, nothing } from "../vendor/core.js";
+import { ApiError, askJson } from "../lib/api.js";
+import { PageElement } from "../lib/element.js";
+import { sentence } from "../lib/errors.js";
+import { duration, number, rate, t } from "../lib/i18n.js";
+import { colours, drawLanes, lanes } from "../engine/draw.js";
+import { played, save } from "../engine/recording.js";
+
+/** @typedef {import("../engine/recording.js").Recording} Recording */
+
+class ComparisonView extends PageElement {
+  static properties = {
+    recordings: { attribute: false }, isRunning: { state: true }, error: { state: true }, isPlaying: { state: true },
+  };
+
+  constructor() {
+    super();
+    /** @type {Recording[]} */
+    this.recordings = [];
+    this.isRunning = false;
+    this.isPlaying = false;
+    this.error = "";
+    this.workload = "mixed";
+    this.seats = 8;
+    /** @type {import("../engine/history.js").History[]} */
+    this.histories = [];
+    /** Milliseconds since the first step, up to which the recordings are shown. */
+    this.at = 0;
+    this.longest = 1;
+    this._frame = 0;
+    this._stop = new AbortController();
+    this._calm = matchMedia("(prefers-reduced-motion: reduce)");
+    this._resized = () => this._draw();
+  }
+
+  connectedCallback() {
+    super.connectedCallback();
+    addEventListener("resize", this._resized);
+  }
+
+  disconnectedCallback() {
+    super.disconnectedCallback();
+    removeEventListener("resize", this._resized);
+    this._stop.abort();
+    cancelAnimationFrame(this._frame);
+  }
+
+  /** @param {Map<string, unknown>} changed */
+  willUpdate(changed) {
+    if (!changed.has("recordings")) return;
+    this.histories = this.recordings.map(played);
+    this.longest = Math.max(1, ...this.histories.map((each) => each.now - this._begin(each)));
+    this.at = this.longest;
+    if (this.recordings.length && !this._calm.matches) this._play();
+  }
+
+  updated() {
+    this._draw();
+  }
+
+  /** @param {import("../engine/history.js").History} history */
+  _begin(history) {
+    return history.steps.at[0] ?? history.start;
+  }
+
+  async _run() {
+    this._stop = new AbortController();
+    this.isRunning = true;
+    this.error = "";
+    try {
+      const body = { workload: this.workload, seats: this.seats };
+      const found = await askJson("/v1/engine/comparisons", { body, signal: this._stop.signal });
+      this.recordings = found.recordings;
+    } catch (error) {
+      if (!this._stop.signal.aborted) this.error = error instanceof ApiError ? sentence(error) : String(error);
+    }
+    this.isRunning = false;
+  }
+
+  _play() {
+    if (this.at >= this.longest) this.at = 0;
+    this.isPlaying = true;
+    let before = performance.now();
+    const step = () => {
+      const now = performance.now();
+      // The whole takes about twelve seconds, however long it took.
+      this.at += (now - before) * Math.max(1, this.longest / 12_000);
+      before = now;
+      if (this.at >= this.longest || !this.isPlaying) {
+        this.at = Math.min(this.at, this.longest);
+        this.isPlaying = false;
+      } else this._frame = requestAnimationFrame(step);
+      this._draw();
+    };
+    cancelAnimationFrame(this._frame);
+    this._frame = requestAnimationFrame(step);
+  }
+
+  _draw() {
+    const c = colours(this);
+    this.querySelectorAll("canvas").forEach((canvas, index) => {
+      const history = this.histories[index];
+      if (!history || !canvas.clientWidth) return;
+      const begin = this._begin(history);
+      const to = begin + this.longest;
+      const until = Math.min(begin + this.at, history.now);
+      const view = { from: begin, to, until, cursor: this.at < this.longest ? begin + this.at : null };
+      const words = { seats: t("engine.seat"), queue: t("engine.queue"), selected: null, most: history.hello.seats };
+      history.queueRows = 0;
+      drawLanes(canvas, history, view, c, words);
+    });
+    const range = /** @type {HTMLInputElement | null} */ (this.querySelector("input[type=range]"));
+    if (range) range.value = String(this.at);
+  }
+
+  render() {
+    return html`<section class="comparison stack" aria-labelledby="comparison-title">
+      <h2 id="comparison-title">${t("compare.title")}</h2>
+      <p class="quiet small">${t("compare.hint")}</p>
+      <div class="row">
+        <label class="row small">${t("compare.workload")}
+          <select @change=${(/** @type {Event} */ event) => { this.workload = /** @type {HTMLSelectElement} */ (event.target).value; }}>
+            ${["mixed", "equal", "long_tail"].map((name) => html`<option value=${name}>${t(`compare.workload.${name}`)}</option>`)}
+          </select></label>
+        <label class="row small">${t("compare.seats")}
+          <select @change=${(/** @type {Event} */ event) => { this.seats = Number(/** @type {HTMLSelectElement} */ (event.target).value); }}>
+            ${[2, 4, 8, 16].map((seats) => html`<option value=${seats} ?selected=${seats === this.seats}>${number(seats)}</option>`)}
+          </select></label>
+        ${this.isRunning
+          ? html`<button @click=${() => this._stop.abort()}>${t("compare.stop")}</button><span class="quiet small" role="status">${t("compare.running")}</span>`
+          : html`<button class="main compare-run" @click=${this._run}>${t("compare.run")}</button>`}
+      </div>
+      ${this.error ? html`<p class="notice bad" role="alert">${this.error}</p>` : nothing}
+      ${this.recordings.length ? this._result() : nothing}
+    </section>`;
+  }
+
+  _result() {
+    return html`
+      <div class="row">
+        <button @click=${() => { if (this.isPlaying) this.isPlaying = false; else this._play(); }}>${t(this.isPlaying ? "engine.pause" : "compare.play")}</button>
+        <input class="grow" type="range" min="0" max=${this.longest} step="any" aria-label=${t("compare.time")}
+          @input=${(/** @type {Event} */ event) => { this.isPlaying = false; this.at = Number(/** @type {HTMLInputElement} */ (event.target).value); this._draw(); }}>
+        <button @click=${() => save(/** @type {any} */ ({ object: "engine.comparison", recordings: this.recordings }), "infer-comparison.json")}>${t("engine.save")}</button>
+      </div>
+      ${this.histories.map((history) => this._lanes(history))}
+      ${this._numbers()}`;
+  }
+
+  /** @param {import("../engine/history.js").History} history */
+  _lanes(history) {
+    const { mode, seats } = history.hello;
+    const label = t("compare.lanes-label", { mode: t(`compare.mode.${mode}`) });
+    return html`<figure><figcaption>${t(`compare.mode.${mode}`)}</figcaption>
+      <canvas height=${lanes(history, seats).height} role="img" aria-label=${label}></canvas></figure>`;
+  }
+
+  _numbers() {
+    const columns = ["steps", "padding", "first", "speed", "time"];
+    return html`<table class="engine-table">
+      <caption>${t("compare.caption")}</caption>
+      <thead><tr><th scope="col">${t("compare.mode")}</th>${columns.map((name) => html`<th scope="col">${t(`compare.column.${name}`)}</th>`)}</tr></thead>
+      <tbody>${this.recordings.map(({ hello, summary }) => html`<tr>
+        <th scope="row">${t(`compare.mode.${hello.mode}`)}</th>
+        <td>${number(summary?.steps ?? 0)}</td>
+        <td>${summary?.padding ? t("compare.times", { value: number(summary.padding, { maximumFractionDigits: 2 }) }) : "–"}</td>
+        <td>${duration(summary?.first_token_p99_ms ?? 0)}</td>
+        <td>${rate(summary?.output_tok_s ?? 0)}</td>
+        <td>${duration(1000 * (summary?.duration_s ?? 0))}</td></tr>`)}</tbody>
+    </table>`;
+  }
+}
+
+customElements.define("comparison-view", ComparisonView);

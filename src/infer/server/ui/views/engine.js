@@ -1,0 +1,332 @@
+/** `<engine-view>`: what the engine does now and did in the last minutes, live or from a file. */
+
+import { html, nothing } from "../vendor/core.js";
+import { ApiError, apiKey, ask, events, server } from "../lib/api.js";
+import { PageElement } from "../lib/element.js";
+import { sentence } from "../lib/errors.js";
+import { duration, learn, number, rate, t } from "../lib/i18n.js";
+import en from "../lang/engine_en.js";
+import zh from "../lang/engine_zh.js";
+import { chartsOf } from "../engine/charts.js";
+import { colours, drawCharts, drawLanes, lanes, chartsHeight, LABEL } from "../engine/draw.js";
+import { History, KEPT_MS } from "../engine/history.js";
+import { Keeper, open, played, save } from "../engine/recording.js";
+import "./comparison.js";
+import "./engine_table.js";
+
+learn({ en, zh });
+const SPANS = [5, 15, 30, 60, 300, 600];
+const stylesheet = "/ui/css/engine.css";
+
+/** Say what a step was made of. @param {ReturnType<History["stepAt"]>} found @param {History} history */
+export function stepText(found, history) {
+  if (!found) return "";
+  const { step } = found;
+  const pages = history.gauges.pages ?? 0;
+  return t("engine.step", {
+    number: number(step.number), took: duration(step.ms), n: step.sequences, prompt: step.prompt,
+    used: number(pages ? pages - step.free : 0), cached: number(step.cached), steps: step.count,
+  });
+}
+
+class EngineView extends PageElement {
+  static properties = {
+    span: { state: true }, isPaused: { state: true }, isTable: { state: true }, error: { state: true },
+    compared: { state: true }, name: { state: true }, isLive: { state: true },
+  };
+
+  constructor() {
+    super();
+    this.span = 15;
+    this.isPaused = false;
+    this.isTable = false;
+    this.isLive = true;
+    this.error = "";
+    /** Name of the file that is shown. */
+    this.name = "";
+    /** Recordings that are compared. @type {import("../engine/recording.js").Recording[]} */
+    this.compared = [];
+    /** @type {History | null} */
+    this.history = null;
+    /** @type {Keeper | null} */
+    this.keeper = null;
+    /** Right end of the picture where it does not follow the stream, in the stream's milliseconds. */
+    this.end = 0;
+    /** @type {number | null} */
+    this.cursor = null;
+    this._stop = new AbortController();
+    this._shift = 0;
+    this._drawn = 0;
+    this._frame = 0;
+    this._calm = matchMedia("(prefers-reduced-motion: reduce)");
+    this.hears(server, "change");
+    apiKey.addEventListener("change", () => { if (this.isConnected && this.isLive) this._connect(); });
+    if (!document.querySelector(`link[href="${stylesheet}"]`)) {
+      const link = document.createElement("link");
+      link.rel = "stylesheet";
+      link.href = stylesheet;
+      document.head.append(link);
+    }
+  }
+
+  connectedCallback() {
+    super.connectedCallback();
+    if (this.isLive) this._connect();
+    this._frame = requestAnimationFrame(() => this._tick());
+  }
+
+  disconnectedCallback() {
+    super.disconnectedCallback();
+    this._stop.abort();
+    cancelAnimationFrame(this._frame);
+  }
+
+  /** Follow the stream; after a lost connection again. */
+  async _connect() {
+    this._stop.abort();
+    this._stop = new AbortController();
+    const { signal } = this._stop;
+    let pause = 500;
+    while (!signal.aborted) {
+      try {
+        const model = server.models.length > 1 && server.current ? `?model=${encodeURIComponent(server.current.id)}` : "";
+        const response = await ask(`/v1/engine/events${model}`, { signal });
+        for await (const event of events(response, signal)) {
+          pause = 500;
+          this._take(event.name, JSON.parse(event.data));
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        this.error = error instanceof ApiError ? sentence(error) : String(error);
+        if (error instanceof ApiError && ["key", "forbidden"].includes(error.kind)) return;
+        if (error instanceof ApiError && error.retryAfter) pause = 1000 * error.retryAfter;
+      }
+      await new Promise((resolve) => setTimeout(resolve, pause));
+      pause = Math.min(10_000, pause * 2);
+    }
+  }
+
+  /** @param {string} name @param {any} data */
+  _take(name, data) {
+    if (name === "hello") {
+      this.history = new History(data);
+      this.keeper = new Keeper(data);
+      this.isPaused = false;
+      this.error = "";
+      this.requestUpdate();
+    } else if (name === "frame" && this.history && this.keeper) {
+      this.history.take(data);
+      this.keeper.take(data);
+      this._shift = this.history.now - performance.now();
+    } else if (name === "end") {
+      this.error = t(`engine.end.${data.reason}`);
+    }
+  }
+
+  /** Right end of the picture, in the stream's milliseconds. */
+  get _until() {
+    if (!this.history) return 0;
+    if (this.isPaused || !this.isLive) return this.end;
+    // The picture moves on evenly between two frames, a little behind them.
+    return Math.min(this.history.now + 1000, performance.now() + this._shift - 60);
+  }
+
+  /** The time that is shown; nothing before the first frame. */
+  get _shown() {
+    const length = 1000 * this.span;
+    const to = Math.max(this._until, (this.history?.start ?? 0) + length);
+    return { from: to - length, to };
+  }
+
+  _tick() {
+    this._frame = requestAnimationFrame(() => this._tick());
+    const now = performance.now();
+    const every = this._calm.matches ? 1000 : 33;
+    if (document.hidden || now - this._drawn < every) return;
+    this._drawn = now;
+    this._draw();
+  }
+
+  _draw() {
+    const { history } = this;
+    const canvas = /** @type {HTMLCanvasElement | null} */ (this.querySelector("canvas.lanes"));
+    const below = /** @type {HTMLCanvasElement | null} */ (this.querySelector("canvas.charts"));
+    if (!history || !canvas || !below || !canvas.clientWidth) return;
+    const { from, to } = this._shown;
+    const view = { from, to, until: Math.min(this._until, history.now), cursor: this.cursor };
+    const c = colours(this);
+    const layout = lanes(history);
+    if (canvas.height !== Math.round(layout.height * devicePixelRatio)) canvas.setAttribute("height", String(layout.height));
+    const under = this.cursor === null ? null : this._barAt(this.cursor);
+    drawLanes(canvas, history, view, c, { seats: t("engine.seat"), queue: t("engine.queue"), selected: under });
+    const charts = chartsOf(history, view, c);
+    drawCharts(below, charts, view, c);
+    this._say(view);
+  }
+
+  /** The numbers that change often are written past lit, once for each picture.
+   * @param {{until: number}} view */
+  _say(view) {
+    const history = /** @type {History} */ (this.history);
+    const { gauges, hello } = history;
+    const from = view.until - 10_000;
+    const used = gauges.pages ? 1 - gauges.free_pages / gauges.pages : 0;
+    /** @type {Record<string, string>} */
+    const values = {
+      running: `${number(gauges.running ?? 0)} / ${number(hello.seats)}`,
+      waiting: number((gauges.waiting ?? 0) + (gauges.preempted ?? 0)),
+      pages: number(used, { style: "percent", maximumFractionDigits: 0 }),
+      speed: rate(history.rate(Math.max(from, history.start), view.until)),
+      step: number(history.number),
+    };
+    for (const [name, text] of Object.entries(values)) {
+      const element = this.querySelector(`[data-number="${name}"]`);
+      if (element && element.textContent !== text) element.textContent = text;
+    }
+    const line = this.querySelector(".engine-step");
+    const text = this.cursor === null ? t("engine.hover") : stepText(history.stepAt(this.cursor), history);
+    if (line && line.textContent !== text) line.textContent = text;
+  }
+
+  /** The request whose decoding or prompt is under the pointer. @param {number} time */
+  _barAt(time) {
+    if (this._lane === null || !this.history) return null;
+    for (const bar of this.history.bars(time, time)) {
+      const span = bar.spans.find((each) => each.lane === this._lane && each.from <= time && (each.to ?? Infinity) >= time);
+      if (span) return bar.number;
+    }
+    return null;
+  }
+
+  /** @type {number | null} */
+  _lane = null;
+
+  /** @param {PointerEvent} event */
+  _point(event) {
+    const canvas = /** @type {HTMLCanvasElement} */ (event.currentTarget);
+    const box = canvas.getBoundingClientRect();
+    const share = (event.clientX - box.left - LABEL) / (box.width - LABEL);
+    if (!this.history || share < 0) {
+      this.cursor = null;
+      return;
+    }
+    const { from, to } = this._shown;
+    this.cursor = from + share * (to - from);
+    const layout = lanes(this.history);
+    const top = layout.queue ? layout.queue * layout.high + 10 : 0;
+    const y = event.clientY - box.top;
+    this._lane = canvas.classList.contains("lanes") ? Math.floor((y - top) / layout.high) : null;
+    this._draw();
+  }
+
+  /** @param {KeyboardEvent} event */
+  _key(event) {
+    if (!this.history || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+    event.preventDefault();
+    this._pause(true);
+    const way = event.key === "ArrowLeft" ? -1 : 1;
+    const found = this.history.stepAt(this.cursor ?? this.end);
+    const index = Math.max(0, Math.min(this.history.steps.at.length - 1, (found?.index ?? 0) + (this.cursor === null ? 0 : way)));
+    this.cursor = this.history.steps.at[index] ?? null;
+    if (this.cursor !== null) this.end = Math.max(Math.min(this.end, this.cursor + 1000 * this.span), this.cursor);
+    this._draw();
+  }
+
+  /** @param {boolean} isPaused */
+  _pause(isPaused) {
+    if (isPaused && !this.isPaused) this.end = this._until;
+    this.isPaused = isPaused;
+    if (!isPaused) this.cursor = null;
+  }
+
+  /** @param {Event} event */
+  _scrub(event) {
+    if (!this.history) return;
+    const value = Number(/** @type {HTMLInputElement} */ (event.target).value);
+    this._pause(true);
+    this.end = this.history.now + 1000 * value;
+    this._draw();
+  }
+
+  /** @param {Event} event */
+  async _open(event) {
+    const input = /** @type {HTMLInputElement} */ (event.target);
+    const file = input.files?.[0];
+    input.value = "";
+    if (!file) return;
+    try {
+      const recordings = await open(file);
+      this.error = "";
+      if (recordings.length > 1) this.compared = recordings;
+      else {
+        this._stop.abort();
+        this.isLive = false;
+        this.isPaused = true;
+        this.name = file.name;
+        const history = played(recordings[0]);
+        this.history = history;
+        this.end = history.now;
+        this.span = SPANS.find((each) => each * 1000 >= history.now - history.start) ?? SPANS[5];
+      }
+    } catch (error) {
+      this.error = t(error instanceof Error && error.message === "large" ? "engine.file-large" : "engine.file-wrong");
+    }
+  }
+
+  _live() {
+    this.isLive = true;
+    this.name = "";
+    this.compared = [];
+    this.history = null;
+    void this._connect();
+  }
+
+  render() {
+    const { history } = this;
+    return html`<div class="engine">
+      ${this.error ? html`<p class="notice bad" role="alert">${this.error}</p>` : nothing}
+      ${this._controls()}
+      ${history ? this._picture() : this.error ? nothing : html`<p class="quiet">${t("engine.connecting")}</p>`}
+      <comparison-view .recordings=${this.compared}></comparison-view>
+    </div>`;
+  }
+
+  _controls() {
+    const past = this.history ? Math.max(1, Math.min(KEPT_MS, this.history.now - this.history.start) / 1000) : 1;
+    return html`<div class="row engine-controls">
+      ${this.isLive ? html`<button aria-pressed=${this.isPaused} @click=${() => this._pause(!this.isPaused)}>
+          ${t(this.isPaused ? "engine.go-on" : "engine.pause")}</button>`
+        : html`<strong class="clip" dir="auto">${this.name}</strong><button @click=${this._live}>${t("engine.live")}</button>`}
+      <label class="row small">${t("engine.span")}
+        <select @change=${(/** @type {Event} */ event) => { this.span = Number(/** @type {HTMLSelectElement} */ (event.target).value); }}>
+          ${SPANS.map((each) => html`<option value=${each} ?selected=${each === this.span}>${duration(1000 * each)}</option>`)}
+        </select></label>
+      <label class="row small grow">${t("engine.scrub")}
+        <input class="grow" type="range" min=${-past} max="0" step="0.05" .value=${String(this.isPaused && this.history ? (this.end - this.history.now) / 1000 : 0)}
+          @input=${this._scrub}></label>
+      <label class="row small"><input type="checkbox" ?checked=${this.isTable}
+        @change=${(/** @type {Event} */ event) => { this.isTable = /** @type {HTMLInputElement} */ (event.target).checked; }}>${t("engine.table")}</label>
+      <button ?disabled=${!this.keeper} @click=${() => this.keeper && save(this.keeper.recording(), "infer-steps.json")}>${t("engine.save")}</button>
+      <label class="button">${t("engine.open")}<input class="unseen" type="file" accept="application/json,.json" @change=${this._open}></label>
+    </div>`;
+  }
+
+  _picture() {
+    const history = /** @type {History} */ (this.history);
+    const names = ["running", "waiting", "pages", "speed", "step"];
+    const charts = chartsOf(history, { from: 0, to: 1, until: 1, cursor: null }, colours(this));
+    return html`
+      <dl class="engine-numbers">${names.map((name) => html`<div><dt>${t(`engine.number.${name}`)}</dt><dd data-number=${name}>–</dd></div>`)}</dl>
+      <p class="legend engine-legend">${["waiting", "prompt", "cached", "chunk", "decode", "preempted"].map((kind) => html`<span class=${`kind-${kind}`}>${t(`engine.kind.${kind}`)}</span>`)}</p>
+      <div class="engine-picture" tabindex="0" role="group" aria-label=${t("engine.picture")} @keydown=${this._key}>
+        <canvas class="lanes" height="120" role="img" aria-label=${t("engine.lanes-label")}
+          @pointermove=${this._point} @pointerleave=${() => { this.cursor = null; }} @click=${() => this._pause(true)}></canvas>
+        <canvas class="charts" height=${chartsHeight(charts)} role="img" aria-label=${t("engine.charts-label")}
+          @pointermove=${this._point} @pointerleave=${() => { this.cursor = null; }}></canvas>
+      </div>
+      <p class="engine-step small quiet" aria-live=${this.isPaused ? "polite" : "off"}></p>
+      ${this.isTable ? html`<engine-table .history=${history} .until=${() => this._until}></engine-table>` : nothing}`;
+  }
+}
+
+customElements.define("engine-view", EngineView);

@@ -1,0 +1,115 @@
+"""`POST /v1/engine/comparisons`: one at a time, in a process of its own, for administrators."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from infer.errors import DeadlineError, EngineError
+from infer.server.comparisons import ComparisonBody, Comparisons
+from infer.server.engine_endpoints import COMPARISONS_PATH
+from infer.server.http.error_responses import HttpError
+from tests.support.doubles import held_runner, make_hash_llm
+from tests.support.serving import COMPLETIONS, App, all_open, completion_body, with_app
+from tests.support.tenants import make
+
+
+def test_the_three_modes() -> None:
+    async def use(app: App) -> None:
+        reply = await app.post(COMPARISONS_PATH, {"num_requests": 2, "seats": 2})
+        assert reply.status == 200, reply.body
+        found = reply.json()
+        assert (found["workload"], found["seats"], found["num_requests"]) == ("mixed", 2, 2)
+        modes = [recording["hello"]["mode"] for recording in found["recordings"]]
+        assert modes == ["sequential", "static", "continuous"]
+        assert all(recording["summary"]["steps"] for recording in found["recordings"])
+
+    with_app(make_hash_llm(), use)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    runner, arrived, opened = held_runner()
+
+    async def use(app: App) -> None:
+        for body, param in (
+            ({"workload": "x"}, "workload"),
+            ({"seats": 0}, "seats"),
+            ({"seats": 65}, "seats"),
+            ({"num_requests": 129}, "num_requests"),
+        ):
+            refused = await app.post(COMPARISONS_PATH, body)
+            assert refused.status in (400, 422)
+            assert refused.error()["param"] == param
+        asking = [asyncio.ensure_future(app.post(COMPLETIONS, completion_body())) for _ in range(2)]
+        await all_open(app, 2)
+        assert await asyncio.to_thread(arrived.wait, 10)
+        refused = await app.post(COMPARISONS_PATH, {})
+        assert (refused.status, refused.error()["code"]) == (503, "busy")
+        assert "requests are waiting" in refused.error()["message"]
+        opened.set()
+        await asyncio.gather(*asking)
+
+    with_app(make_hash_llm(max_batch_size=1, runner=runner), use)
+    file = tmp_path / "keys.json"
+    key = make(file, "one")
+
+    async def use_key(app: App) -> None:
+        refused = await app.post(COMPARISONS_PATH, {}, headers=key)
+        assert (refused.status, refused.error()["code"]) == (403, "permission_denied")
+
+    with_app(make_hash_llm(), use_key, api_keys=str(file))
+
+
+def sleeper(pid_file: Path) -> tuple[str, ...]:
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    return (sys.executable, "-c", code)
+
+
+async def pid_in(file: Path) -> int:
+    async with asyncio.timeout(20):
+        while not file.exists() or not file.read_text():
+            await asyncio.sleep(0.02)
+    return int(file.read_text())
+
+
+def has_ended(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_one_at_a_time_and_it_ends_with_its_client(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with make_hash_llm() as engine:
+            comparisons = Comparisons(engine, command=sleeper(tmp_path / "pid"))
+            running = asyncio.ensure_future(comparisons.run(ComparisonBody()))
+            pid = await pid_in(tmp_path / "pid")
+            with pytest.raises(HttpError, match="another comparison is running") as refused:
+                await comparisons.run(ComparisonBody())
+            assert refused.value.status == 503
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            assert has_ended(pid)
+            (tmp_path / "pid").unlink()
+            again = Comparisons(engine, max_s=1.0, command=sleeper(tmp_path / "pid"))
+            with pytest.raises(DeadlineError, match="not done after 1 s"):
+                await again.run(ComparisonBody())
+            assert has_ended(await pid_in(tmp_path / "pid"))
+
+    asyncio.run(main())
+
+
+def test_a_process_that_fails_is_our_error() -> None:
+    async def main() -> None:
+        async with make_hash_llm() as engine:
+            failing = (sys.executable, "-c", "import sys; sys.exit(3)")
+            with pytest.raises(EngineError, match="the comparison has failed"):
+                await Comparisons(engine, command=failing).run(ComparisonBody())
+
+    asyncio.run(main())
