@@ -32,7 +32,7 @@ def test_each_argument_reaches_its_field() -> None:
             given[field.name] = number / 100 if kind == "float" else number
     given |= {"logit_bias": ((1, 2.0),), "stop": ("a",), "stop_token_ids": (3,)}
     given |= {"grammar": Grammar.regex("a"), "allowed_token_ids": (4,), "bad_words": ("b",)}
-    given |= {"min_tokens": 1}
+    given |= {"min_tokens": 1, "prediction": "c"}
     assert given.keys() == {field.name for field in fields(Sampling)}
     assert asdict(SamplingParams(**given)) == asdict(Sampling(**given))
     assert asdict(Sampling(**given)) == {**given, "grammar": asdict(given["grammar"])}

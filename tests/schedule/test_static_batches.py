@@ -72,9 +72,10 @@ def test_a_batch_has_an_id_a_time_a_wait_and_its_padding() -> None:
 
 
 def test_another_engine_has_other_ids() -> None:
-    ids = set()
-    for _ in range(2):
-        core = make_hash_core(batching_mode="static")
+    ids, clock = set(), Clock()
+    for now_s in (1.0, 1.2):
+        clock.now_s = now_s
+        core = make_hash_core(batching_mode="static", clock=clock)
         core.add(request("a"))
         core.step(flush=True)
         ids |= {event.batch_id for event in events_of(core) if isinstance(event, BatchFormed)}

@@ -208,7 +208,7 @@ def test_a_refusal_of_the_engines_thread(
     """A refusal by the scheduler looks to the client like one by the input processor."""
     engine = make_hash_llm()
 
-    def refuse(request: Any) -> None:
+    def refuse(request: Any, sent_s: float) -> None:
         raise refusal
 
     monkeypatch.setattr(core_of(engine), "add", refuse)

@@ -79,7 +79,7 @@ class Scheduler:
         """counts the tokens computed for each tenant"""
         self._admission = make_admission(config)
         is_static = config.batching_mode == "static"
-        self._static_batches = StaticBatches(config.static_order) if is_static else None
+        self._static_batches = StaticBatches(config.static_order, clock()) if is_static else None
         self._policy = find_policy(config.scheduler_policy)
         self._recomputes = not config.keep_computed
         self.clock = clock

@@ -13,7 +13,6 @@ The scheduler uses one object of this class in static mode.
 
 from __future__ import annotations
 
-import secrets
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator
@@ -33,11 +32,11 @@ Rank = tuple[int, int]
 class StaticBatches:
     """See the module's docstring."""
 
-    def __init__(self, order: str) -> None:
-        """`order`: see `EngineConfig.static_order`."""
+    def __init__(self, order: str, started_s: float) -> None:
+        """`order`: see `EngineConfig.static_order`. `started_s`: the present time on the
+        scheduler's clock, so that the engine after this one has other ids."""
         self._is_by_length = order == "prompt_length"
-        # Random, so that the engine after this one has other ids.
-        self._prefix = f"batch-{secrets.token_hex(3)}"
+        self._prefix = f"batch-{int(1000 * started_s):x}"
         self._num_formed = 0
         self.current_id: str | None = None
         """id of the batch that is being formed or runs; None if there is none"""

@@ -306,6 +306,20 @@ class GeneratingBody(Body):
         return False
 
 
+class TextPart(Wire):
+    """A part of a content, as the OpenAPI document shows it."""
+
+    type: Literal["text"]
+    text: str
+
+
+class PredictedContent(Wire):
+    """OpenAI's `prediction`, as the OpenAPI document shows it."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
 class SampledBody(GeneratingBody):
     """The fields that decide which tokens are chosen, and how the scheduler treats the request."""
 
@@ -333,7 +347,7 @@ class SampledBody(GeneratingBody):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     reuse_prefix: bool = True
     """whether the prompt may take pages from the prefix cache and leave its own there for others"""
-    prediction: Annotated[str, plain(_prediction, Object)] = Field("")
+    prediction: Annotated[str, plain(_prediction, PredictedContent)] = Field("")
     speculation: bool = True
     """whether tokens may be proposed for the answer, which changes its speed and no token"""
 
