@@ -68,13 +68,13 @@ def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[...,
 
 FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "the token goes to the end of the list": (
-        Scheduler._append,
+        Scheduler._append_token,
         "sequence.tokens[end] = result.token_id",
         "sequence.tokens[-1] = result.token_id",
     ),
     "pending tokens count towards the end": (
-        Scheduler._append,
-        "num_output = end + num_more + 1 - sequence.num_prompt",
+        Scheduler._append_token,
+        "num_output = end + 1 - sequence.num_prompt",
         "num_output = sequence.num_output",
     ),
     "pages are indexed that a preempted sequence has lost": (

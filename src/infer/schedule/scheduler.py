@@ -523,46 +523,52 @@ class Scheduler:
                 assert failed is not None
                 outputs.append(failed)
                 continue
-            outputs += self._append(advanced, result)
+            if sequence.guesses is not None:
+                outputs += self._append(advanced, result)
+                continue
+            outputs.append(output := self._append_token(sequence, end, result))
+            if output.finish_reason is not None:
+                self._finish(sequence, output.finish_reason)
         stats.num_steps += 1
         stats.num_rows += len(step)
         stats.num_sampled_tokens += sum(output.token_id is not None for output in outputs)
         self._end_batch()
         return outputs
 
+    def _append_token(self, sequence: Sequence, end: int, result: Sampled) -> StepOutput:
+        """Store the token at position `end`, whose place is there, and decide whether it is the
+        last one. A token behind the last one, of the step after this one, is dropped."""
+        sequence.tokens[end] = result.token_id
+        num_output = end + 1 - sequence.num_prompt
+        reason = self._finish_reason(sequence, result, num_output)
+        if reason is not None:
+            del sequence.tokens[end + 1 :]
+        return StepOutput(
+            sequence.request.request_id,
+            result.token_id,
+            reason,
+            result.logprobs,
+            sequence.num_cached,
+            prompt_logprobs=sequence.prompt_logprobs(num_output),
+        )
+
     def _append(self, advanced: Advanced, result: Sampled) -> list[StepOutput]:
         """Append the token of a chunk, then those that were sampled as proposed, until one ends the
         sequence. So nothing else counts, indexes or reads a proposed token."""
-        sequence, end = advanced.chunk.sequence, advanced.end
-        outputs: list[StepOutput] = []
-        sequence.tokens[end] = result.token_id
-        reason = error = None
-        for num_more, each in enumerate((result, *result.following)):
-            if num_more:
-                if error := each.error_record:
-                    break
-                sequence.tokens.append(each.token_id)
-            num_output = end + num_more + 1 - sequence.num_prompt
-            reason = self._finish_reason(sequence, each, num_output)
-            outputs.append(
-                StepOutput(
-                    sequence.request.request_id,
-                    each.token_id,
-                    reason,
-                    each.logprobs,
-                    sequence.num_cached,
-                    prompt_logprobs=sequence.prompt_logprobs(num_output),
-                )
-            )
-            if reason is not None:
-                del sequence.tokens[end + num_more + 1 :]  # a token of the step after this one
+        sequence, error = advanced.chunk.sequence, None
+        outputs = [self._append_token(sequence, advanced.end, result)]
+        for end, each in enumerate(result.following, advanced.end + 1):
+            if outputs[-1].finish_reason is not None or (error := each.error_record):
                 break
+            sequence.tokens.append(PENDING)
+            outputs.append(self._append_token(sequence, end, each))
         if advanced.chunk.proposed:
             self._settle_proposals(advanced, len(result.following), len(outputs) - 1)
-        if (guesses := sequence.guesses) is not None and (text := guesses.prediction):
+        assert sequence.guesses is not None
+        if text := sequence.guesses.prediction:
             counts = (text.num_accepted, text.num_rejected)
             outputs[-1] = outputs[-1]._replace(num_predicted=counts)
-        if reason is not None:
+        if (reason := outputs[-1].finish_reason) is not None:
             self._finish(sequence, reason)
         elif error is not None:
             failed = self.fail(sequence.request_id, error)

@@ -267,6 +267,8 @@ def verified(plan: Plan, results: Iterable[Sampled]) -> list[Sampled]:
     A proposed token is accepted if it was sampled from the row before it. What was sampled behind
     the first one that was not is dropped.
     """
+    if not any(chunk.proposed for chunk in plan):
+        return list(results)
     rows = iter(results)
     kept = []
     for chunk in plan:
