@@ -31,6 +31,7 @@ from tests.support.lattice import (
     OPENING,
     PROMPTS,
     params,
+    preempt_at_every_third_step,
 )
 
 Tokens = list[tuple[int, ...]]
@@ -179,17 +180,7 @@ def test_a_warm_cache_changes_nothing(alone: Tokens) -> None:
 
 def test_preempted_at_every_third_step(alone: Tokens) -> None:
     with engine() as llm:
-        scheduler, step = llm.core.scheduler, llm.core.step
-        count = 0
-
-        def stepping(*, flush: bool = False) -> Any:
-            nonlocal count
-            count += 1
-            if count % 3 == 0 and scheduler.running:
-                scheduler.preempt(scheduler.running[count % len(scheduler.running)])
-            return step(flush=flush)
-
-        llm.core.step = stepping  # type: ignore[method-assign]
+        preempt_at_every_third_step(llm.core)
         assert run(llm) == alone
         assert llm.stats()["num_preemptions"] > 12
 

@@ -15,7 +15,7 @@ import pytest
 from infer import LLM, RequestOutput, SamplingParams
 from infer.schedule.ngram_index import NgramIndex
 from infer.types.grammar import Grammar
-from tests.support.lattice import OPENING
+from tests.support.lattice import OPENING, preempt_at_every_third_step
 
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 6}'
 NUM_TOKENS = 32
@@ -121,16 +121,7 @@ def test_the_same_answers_in_fewer_steps(name: str, plain: tuple[str, list[Reque
 def test_preempted_at_every_third_step(plain: tuple[str, list[RequestOutput]]) -> None:
     dtype, wanted = plain
     with LLM(dtype=dtype, max_seq_len=512, speculative_config=CONFIG) as llm:
-        scheduler, step, count = llm.core.scheduler, llm.core.step, 0
-
-        def stepping(*, flush: bool = False) -> Any:
-            nonlocal count
-            count += 1
-            if count % 3 == 0 and scheduler.running:
-                scheduler.preempt(scheduler.running[count % len(scheduler.running)])
-            return step(flush=flush)
-
-        llm.core.step = stepping  # type: ignore[method-assign]
+        preempt_at_every_third_step(llm.core)
         assert values(run(llm), bits=False) == values(wanted, bits=False)
         assert llm.stats()["num_preemptions"] >= 4
         assert llm.stats()["num_accepted_tokens"] > 20

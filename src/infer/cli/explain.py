@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPException
 from itertools import groupby
 from operator import itemgetter
@@ -31,25 +32,36 @@ MAX_TRACE_BYTES = 16 << 20
 """The most bytes of an answer. A trace of 1,000 events has 200 KB."""
 
 
-def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
-    """The trace of a request as the server sends it.
+@contextmanager
+def opened(url: str, path: str, api_key: str | None, failure: str) -> Iterator[Any]:
+    """The answer of the server at `url` to a GET of `path`, to be read within the block.
 
-    Raises `InferError` with one sentence, whatever answers at `url`.
+    Raises `InferError` with one sentence: the server's own where it refuses, else `failure` and
+    why, also for an `OSError` or `ValueError` of the block.
     """
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    address = f"{url.rstrip('/')}/v1/requests/{quote(request_id, safe='')}"
     if not url.startswith(("http://", "https://")):
         raise InferError(f"{url} is not the address of a server, like http://127.0.0.1:8000")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        request = urllib.request.Request(address, headers=headers)
+        request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-            trace = _read_json(reply)
+            yield reply
     except urllib.error.HTTPError as error:
         with error:  # it holds the connection
             message = message_of(error, url)
         raise InferError(message) from None
     except (OSError, ValueError, HTTPException) as error:
-        raise InferError(f"no infer server answers at {url}: {one_line(error)}") from None
+        raise InferError(f"{failure}: {one_line(error)}") from None
+
+
+def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
+    """The trace of a request as the server sends it.
+
+    Raises `InferError` with one sentence, whatever answers at `url`.
+    """
+    path = f"/v1/requests/{quote(request_id, safe='')}"
+    with opened(url, path, api_key, f"no infer server answers at {url}") as reply:
+        trace = _read_json(reply)
     if not isinstance(trace, dict):
         raise InferError(f"no infer server answers at {url}: its answer is not a trace")
     return trace

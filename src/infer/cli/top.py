@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.client import HTTPException
 from typing import Any
 from urllib.parse import quote
 
@@ -19,11 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from infer.cli.engine_state import EngineState, Fields, RequestState
-from infer.cli.explain import message_of, one_line
+from infer.cli.explain import one_line, opened
 from infer.cli.plain import plain
-from infer.errors import InferError
 
-TIMEOUT_S = 30.0
 MAX_LINE_BYTES = 1 << 20
 """The most bytes of a line; a frame of the server has less than 200 KB."""
 REFRESH_S = 0.2
@@ -35,25 +29,6 @@ _END = {
     "key_revoked": "the key was revoked",
     "failed": "the server has failed; its log says why",
 }
-
-
-@contextmanager
-def _opened(url: str, model: str | None, api_key: str | None) -> Iterator[Any]:
-    if not url.startswith(("http://", "https://")):
-        raise InferError(f"{url} is not the address of a server, like http://127.0.0.1:8000")
-    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    query = f"?model={quote(model, safe='')}" if model else ""
-    address = f"{url.rstrip('/')}/v1/engine/events{query}"
-    try:
-        request = urllib.request.Request(address, headers=headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
-            yield reply
-    except urllib.error.HTTPError as error:
-        with error:  # it holds the connection
-            message = message_of(error, url)
-        raise InferError(message) from None
-    except (OSError, ValueError, HTTPException) as error:
-        raise InferError(f"the stream of {url} has broken off: {one_line(error)}") from None
 
 
 def events_of(lines: Iterator[bytes]) -> Iterator[tuple[str, Fields]]:
@@ -81,9 +56,10 @@ def run_top(url: str, model: str | None, api_key: str | None, *, once: bool) -> 
     """`infer top`; returns when the stream ends, or at Ctrl+C."""
     console = Console(highlight=False)
     state, shown_s, ends_s = EngineState(), 0.0, time.monotonic() + ONCE_S
+    path = "/v1/engine/events" + (f"?model={quote(model, safe='')}" if model else "")
     live = Live(console=console, auto_refresh=False, screen=not once)
     try:
-        with _opened(url, model, api_key) as reply:
+        with opened(url, path, api_key, f"the stream of {url} has broken off") as reply:
             for kind, fields in events_of(_lines(reply)):
                 try:
                     state.take(kind, fields)

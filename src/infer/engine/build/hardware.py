@@ -148,20 +148,19 @@ def stay_on_cores(*, all_nodes: bool) -> None:
     then of the same NUMA node, because Linux takes it from the node of the thread that writes it
     first."""
     processors = read_processors()
-    chosen = processors.cpus(all_nodes=all_nodes)
-    if not chosen or len(processors.chosen(all_nodes=all_nodes)) == len(processors.cores):
+    chosen = processors.chosen(all_nodes=all_nodes)
+    if not chosen or len(chosen) == len(processors.cores):
         return
     try:
-        os.sched_setaffinity(0, chosen)
+        os.sched_setaffinity(0, processors.cpus(all_nodes=all_nodes))
     except OSError as error:  # forbidden in some containers
         log.warning("threads are not kept on their cores: %s", error)
         return
-    nodes = sorted({core.node for core in processors.chosen(all_nodes=all_nodes)})
     log.info(
         "threads stay on %d of %d cores (performance cores of NUMA node %s)",
-        len(processors.chosen(all_nodes=all_nodes)),
+        len(chosen),
         len(processors.cores),
-        ", ".join(map(str, nodes)),
+        ", ".join(map(str, sorted({core.node for core in chosen}))),
     )
 
 
