@@ -63,9 +63,11 @@ LEVELS = (
     ),
     Level(
         "engine.core engine.client.input engine.client.output engine.process.journal"
-        " engine.commands engine.build.checkpoint engine.build.hardware",
+        " engine.commands engine.build.checkpoint engine.build.hardware engine.fleet.member"
+        " engine.fleet.router",
         "scheduler and runner in one step; prompts in, text out; commands; what each request has"
-        " received; what is on the disk and in the machine",
+        " received; what is on the disk and in the machine; an engine of several, and who gets a"
+        " request",
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
