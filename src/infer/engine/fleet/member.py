@@ -74,12 +74,13 @@ class MemberListener(Protocol):
         """The member will end: it gets nothing new, and what it has not finished after `timeout_s`
         seconds moves to others. Its life goes on until it is lost or stopped."""
 
-    def failing(self, member: Member) -> None:
-        """The engine has not started again several times in a row. The member goes on trying; until
-        its next life `is_alive` is false."""
+    def failing(self, member: Member, reason: str) -> None:
+        """The engine has not started again several times in a row, as `reason` says for the log.
+        The member goes on trying; until its next life `is_alive` is false."""
 
     def gone(self, member: Member) -> None:
-        """The member will have no further life, and nobody has stopped it."""
+        """The member will have no further life, and nobody has stopped it. The present life, if
+        there is one, is lost with it."""
 
 
 class Member(Protocol):
