@@ -71,9 +71,10 @@ LEVELS = (
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.client.waiting_tokens engine.build.memory_plan",
+        " engine.client.waiting_tokens engine.build.memory_plan engine.build.fingerprints",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; which prompts wait for a seat; what fits into memory",
+        " viewers; which prompts wait for a seat; what fits into memory; which bits an engine"
+        " computes",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",

@@ -22,6 +22,7 @@ from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size, own_function
 from infer.engine.build.checkpoint import Checkpoint, find_checkpoint, text_of
+from infer.engine.build.fingerprints import fingerprint_of
 from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
@@ -53,6 +54,7 @@ from infer.schedule.scheduler import Scheduler
 from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.tokenizer import Tokenizer
 from infer.types.engine_limits import EngineLimits
+from infer.types.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +137,25 @@ def prepare(
         files=text_of(checkpoint, config),
         build=build,
         pinned=lambda core: pinned_settings(core, device),
+        fingerprint=lambda core: _fingerprint(core, config, checkpoint, plan, device),
     )
+
+
+def _fingerprint(
+    core: EngineCore,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plan: MemoryPlan,
+    device: torch.device,
+) -> Fingerprint:
+    with cuda.current(device):
+        return fingerprint_of(
+            core,
+            model=checkpoint.config,
+            text=text_of(checkpoint, config),
+            vocab_size=checkpoint.config.vocab_size,
+            formats=(plan.dtype, plan.kv_cache_dtype),
+        )
 
 
 def _refuse_replicas(config: EngineConfig, checkpoint: Checkpoint, share: MachineShare) -> None:
