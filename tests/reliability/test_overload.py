@@ -197,7 +197,7 @@ async def overload(server: Served, control_port: int, seconds: float) -> dict[st
         await asyncio.sleep(0.1)
     await server.is_back(baseline, 3.0)
     lag_s = (await server.stats())["lag_s"]
-    # The speed of a machine drifts by a fifth within a minute: the load is compared with both sides.
+    # A machine's speed drifts by a fifth within a minute: the load is compared with both sides.
     after = await measured_capacity(server, wanted)
     capacity = (before + after) / 2
     heard_all = [(i, ended_s, recorder.heard()) for i, ended_s, recorder in received]
