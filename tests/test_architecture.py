@@ -411,6 +411,7 @@ REACHES: dict[str, tuple[int | None, str]] = {
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
     "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
     "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
+    "engine/test_speculation_grammar.py": (2, "no patience with masks"),
     "engine/test_threads.py": (1, "a model counts as small by its bytes"),
     "gpu/test_attention_kernels.py": (2, ON_A_GPU),
     "gpu/test_compiled.py": (2, ON_A_GPU),

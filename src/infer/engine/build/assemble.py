@@ -187,7 +187,7 @@ def _build(
     allocator = PageAllocator(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
     )
-    scheduler = Scheduler(scheduler_config, allocator, time.monotonic)
+    scheduler = Scheduler(scheduler_config, allocator, time.monotonic, restrictions.allowed)
     limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
