@@ -306,7 +306,7 @@ class Chats extends EventTarget {
       if (navigator.locks) await navigator.locks.request(`infer-${message.id}`, run);
       else await run();
       if (!generation.hasBegun) this._takeBack(tree, message, undo);
-      else void this._readSpeed(message);
+      else void this._readTrace(message);
     } catch (error) {
       this._takeBack(tree, message, undo);
       this._refused(conversation, error);
@@ -319,9 +319,10 @@ class Chats extends EventTarget {
     }
   }
 
-  /** Take the time of decoding from the server's trace: the browser's clock sees when pieces were
-   * read, which is late and all at once while the page is busy. @param {Message} message */
-  async _readSpeed(message) {
+  /** Take the time of decoding and the restarts from the server's trace: the browser's clock sees
+   * when pieces were read, which is late and all at once while the page is busy.
+   * @param {Message} message */
+  async _readTrace(message) {
     const { figures } = message;
     if (!figures?.requestId) return;
     const query = figures.model ? `?model=${encodeURIComponent(figures.model)}` : "";
@@ -331,8 +332,9 @@ class Chats extends EventTarget {
       await new Promise((done) => setTimeout(done, 200));
       trace = await read();
     }
-    if (!trace?.first_token_ms || !trace.total_ms) return;
-    figures.decodeMs = trace.total_ms - trace.first_token_ms;
+    if (!trace) return;
+    if (trace.first_token_ms && trace.total_ms) figures.decodeMs = trace.total_ms - trace.first_token_ms;
+    if (trace.restarts) figures.restarts = trace.restarts;
     await this._write(null, [message]);
     this.changed();
   }

@@ -5,8 +5,8 @@
 /** @typedef {{id: string, type: "function", function: {name: string, arguments: string}}} ToolCall */
 /** @typedef {{requestId: string, model: string, promptTokens: number, cachedTokens: number,
  *   completionTokens: number, firstMs: number | null, totalMs: number | null,
- *   decodeMs?: number, startedAt: number}} Figures decodeMs: from the first to the last token, by the
- *   server's clock */
+ *   decodeMs?: number, restarts?: number, startedAt: number}} Figures decodeMs: from the first to the
+ *   last token, by the server's clock; restarts: of the engine, which the answer survived */
 /**
  * @typedef {object} Message
  * @property {string} id

@@ -204,6 +204,7 @@ class ChatMessage extends PageElement {
     if (speed !== null) parts.push(t("happened.rate", { rate: rate(speed) }));
     if (firstMs !== null) parts.push(t("happened.first", { time: duration(firstMs) }));
     if (cachedTokens) parts.push(t("happened.cached", { n: cachedTokens, of: number(promptTokens) }));
+    if (figures.restarts) parts.push(t("happened.restarts", { n: figures.restarts }));
     return parts.join(" · ");
   }
 
