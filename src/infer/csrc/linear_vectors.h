@@ -232,7 +232,18 @@ INLINE void add_multiplied(const vb (&sum)[R][C], float* sums, long row, const c
   }
 }
 
-// int4; rows are BYTES. A vector of bytes has columns of both halves, so the vectors of a pass are pairs of these.
+// A vector of bytes has numbers of columns of both halves of a panel, so the vectors of a pass are pairs of these.
+template <int C>
+INLINE void load_nibbles(const char* from, vb (&line)[C]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < C; v += 2) {
+    const vb both = load_bytes(from + v / 2 * W * 4);
+    line[v] = low_nibbles(both);
+    line[v + 1] = high_nibbles(both);
+  }
+}
+
+// int4; rows are BYTES.
 struct Nibbles {
   template <int R, int C>
   static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row,
@@ -251,12 +262,7 @@ struct Nibbles {
       for (long i = 0; i < 64; i += 4, stream.next += stream.lines * 4) {
         ask<R>(stream.next);
         vb line[C];
-#pragma GCC unroll 2
-        for (int v = 0; v < C; v += 2) {
-          const vb both = load_bytes(b + i * 16 + v / 2 * W * 4);
-          line[v] = low_nibbles(both);
-          line[v + 1] = high_nibbles(both);
-        }
+        load_nibbles(b + i * 16, line);
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) {
           const vb x = four_bytes(a + r * 64 + i);
@@ -277,12 +283,7 @@ struct Nibbles {
         for (long i = part; i < part + 32; i += 4, stream.next += stream.lines * 4) {
           ask<R>(stream.next);
           vb line[C];
-#pragma GCC unroll 2
-          for (int v = 0; v < C; v += 2) {
-            const vb both = load_bytes(b + i * 16 + v / 2 * W * 4);
-            line[v] = low_nibbles(both);
-            line[v + 1] = high_nibbles(both);
-          }
+          load_nibbles(b + i * 16, line);
 #pragma GCC unroll 14
           for (int r = 0; r < R; ++r) {
             const vb x = four_bytes(a + r * 64 + i);

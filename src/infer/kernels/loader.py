@@ -91,20 +91,20 @@ def _declare(library: ctypes.CDLL) -> None:
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The library, or the reason why it cannot be used."""
-    found = sorted(Path(__file__).parent.glob("_kernels*.so"))
-    if not found:
+    file = Path(__file__).with_name("_kernels.so")
+    if not file.exists():
         return (
             "the CPU kernels were not compiled when this package was installed (they need a C++"
             " compiler; install one and reinstall)"
         )
     try:
-        library = ctypes.CDLL(str(found[0]))
+        library = ctypes.CDLL(str(file))
         _declare(library)
         digest = library.infer_abi_digest()
     except (OSError, AttributeError) as error:
-        return f"{found[0].name} cannot be loaded: {error}; reinstall the package"
+        return f"{file.name} cannot be loaded: {error}; reinstall the package"
     if digest.decode() != hashlib.sha256(ABI.read_bytes()).hexdigest():
-        return f"{found[0].name} was built from other sources; reinstall the package"
+        return f"{file.name} was built from other sources; reinstall the package"
     return library
 
 
