@@ -118,3 +118,5 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     """pages that no request uses after the step; their content may still be found"""
     num_indexed_pages: int = 0
     """pages whose content the prefix index knows after the step"""
+    member: str = ""
+    """name of the engine among those of its fleet; "" where there is one engine"""
