@@ -36,22 +36,27 @@ def server_options() -> list[str]:
     return [*models, "--chat-template", str(TEMPLATE)]
 
 
-def test_a_call_is_shown_and_its_result_goes_back(reader: Reader) -> None:
-    page = reader.page
-    reader.settings({"max_tokens": 120})
-    page.click("header.topbar button:last-child")
-    page.fill("dialog textarea.mono >> nth=1", json.dumps(TOOLS))
-    page.keyboard.press("Tab")
-    page.locator("dialog").get_by_label("Calls").select_option("required")
-    page.click("dialog footer button.main")
-    reader.send("What is the weather in Paris?")
+def test_a_call_is_shown_and_its_result_goes_back(person: Reader) -> None:
+    page = person.page
+    person.settings({"max_tokens": 120})
+    person.open_settings()
+    person.write("dialog textarea.mono >> nth=1", json.dumps(TOOLS))
+    if person.hands == "keyboard":
+        page.keyboard.press("Tab")  # the list of choices is there once the field is left
+    else:
+        page.locator("dialog textarea.mono >> nth=1").blur()
+    label = f"label:has-text('{person.said('settings.tool-choice')}') select"
+    page.wait_for_selector(label)
+    person.choose(label, "required")
+    person.close_dialog()
+    person.send("What is the weather in Paris?")
     page.wait_for_selector(".call textarea")
-    assert "The model calls weather" in page.inner_text(".call")
+    assert person.said("tool.call", name="weather") in page.inner_text(".call")
     assert json.loads(page.inner_text(".call pre"))["city"] in ("Paris", "Oslo")
-    page.fill(".call textarea", "Rain, 12 degrees")
-    page.click("tool-calls button.main")
+    person.write(".call textarea", "Rain, 12 degrees")
+    person.use("tool-calls button.main")
     page.wait_for_selector(".message.tool")
-    reader.until("document.querySelectorAll('.message.assistant .figures').length == 2")
+    person.until("document.querySelectorAll('.message.assistant .figures').length == 2")
     assert page.inner_text(".message.tool .own-text") == "Rain, 12 degrees"
 
 
@@ -66,14 +71,14 @@ def test_wrong_tools_are_named_and_not_sent(reader: Reader) -> None:
     assert reader.ask("Hello") is not None
 
 
-def test_the_reader_chooses_a_model(reader: Reader) -> None:
-    page = reader.page
-    reader.settings({"max_tokens": 10})
-    page.select_option("header.topbar select", "two")
-    reader.ask("Hello")
-    page.click(".message.assistant .figures")
-    page.wait_for_selector(".timeline li")
-    assert page.locator("what-happened dt:has-text('Model') + dd").inner_text() == "two"
+def test_the_reader_chooses_a_model(person: Reader) -> None:
+    page = person.page
+    person.settings({"max_tokens": 10})
+    person.choose("header.topbar select", "two")
+    person.ask("Hello")
+    person.open_happened()
+    label = person.said("happened.model")
+    assert page.locator(f"what-happened dt:has-text('{label}') + dd").inner_text() == "two"
     page.reload()
     page.wait_for_selector("header.topbar select")
     assert page.input_value("header.topbar select") == "two"
