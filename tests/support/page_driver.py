@@ -276,8 +276,8 @@ class Reader:
 
     def titles(self, page: Any = None) -> list[str]:
         """The titles in the side bar."""
-        found = (page or self.page).locator(".conversations button.open").all_inner_texts()
-        return [text.strip() for text in found]
+        rows = (page or self.page).locator(".conversations button.open")
+        return list(rows.evaluate_all("(found) => found.map((each) => each.title)"))
 
     def settings(self, values: Mapping[str, Any], page: Any = None) -> None:
         """Set sampling fields by name; True ticks a box."""
@@ -306,7 +306,13 @@ class Reader:
         """Open the tokens of an answer and the alternatives to one of them."""
         self.use(".message.assistant .toggle:not(.figures)")
         self.page.wait_for_selector(f".tokens button >> nth={at}")
-        self.use(f".tokens button >> nth={at}")
+        if self.hands == "keyboard":
+            self.reach(".tokens button")
+            for _ in range(at):
+                self.page.keyboard.press("ArrowRight")
+            self.page.keyboard.press("Enter")
+        else:
+            self.use(f".tokens button >> nth={at}")
         self.page.wait_for_selector(".alternatives")
 
     def open_engine(self) -> None:
