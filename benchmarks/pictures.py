@@ -105,6 +105,7 @@ def completions(url: str, seed: int, count: int) -> None:
 def engine(reader: Reader) -> None:
     """The engine view, with 10 clients that each send one request after the other."""
     reader.open_engine()
+    reader.page.select_option(".engine-controls select", "5")
     clients = [
         threading.Thread(target=completions, args=(reader.url, seed, 12), daemon=True)
         for seed in range(10)

@@ -193,7 +193,7 @@ def test_what_happened_shows_the_reused_prefix(person: Reader) -> None:
     num_prompt = int(shown[person.said("happened.prompt-label")].replace(",", ""))
     assert num_prompt > 1000
     assert num_cached >= 900
-    assert f"{num_cached} of" in page.inner_text(".figures >> nth=1") or person.hands == "touch"
+    assert f"{num_cached:,}" in page.inner_text(".message.assistant .figures >> nth=1")
 
 
 def test_files_go_with_a_message_and_others_are_refused_with_a_reason(

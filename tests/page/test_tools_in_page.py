@@ -36,9 +36,10 @@ def server_options() -> list[str]:
     return [*models, "--chat-template", str(TEMPLATE)]
 
 
-def test_a_call_is_shown_and_its_result_goes_back(person: Reader) -> None:
+def let_it_call(person: Reader, max_tokens: int) -> None:
+    """Answers are calls of the tool, one each: else the model may begin a second one."""
     page = person.page
-    person.settings({"max_tokens": 120})
+    person.settings({"max_tokens": max_tokens})
     person.open_settings()
     person.write("dialog textarea.mono >> nth=1", json.dumps(TOOLS))
     if person.hands == "keyboard":
@@ -47,8 +48,13 @@ def test_a_call_is_shown_and_its_result_goes_back(person: Reader) -> None:
         page.locator("dialog textarea.mono >> nth=1").blur()
     label = f"label:has-text('{person.said('settings.tool-choice')}') select"
     page.wait_for_selector(label)
-    person.choose(label, "required")
+    person.choose(label, "weather")
     person.close_dialog()
+
+
+def test_a_call_is_shown_and_its_result_goes_back(person: Reader) -> None:
+    page = person.page
+    let_it_call(person, 120)
     person.send("What is the weather in Paris?")
     page.wait_for_selector(".call textarea")
     assert person.said("tool.call", name="weather") in page.inner_text(".call")
@@ -58,6 +64,17 @@ def test_a_call_is_shown_and_its_result_goes_back(person: Reader) -> None:
     page.wait_for_selector(".message.tool")
     person.until("document.querySelectorAll('.message.assistant .figures').length == 2")
     assert page.inner_text(".message.tool .own-text") == "Rain, 12 degrees"
+
+
+def test_a_call_that_was_cut_has_no_result_and_the_conversation_goes_on(reader: Reader) -> None:
+    page = reader.page
+    let_it_call(reader, 30)
+    reader.send("What is the weather in Paris?")
+    page.wait_for_selector(".message.assistant .figures")
+    assert page.locator(".call").count() == 1
+    assert page.locator(".call textarea").count() == 0
+    reader.ask("Hello")
+    assert page.locator(".composer .fault").count() == 0
 
 
 def test_wrong_tools_are_named_and_not_sent(reader: Reader) -> None:

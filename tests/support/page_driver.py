@@ -171,11 +171,9 @@ class Reader:
         """Click on an element, tap it, or reach it by keyboard and press Enter; Space for boxes
         that are ticked."""
         page = page or self.page
-        if self.hands == "touch":
+        if self.hands != "keyboard":
             self._show_list(selector, page)
-            page.locator(selector).first.tap()
-        elif self.hands == "mouse":
-            page.locator(selector).first.click()
+            self._press(selector, page)
         else:
             self.reach(selector, page)
             is_box = "e => e.matches('input[type=checkbox], input[type=radio]')"
@@ -183,11 +181,18 @@ class Reader:
                 "Space" if page.locator(selector).first.evaluate(is_box) else "Enter"
             )
 
+    def _press(self, selector: str, page: Any) -> None:
+        target = page.locator(selector).first
+        if self.hands == "touch":
+            target.tap()
+        else:
+            target.click()
+
     def _show_list(self, selector: str, page: Any) -> None:
-        """On a phone the list of conversations is behind a button."""
+        """In a narrow window the list of conversations is behind a button."""
         inside = page.locator(selector).first.evaluate("e => Boolean(e.closest('.sidebar'))")
-        if inside and not page.locator(".app.drawer").count():
-            page.locator(".menu-button").tap()
+        if inside and page.is_visible(".menu-button") and not page.locator(".app.drawer").count():
+            self._press(".menu-button", page)
             page.wait_for_selector(".app.drawer .sidebar .search")
 
     def write(self, selector: str, text: str, page: Any = None) -> None:
@@ -276,8 +281,8 @@ class Reader:
 
     def titles(self, page: Any = None) -> list[str]:
         """The titles in the side bar."""
-        found = (page or self.page).locator(".conversations button.open").all_inner_texts()
-        return [text.strip() for text in found]
+        rows = (page or self.page).locator(".conversations button.open")
+        return list(rows.evaluate_all("(found) => found.map((each) => each.title)"))
 
     def settings(self, values: Mapping[str, Any], page: Any = None) -> None:
         """Set sampling fields by name; True ticks a box."""
@@ -306,7 +311,13 @@ class Reader:
         """Open the tokens of an answer and the alternatives to one of them."""
         self.use(".message.assistant .toggle:not(.figures)")
         self.page.wait_for_selector(f".tokens button >> nth={at}")
-        self.use(f".tokens button >> nth={at}")
+        if self.hands == "keyboard":
+            self.reach(".tokens button")
+            for _ in range(at):
+                self.page.keyboard.press("ArrowRight")
+            self.page.keyboard.press("Enter")
+        else:
+            self.use(f".tokens button >> nth={at}")
         self.page.wait_for_selector(".alternatives")
 
     def open_engine(self) -> None:

@@ -98,7 +98,8 @@ class SessionTurn:
         whole = [call for call in self._calls if _is_whole(call)]
         # An incomplete call would be invalid in a later request's history, so it is kept as text.
         text += "".join(_as_text(call) for call in self._calls if call not in whole)
-        asked, answer = self._asked, {"role": "assistant"}
+        asked = self._asked
+        answer: Message = {"role": "assistant"}
         if self._begun is not None:
             asked, answer, text = asked[:-1], self._begun, _text_of(self._begun) + text
         answer = {**answer, "content": text}
