@@ -3,7 +3,7 @@
 #define INFER_VECTORS "avx2.h"
 #include "dispatch.h"
 
-TARGET("avx2,fma")
+TARGET("avx2,fma,f16c")
 
 #include "../attention_item.h"
 #include "../attention_bytes_vectors.h"

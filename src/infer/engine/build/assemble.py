@@ -20,7 +20,12 @@ from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size, own_function
-from infer.engine.build.checkpoint import Checkpoint, find_checkpoint, text_of
+from infer.engine.build.checkpoint import (
+    Checkpoint,
+    chosen_blocks,
+    find_checkpoint,
+    text_of,
+)
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
@@ -99,12 +104,13 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
+    blocks = chosen_blocks(config, checkpoint, device)
     with reading(str(config.model)):
-        plan = make_plan(config, checkpoint.config, checkpoint.name)
+        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
-        plan = make_plan(config, checkpoint.config, checkpoint.name)
+        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks)
     if not plan.fits:
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     if plan.products:
@@ -168,7 +174,10 @@ def _build(
     before = machine.used_bytes(device)
     with reading(f"the weights of {checkpoint.name}"):
         source = checkpoint.source(dtype, device)
-        source = source.with_layers(config.weight_format, config.batch_invariant)
+        blocks = chosen_blocks(config, checkpoint, device)
+        source = source.with_layers(
+            config.weight_format, config.batch_invariant, blocks.read if blocks else None
+        )
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
@@ -395,7 +404,8 @@ def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
     `free`: bytes to plan with instead of what the device has free.
     """
     checkpoint = find_checkpoint(config.model, revision=config.revision)
-    return make_plan(config, checkpoint.config, checkpoint.name, free=free)
+    blocks = chosen_blocks(config, checkpoint, machine.choose_device(config))
+    return make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks, free=free)
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:
