@@ -26,8 +26,13 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     reason: FinishReason = FinishReason.ABORT
 
 
+class FollowPages(msgspec.Struct, frozen=True, array_like=True, tag="pages"):
+    """Report which pages the prefix index holds: all of them, then changes; again if it did so
+    before. See `StepEvents.page_changes`."""
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End the engine after the step that runs; whatever is in flight is dropped."""
 
 
-Command = Add | Abort | Stop
+Command = Add | Abort | FollowPages | Stop
