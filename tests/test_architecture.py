@@ -62,12 +62,12 @@ LEVELS = (
         " states of a supervisor, an engine as its façade sees it; the machine's processors",
     ),
     Level(
-        "engine.core engine.client.input engine.client.output engine.process.journal"
+        "engine.core engine.client.input engine.client.output engine.fleet.journal"
         " engine.commands engine.build.checkpoint engine.build.hardware engine.fleet.member"
-        " engine.fleet.router",
+        " engine.fleet.router engine.build.machine_share",
         "scheduler and runner in one step; prompts in, text out; commands; what each request has"
-        " received; what is on the disk and in the machine; an engine of several, and who gets a"
-        " request",
+        " received; what is on the disk and in the machine; an engine of several, who gets a"
+        " request, and the part of the machine of each",
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
@@ -85,7 +85,10 @@ LEVELS = (
         "the composition root; the engine process, from inside and from outside",
     ),
     Level("engine.process.standby", "a process that becomes the next engine"),
-    Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
+    Level(
+        "engine.llm engine.process.supervisor engine.fleet.fleet",
+        "the blocking façade; the engine's supervisor; several engines as one",
+    ),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
     Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),

@@ -31,8 +31,15 @@ class FollowPages(msgspec.Struct, frozen=True, array_like=True, tag="pages"):
     before. See `StepEvents.page_changes`."""
 
 
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
+    """End all requests now; nobody waits for them here any more."""
+
+    life: int
+    """number of the life of the engine that ends; see `engine.fleet.member`"""
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End the engine after the step that runs; whatever is in flight is dropped."""
 
 
-Command = Add | Abort | FollowPages | Stop
+Command = Add | Abort | FollowPages | Reset | Stop

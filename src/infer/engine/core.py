@@ -153,6 +153,11 @@ class EngineCore:
         """
         return self.scheduler.abort(request_id, reason)
 
+    def abort_all(self) -> None:
+        """End all requests now."""
+        for sequence in self.scheduler.unfinished:
+            self.scheduler.abort(sequence.request_id)
+
     def step(self, *, flush: bool = False) -> list[StepOutput]:
         """Compute one step; returns the outputs of sequences that got a token or ended.
 

@@ -136,6 +136,8 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     nothing to compute reports them in records without a sequence and without events"""
     foreign_load: ForeignLoad | None = None
     """what the engine has to do for other clients, where it has several"""
+    member: str = ""
+    """name of the engine among those of its fleet; "" where there is one engine"""
 
     @property
     def is_idle(self) -> bool:

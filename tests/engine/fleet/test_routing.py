@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 import infer.engine.fleet.routing as routing
-from infer.engine.fleet.router import MemberLoad
-from infer.engine.fleet.routing import PageView, PrefixRouter, Routing, make_router
+from infer.engine.fleet.fleet import Fleet
+from infer.engine.fleet.router import MemberLoad, Router
+from infer.engine.fleet.routing import KnownMember, PageView, PrefixRouter, Routing, make_router
 from infer.schedule.index_changes import chain
 from infer.types import Request, SamplingParams
 from infer.types.page_changes import PageChanges
 from infer.types.step_events import ForeignLoad, StepEvents
+from tests.support.fleet_members import Caller, HashMember
 from tests.support.routed_engines import RoutedEngine, RoutedEngines
 
 PAGE = 4
@@ -26,7 +28,7 @@ TURNS, TURN_TOKENS, ANSWER_TOKENS = 6, 24, 8
 CONVERSATION_PAGES = TURNS * (TURN_TOKENS + ANSWER_TOKENS) // PAGE
 
 
-def engines(router: routing.Router, num: int = 3, *, num_pages: int = 400) -> RoutedEngines:
+def engines(router: Router, num: int = 3, *, num_pages: int = 400) -> RoutedEngines:
     return RoutedEngines(
         num,
         router,
@@ -94,7 +96,7 @@ def converse(world: RoutedEngines, *, num: int = 100, clients: int = 8) -> float
     return world.cached_share()
 
 
-def conversations_stay(router: routing.Router) -> float:
+def conversations_stay(router: Router) -> float:
     """The cached share of three engines whose caches hold 40 conversations each, as a fraction of
     that of one engine with all of it."""
     pages = 40 * CONVERSATION_PAGES
@@ -102,7 +104,7 @@ def conversations_stay(router: routing.Router) -> float:
     return converse(engines(router, num_pages=pages)) / one
 
 
-def largest_share(router: routing.Router, *, clients: int = 12) -> float:
+def largest_share(router: Router, *, clients: int = 12) -> float:
     """The most requests that an engine gets, divided by the mean, where most begin alike."""
     world, dice, left = engines(router, num_pages=2000), random.Random(2), list(range(240))
     prefix = [dice.randrange(200) for _ in range(256)]
@@ -122,7 +124,7 @@ def largest_share(router: routing.Router, *, clients: int = 12) -> float:
     return 3 * max(each.num_requests for each in world.engines) / 240
 
 
-def long_prompts_are_avoided(router: routing.Router) -> bool:
+def long_prompts_are_avoided(router: Router) -> bool:
     """Whether short prompts go where no long one is being computed, though streams run there."""
     world = engines(router, 2)
     others: list[RoutedEngine] = []
@@ -134,7 +136,7 @@ def long_prompts_are_avoided(router: routing.Router) -> bool:
     return all(each is not busy for each in others)
 
 
-def choices_share_a_prompt(router: routing.Router) -> bool:
+def choices_share_a_prompt(router: Router) -> bool:
     """Whether the choices of one request, which come at once, compute their prompt once."""
     world = engines(router)
     chosen = {id(world.add(ask(f"c{i}", [*range(100)]))) for i in range(3)}
@@ -258,6 +260,26 @@ def test_old_pages_count_until_the_new_ones_are_complete() -> None:
     assert not view.is_stale
 
 
+def test_a_fleet_tells_its_router_which_pages_its_members_have() -> None:
+    """Four conversations, two engines: each second turn goes where the first one was computed."""
+    members = [HashMember(f"m{i}", max_batch_size=8) for i in range(2)]
+    caller = Caller()
+    fleet = Fleet(members, router=PrefixRouter(), watch_s=3600)
+    fleet.start(caller.deliver, caller.died)
+    prompts = [[i, *range(30)] for i in range(4)]
+    for turn in range(2):
+        for i, prompt in enumerate(prompts):
+            fleet.add(ask(f"{turn} {i}", prompt + [9] * turn))
+        for _ in range(50):
+            for member in members:
+                member.step()
+    counters = [member.core.stats().counters for member in members if member.core is not None]
+    assert all(each.num_submitted == 4 for each in counters)
+    assert all(each.num_cached_tokens == 2 * 28 for each in counters)
+    assert len(caller.ends) == 8
+    fleet.stop()
+
+
 # Routers that are broken on purpose.
 
 
@@ -299,27 +321,27 @@ def _without_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_load(patch: pytest.MonkeyPatch) -> None:
-    send = routing._Known.send
+    send = KnownMember.send
 
     def forgetful(known: Any, request_id: str, sent: Any) -> None:
         sent.num_tokens = 0
         send(known, request_id, sent)
 
-    patch.setattr(routing._Known, "send", forgetful)
+    patch.setattr(KnownMember, "send", forgetful)
 
 
 def _without_a_share(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(routing, "MAX_SHARE", 100.0)
+    patch.setattr(PrefixRouter.__init__, "__kwdefaults__", {"max_share": 100.0})
 
 
 def _without_promises(patch: pytest.MonkeyPatch) -> None:
-    send = routing._Known.send
+    send = KnownMember.send
 
     def literal(known: Any, request_id: str, sent: Any) -> None:
         sent.pages = ()
         send(known, request_id, sent)
 
-    patch.setattr(routing._Known, "send", literal)
+    patch.setattr(KnownMember, "send", literal)
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,19 @@ def make_plan(
     )
 
 
+def replicas_that_fit(config: EngineConfig, model: ModelConfig, free: int, most: int) -> int:
+    """The largest number of engines, up to `most`, that fit into `free` bytes of main memory when
+    each gets the same part; 0 if not even one does."""
+    low, high = 0, most
+    while low < high:  # fewer fit whenever more do
+        middle = (low + high + 1) // 2
+        if make_plan(config, model, "", free=free // middle).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
     """Number of tokens in a page. A contiguous cache has one page per sequence, whose length is
     rounded up to the kernel's `STRIP`."""

@@ -43,13 +43,17 @@ class MemberLoad:
         """Requests with or without a seat."""
         return len(self._waiting) + len(self._seated)
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether its engine takes a request of so many tokens without refusing it as full."""
+    def has_room(self, num_tokens: int, *, is_resumed: bool = False) -> bool:
+        """Whether its engine takes a request of so many tokens without refusing it as full.
+        `is_resumed`: an engine has died with it; its tokens do not count then."""
         if self.num_unfinished >= self.limits.max_unfinished:
             return False
         limit = self.limits.max_waiting_tokens
-        has_seat = self.num_unfinished < self.limits.num_seats
-        return limit is None or has_seat or self.num_waiting_tokens + num_tokens <= limit
+        if limit is None or is_resumed or self.num_waiting_tokens + num_tokens <= limit:
+            return True
+        if self.limits.batching_mode == "static" and self._seated:
+            return False  # nobody joins a batch that runs
+        return self.num_unfinished < self.limits.num_seats
 
     def holds(self, request_id: str) -> bool:
         """Whether a request is counted."""

@@ -129,7 +129,7 @@ class _Sent:
 
 
 @dataclass(slots=True)
-class _Known:
+class KnownMember:
     """What a router knows about one life of a member, beside its `MemberLoad`."""
 
     view: PageView = field(default_factory=PageView)
@@ -245,15 +245,17 @@ def _pages(request: Request, size: int) -> list[bytes]:
 class PrefixRouter:
     """A `Router`; see the module's docstring."""
 
-    def __init__(self) -> None:
-        self._known: dict[MemberLoad, _Known] = {}
+    def __init__(self, *, max_share: float = MAX_SHARE) -> None:
+        """`max_share`: see `MAX_SHARE`."""
+        self._max_share = max_share
+        self._known: dict[MemberLoad, KnownMember] = {}
         self._num_chosen = 0
 
     def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
         """See `Router`."""
         num_tokens = num_tokens_of(request)
         sizes = {_page_size(load): _pages(request, _page_size(load)) for load in members}
-        known = [self._known.setdefault(load, _Known()) for load in members]
+        known = [self._known.setdefault(load, KnownMember()) for load in members]
         own = []
         for load, each in zip(members, known, strict=True):
             each.prune(load)
@@ -276,7 +278,7 @@ class PrefixRouter:
         self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
     ) -> None:
         """See `Router`."""
-        known = self._known.setdefault(member, _Known())
+        known = self._known.setdefault(member, KnownMember())
         if step_events is not None:
             known.stepped(step_events)
         now_s = None if step_events is None else step_events.ended_s
@@ -288,7 +290,7 @@ class PrefixRouter:
 
     def should_follow(self, member: MemberLoad) -> bool:
         """See `Router`."""
-        known = self._known.setdefault(member, _Known())
+        known = self._known.setdefault(member, KnownMember())
         if not known.view.is_stale or known.patience or not _page_size(member):
             return False
         known.patience = PATIENCE
@@ -300,7 +302,7 @@ class PrefixRouter:
 
     @staticmethod
     def _expected_s(
-        members: Sequence[MemberLoad], known: Sequence[_Known], own: Sequence[int]
+        members: Sequence[MemberLoad], known: Sequence[KnownMember], own: Sequence[int]
     ) -> list[float]:
         """Seconds until the first token, for each member. `own`: tokens of the request that are not
         cached there."""
@@ -319,10 +321,10 @@ class PrefixRouter:
             times_s.append(work * token_s[place] + seat_s)
         return times_s
 
-    @staticmethod
     def _best(
+        self,
         members: Sequence[MemberLoad],
-        known: Sequence[_Known],
+        known: Sequence[KnownMember],
         times_s: Sequence[float],
         own: Sequence[int],
     ) -> int:
@@ -333,7 +335,7 @@ class PrefixRouter:
             for load, each in zip(members, known, strict=True)
         ]
         num_seats = sum(load.limits.num_seats for load in members)
-        share = MAX_SHARE * (sum(unfinished) + 1) / num_seats + SPARE
+        share = self._max_share * (sum(unfinished) + 1) / num_seats + SPARE
         places = [
             place
             for place, load in enumerate(members)
