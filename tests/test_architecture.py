@@ -71,9 +71,9 @@ LEVELS = (
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.client.waiting_tokens engine.build.memory_plan",
+        " engine.client.waiting_tokens engine.build.memory_plan engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; which prompts wait for a seat; what fits into memory",
+        " viewers; which prompts wait for a seat; what fits into memory; where the pages are",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
@@ -121,6 +121,7 @@ LIBRARIES = {
     **dict.fromkeys(
         ("errors", "version", "schedule", "engine.core", "engine.build.processors"), ()
     ),
+    **dict.fromkeys(("engine.fleet.router", "engine.fleet.routing"), ()),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
 # Concrete parts that only the composition roots may name.
