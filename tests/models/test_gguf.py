@@ -265,4 +265,4 @@ def test_keys_that_change_the_mathematics(tmp_path: Path) -> None:
     assert "rope.scaling.yarn_attn_factor = 2.0" in message(rope_scaling_yarn_attn_factor=2.0)
     longrope = gguf.RopeScalingType.LONGROPE
     assert "'longrope' is not supported" in message(rope_scaling_type=longrope)
-    assert "one part of 3; join them" in message(uint16=("split.count", 3))
+    assert "one part of 3, and its name is not" in message(uint16=("split.count", 3))

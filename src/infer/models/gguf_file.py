@@ -27,9 +27,10 @@ from torch import Tensor
 from infer.errors import LoadError
 from infer.kernels.blocks import BlockWeight, panel_kinds
 from infer.models.gguf_blocks import HELD_AS, as_held, held_kind
+from infer.models.hub import SPLIT_NAME
 from infer.models.model_config import ModelConfig
 from infer.models.registry import parse_model_config
-from infer.models.weights import BlockReader, WeightSource
+from infer.models.weights import BlockReader, WeightSource, listing
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -115,6 +116,8 @@ _MAX_ITEMS = 2_000_000
 """Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
 _MAX_ENTRIES = 65_536
 """Maximum number of keys, and maximum number of tensors."""
+_MAX_PARTS = 10_000
+"""Maximum number of parts of a file."""
 _ROWS_BYTES = 1 << 26
 """Size of the part of a tensor that is dequantised to float32 at a time, in bytes."""
 
@@ -131,11 +134,8 @@ class GGUFFile:
         """Raises `LoadError` if the file is damaged or holds something that is not supported."""
         self.path = path
         self.metadata, self._tensors = _open(path)
-        if self.metadata.get("split.count", 1) > 1:
-            raise LoadError(
-                f"{path} is one part of {self.metadata['split.count']}; join them with llama.cpp's"
-                " llama-gguf-split --merge"
-            )
+        if self.metadata.get("split.count") not in (None, 0, 1):
+            self.path, self.metadata, self._tensors = _open_parts(path, self.metadata)
         self._arch = str(self.metadata.get("general.architecture"))
         if self._arch not in _ARCHITECTURES:
             raise LoadError(
@@ -458,3 +458,41 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     if reader.byte_order != "I":
         raise LoadError(f"{path} has another byte order than this machine")
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _open_parts(
+    path: Path, metadata: dict[str, Any]
+) -> tuple[Path, dict[str, Any], dict[str, ReaderTensor]]:
+    """The first part, its metadata, and the tensors of all parts of a file; `path` is one of them.
+
+    The parts are beside it, as NAME-00001-of-00003.gguf.
+    """
+    name = SPLIT_NAME.fullmatch(path.name)
+    count = metadata["split.count"]
+    if not isinstance(count, int) or not 1 < count <= _MAX_PARTS:
+        raise LoadError(f"{path}: split.count = {count!r:.80} is not a number of parts")
+    if name is None or int(name[3]) != count:
+        raise LoadError(
+            f"{path} is one part of {count}, and its name is not that of a part: all parts must lie"
+            f" in one folder as NAME-00001-of-{count:05}.gguf and so on"
+        )
+    paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)]
+    if absent := [part.name for part in paths if not part.is_file()]:
+        raise LoadError(f"{path} is one part of {count}; these are missing: {listing(absent)}")
+    first: dict[str, Any] = {}
+    tensors: dict[str, ReaderTensor] = {}
+    for i, part in enumerate(paths):
+        own, own_tensors = _open(part)
+        if (own.get("split.count"), own.get("split.no")) != (count, i):
+            raise LoadError(
+                f"{part} says that it is part {own.get('split.no')!r:.80} of"
+                f" {own.get('split.count')!r:.80}, counted from 0, not {i} of {count}"
+            )
+        if twice := sorted(tensors.keys() & own_tensors.keys()):
+            raise LoadError(f"{part} holds tensors that a part before holds: {listing(twice)}")
+        first = first or own
+        tensors |= own_tensors
+    if (announced := first.get("split.tensors.count")) not in (None, len(tensors)):
+        raise LoadError(f"{paths[0]} announces {announced!r:.80} tensors in all parts; there are"
+                        f" {len(tensors)}")  # fmt: skip
+    return paths[0], first, tensors
