@@ -71,10 +71,11 @@ LEVELS = (
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.client.waiting_tokens engine.build.memory_plan engine.build.fingerprints",
+        " engine.client.waiting_tokens engine.build.memory_plan engine.build.fingerprints"
+        " engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
         " viewers; which prompts wait for a seat; what fits into memory; which bits an engine"
-        " computes",
+        " computes; where the pages are",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
@@ -122,6 +123,7 @@ LIBRARIES = {
     **dict.fromkeys(
         ("errors", "version", "schedule", "engine.core", "engine.build.processors"), ()
     ),
+    **dict.fromkeys(("engine.fleet.router", "engine.fleet.routing"), ()),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
 # Concrete parts that only the composition roots may name.
@@ -417,6 +419,7 @@ REACHES: dict[str, tuple[int | None, str]] = {
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
     "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
     "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
+    "engine/test_speculation_grammar.py": (2, "no patience with masks"),
     "engine/test_threads.py": (1, "a model counts as small by its bytes"),
     "gpu/test_attention_kernels.py": (2, ON_A_GPU),
     "gpu/test_compiled.py": (2, ON_A_GPU),

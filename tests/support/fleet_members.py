@@ -68,6 +68,9 @@ class HashMember:
     def abort(self, request_id: str, life: int, reason: FinishReason = FinishReason.ABORT) -> None:
         self._command(life, lambda core: core.abort(request_id, reason))
 
+    def follow_pages(self, life: int) -> None:
+        self._command(life, lambda core: core.follow_pages())
+
     def abandon(self, life: int) -> None:
         if life == self.life and self.core is not None and not self.is_abandoned:
             self.is_abandoned = True

@@ -41,6 +41,14 @@ INLINE void ask(const char* line) {
   _mm_prefetch(line, R > 2 ? _MM_HINT_T1 : _MM_HINT_T0);
 }
 
+}  // namespace
+}  // namespace linear
+
+#include "linear_blocks.h"
+
+namespace linear {
+namespace {
+
 template <int R, int C, bool FIRST>
 INLINE void begin(vb (&sum)[R][C], float* sums, long row, const int32_t* start) {
 #pragma GCC unroll 14
@@ -232,7 +240,18 @@ INLINE void add_multiplied(const vb (&sum)[R][C], float* sums, long row, const c
   }
 }
 
-// int4; rows are BYTES. A vector of bytes has columns of both halves, so the vectors of a pass are pairs of these.
+// A vector of bytes has numbers of columns of both halves of a panel, so the vectors of a pass are pairs of these.
+template <int C>
+INLINE void load_nibbles(const char* from, vb (&line)[C]) {
+#pragma GCC unroll 2
+  for (int v = 0; v < C; v += 2) {
+    const vb both = load_bytes(from + v / 2 * W * 4);
+    line[v] = low_nibbles(both);
+    line[v + 1] = high_nibbles(both);
+  }
+}
+
+// int4; rows are BYTES.
 struct Nibbles {
   template <int R, int C>
   static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row,
@@ -251,12 +270,7 @@ struct Nibbles {
       for (long i = 0; i < 64; i += 4, stream.next += stream.lines * 4) {
         ask<R>(stream.next);
         vb line[C];
-#pragma GCC unroll 2
-        for (int v = 0; v < C; v += 2) {
-          const vb both = load_bytes(b + i * 16 + v / 2 * W * 4);
-          line[v] = low_nibbles(both);
-          line[v + 1] = high_nibbles(both);
-        }
+        load_nibbles(b + i * 16, line);
 #pragma GCC unroll 14
         for (int r = 0; r < R; ++r) {
           const vb x = four_bytes(a + r * 64 + i);
@@ -277,12 +291,7 @@ struct Nibbles {
         for (long i = part; i < part + 32; i += 4, stream.next += stream.lines * 4) {
           ask<R>(stream.next);
           vb line[C];
-#pragma GCC unroll 2
-          for (int v = 0; v < C; v += 2) {
-            const vb both = load_bytes(b + i * 16 + v / 2 * W * 4);
-            line[v] = low_nibbles(both);
-            line[v + 1] = high_nibbles(both);
-          }
+          load_nibbles(b + i * 16, line);
 #pragma GCC unroll 14
           for (int r = 0; r < R; ++r) {
             const vb x = four_bytes(a + r * 64 + i);
@@ -374,10 +383,10 @@ Multiply product_for(const Layer& layer, bool few, long rows) {
 RowFormat row_format(const Layer& layer, long M) {
   (void)M;
 #ifdef HAS_BYTE_PRODUCTS
-  if (layer.bits == 4 && M <= VECTOR_ROWS) return RowFormat::BYTES;
+  if (layer.panel_blocks || (layer.bits == 4 && M <= VECTOR_ROWS)) return RowFormat::BYTES;
   if (layer.whole()) return RowFormat::UNSIGNED_BYTES;
 #else
-  if (layer.bits == 4 || (layer.whole() && is_few(M))) return RowFormat::BYTES;
+  if (layer.panel_blocks || layer.bits == 4 || (layer.whole() && is_few(M))) return RowFormat::BYTES;
   if (layer.whole()) return RowFormat::WORDS;
 #endif
 #ifdef HAS_BFLOAT16
@@ -393,6 +402,8 @@ constexpr bool HAS_STARTS = true;
 constexpr bool HAS_STARTS = false;
 #endif
 
+void pack_these_rows(const Call& c, long item) { (c.layer.panel_blocks ? pack_block_rows : pack_rows)(c, item); }
+
 void pack_weight(void* packing);
 void compute(void* call);
 // Vectors are slower than tiles, so sums come and go less often, and all fits half the L2. Rows that are widened
@@ -405,6 +416,7 @@ const Kernels KERNELS{false,           HAS_STARTS,  VECTOR_WIDTH == 16 ? 2 * SLI
 void multiply_panel(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
                     PrefetchStream one, PrefetchStream two) {
   const Layer& layer = c.layer;
+  if (layer.panel_blocks) return multiply_blocks(c, group, b, panel, k, steps, sums, one, two);
   const long rows = c.rows_in(group), row_bytes = c.row_bytes();
   const bool few = is_few(rows) && c.format != RowFormat::WORDS;
   const long parts = few ? 1 : ceil_div(rows, c.nibbles() ? NIBBLE_ROWS : VECTOR_ROWS), passes = few ? 1 : PASSES;
@@ -433,7 +445,7 @@ void multiply_panel(const Call& c, long group, const char* b, long panel, long k
 void sweep(const Call& c, long begin, long end, const char* following, float* sums, char* unpacked) {
   const Layer& layer = c.layer;
   const bool fits = PASSES == 1 ? c.M <= VECTOR_ROWS : is_few(c.M);
-  const char* last = layer.multiples(end, 0);
+  const char* last = layer.start_of(end);
   for (long panel = begin; panel < end; ++panel) {
     const long slice = fits && panel + 1 < end ? layer.steps : SLICE;
     for (long k = 0; k < layer.steps; k += slice) {
@@ -441,7 +453,7 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
       const char *b = layer.tiles(panel, k), *next = b + LEAD_BYTES;
       if (layer.bits == 4 && !c.nibbles()) b = unpack_some(layer, panel, k, steps, unpacked);
       if (next >= last) next = following + (next - last);
-      const long lines = layer.step_bytes() / 64;
+      const long lines = layer.lines(panel);
       multiply_panel(c, 0, b, panel, k, steps, sums, {next, lines}, {next + 64, lines});
     }
     finish(c, sums, 0, 0, panel, panel + 1);
@@ -452,7 +464,7 @@ class ProductState {  // Denormal numbers count as zero in bfloat16, as vdpbf16p
  public:
   explicit ProductState(const Call& c) : mode_(_mm_getcsr()) {
 #ifndef HAS_BFLOAT16
-    if (!c.layer.whole()) _mm_setcsr(mode_ | 0x8040);
+    if (c.layer.bits == 16) _mm_setcsr(mode_ | 0x8040);
 #else
     (void)c;
 #endif

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
-from infer.engine.commands import Abort, Add, Command, Reset, Stop
+from infer.engine.commands import Abort, Add, Command, FollowPages, Reset, Stop
 from infer.engine.core import EngineCore
 from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
@@ -86,10 +86,11 @@ class EngineLoop:
         """Work until a stop command; called once."""
         while self._take_commands():
             outputs, self._refused = self._refused, []
-            step_events = None
             if self._core.has_work:
                 outputs += self._core.step()
                 step_events = self._core.step_events
+            else:
+                step_events = self._core.idle_events()
             self._send(outputs, step_events)
 
     def _take_commands(self) -> bool:
@@ -113,6 +114,9 @@ class EngineLoop:
                 return True
             case Abort(request_id, reason):
                 self._core.abort(request_id, reason)
+                return True
+            case FollowPages():
+                self._core.follow_pages()
                 return True
             case Reset(life):
                 self._core.abort_all()

@@ -91,20 +91,20 @@ def _declare(library: ctypes.CDLL) -> None:
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The library, or the reason why it cannot be used."""
-    found = sorted(Path(__file__).parent.glob("_kernels*.so"))
-    if not found:
+    file = Path(__file__).with_name("_kernels.so")
+    if not file.exists():
         return (
             "the CPU kernels were not compiled when this package was installed (they need a C++"
             " compiler; install one and reinstall)"
         )
     try:
-        library = ctypes.CDLL(str(found[0]))
+        library = ctypes.CDLL(str(file))
         _declare(library)
         digest = library.infer_abi_digest()
     except (OSError, AttributeError) as error:
-        return f"{found[0].name} cannot be loaded: {error}; reinstall the package"
+        return f"{file.name} cannot be loaded: {error}; reinstall the package"
     if digest.decode() != hashlib.sha256(ABI.read_bytes()).hexdigest():
-        return f"{found[0].name} was built from other sources; reinstall the package"
+        return f"{file.name} was built from other sources; reinstall the package"
     return library
 
 
@@ -138,10 +138,17 @@ def advise(
     With `first_byte` and `num_bytes` only that part of the tensor is advised.
     """
     end = tensor.nbytes if num_bytes is None else min(first_byte + num_bytes, tensor.nbytes)
-    first = tensor.data_ptr() + first_byte
+    if tensor.device.type != "cpu":
+        return False
+    return advise_range(tensor.data_ptr() + first_byte, end - first_byte, advice)
+
+
+def advise_range(first: int, num_bytes: int, advice: int) -> bool:
+    """Call `madvise` for the whole pages of memory from the address `first` on; whether it
+    succeeded."""
     begin = first + -first % mmap.PAGESIZE
-    length = (tensor.data_ptr() + end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-    if os.name != "posix" or tensor.device.type != "cpu" or length <= 0:
+    length = (first + num_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if os.name != "posix" or length <= 0:
         return False
     madvise = ctypes.CDLL(None).madvise
     return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice) == 0)

@@ -74,6 +74,6 @@ class ModelRunner:
         if restricting is None:
             return verified(plan, self._sample(logits, step.sampled, NOTHING))
         forbidden, late = restricting.in_time()
-        sampled = self._sample(logits, step.sampled, forbidden)
-        sampled = self._restrictions.mark_complete(step.sampled, sampled, forbidden, late)
-        return verified(plan, sampled)
+        results = verified(plan, self._sample(logits, step.sampled, forbidden))
+        sequences = [chunk.sequence for chunk in plan if chunk.samples]
+        return self._restrictions.mark_complete(sequences, results, forbidden, late)

@@ -44,7 +44,7 @@ from infer.schedule.sequence import (
     Status,
     TenantShare,
 )
-from infer.schedule.speculation import Speculator
+from infer.schedule.speculation import Allowed, Speculator
 from infer.schedule.static_batches import StaticBatches
 from infer.schedule.stats import SchedulerStats
 from infer.schedule.step_budget import StepBudget
@@ -60,8 +60,14 @@ class Scheduler:
     """See the module's docstring."""
 
     def __init__(
-        self, config: SchedulerConfig, allocator: PageAllocator, clock: Callable[[], float]
+        self,
+        config: SchedulerConfig,
+        allocator: PageAllocator,
+        clock: Callable[[], float],
+        allowed: Allowed | None = None,
     ) -> None:
+        """`clock` gives seconds. `allowed` cuts proposed tokens where a grammar forbids them; None:
+        sequences with grammars are not proposed for."""
         self.config = config
         self.allocator = allocator
         self.stats = SchedulerStats()
@@ -89,7 +95,9 @@ class Scheduler:
         self._num_turns = 0
         self._step_budget = StepBudget(config.max_step_ms) if config.max_step_ms else None
         self._speculator = (
-            Speculator(config.speculative, allocator, self.stats) if config.speculative else None
+            Speculator(config.speculative, allocator, self.stats, allowed)
+            if config.speculative
+            else None
         )
         self._planned_s = 0.0
         self._held: list[PageTable] = []

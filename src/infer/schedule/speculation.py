@@ -15,6 +15,7 @@ each time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from infer.config import SpeculativeConfig
@@ -30,6 +31,14 @@ BLIND_STEPS = 16
 steps with and without them can be compared"""
 STEPS_REMEMBERED = 0.98
 """factor of the weight of earlier steps in the fit of step times"""
+
+
+Allowed = Callable[[Sequence, tuple[int, ...]], tuple[int, ...]]
+"""A function that cuts proposed tokens where a sequence's grammar forbids them."""
+
+
+def _nothing(sequence: Sequence, proposed: tuple[int, ...]) -> tuple[int, ...]:
+    return ()
 
 
 class StepCosts:
@@ -67,9 +76,15 @@ class Speculator:
     """See the module's docstring. The scheduler has one if the settings ask for speculation."""
 
     def __init__(
-        self, config: SpeculativeConfig, allocator: PageAllocator, stats: SchedulerStats
+        self,
+        config: SpeculativeConfig,
+        allocator: PageAllocator,
+        stats: SchedulerStats,
+        allowed: Allowed | None = None,
     ) -> None:
+        """`allowed`: cuts the proposals for sequences with grammars; None: there are none."""
         self._config = config
+        self._allowed = allowed or _nothing
         self._allocator = allocator
         self._stats = stats
         self._costs = StepCosts()
@@ -112,8 +127,7 @@ class Speculator:
 
     def _propose(self, sequence: Sequence, limit: int, price: float) -> tuple[int, ...]:
         sampling = sequence.request.sampling
-        # A grammar's masks are made for the next token only.
-        if limit < 1 or sampling.grammar is not None or not sampling.speculation:
+        if limit < 1 or not sampling.speculation:
             return ()
         if sequence.guesses is None:
             least, most = self._config.prompt_lookup_min, self._config.prompt_lookup_max
@@ -129,6 +143,8 @@ class Speculator:
             return ()
         count = max(1, count)
         proposed = guesses.propose(sequence.tokens, sequence.num_output, count)
+        if proposed and sampling.grammar is not None:
+            proposed = self._allowed(sequence, proposed)
         if not proposed:
             return ()
         pages = len(sequence.table.pages) * self._allocator.page_size

@@ -483,6 +483,7 @@ def _fleet(settings: ServerSettings) -> FleetSettings:
         replicas=settings.replicas,
         link_timeout_s=settings.link_timeout_s,
         moved_streams=settings.moved_streams,
+        routing=settings.routing,
     )
 
 

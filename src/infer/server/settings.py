@@ -49,6 +49,11 @@ class ServerSettings:
         1,
         "Engines of each model, which stand in for each other; cores, memory or GPUs are divided.",
     )
+    routing: Literal["prefix", "least", "round-robin"] = option(
+        "prefix",
+        "With replicas: prefix = a request goes where its first token is expected first, by the"
+        " prompts that each has cached; least = to the least busy; round-robin = in turn.",
+    )
     link_timeout_s: Annotated[float, at_least(2)] = option(
         5.0, "With replicas: seconds of silence after which an engine's streams go on elsewhere."
     )

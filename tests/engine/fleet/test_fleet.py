@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +16,7 @@ from infer import SamplingParams
 from infer.engine.fleet.fleet import Fleet, fleet_limits
 from infer.engine.fleet.member import Loss
 from infer.engine.fleet.router import MemberLoad
+from infer.engine.fleet.routing import Routing, make_router
 from infer.engine.process.blame import MAX_FROM_OUTSIDE
 from infer.schedule.sequence import Plan, Sampled
 from infer.types import ErrorRecord, FinishReason, Request
@@ -64,11 +65,12 @@ def of(*names: str, **settings: Any) -> list[HashMember]:
 class Fleets(RuleBasedStateMachine):
     """Arrivals, steps, deaths, silence, late frames and drains in any order."""
 
-    @initialize(count=st.integers(1, 3))
-    def begin(self, count: int) -> None:
+    @initialize(count=st.integers(1, 3), routing=st.sampled_from(get_args(Routing)))
+    def begin(self, count: int, routing: Routing) -> None:
         self.now_s = 0.0
         self.members = of(*(f"m{i}" for i in range(count)))
-        self.fleet, self.caller = started(*self.members, clock=lambda: self.now_s)
+        router = make_router(routing)
+        self.fleet, self.caller = started(*self.members, clock=lambda: self.now_s, router=router)
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.were_alone: set[str] = set()

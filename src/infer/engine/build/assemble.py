@@ -21,7 +21,12 @@ from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size, own_function
-from infer.engine.build.checkpoint import Checkpoint, find_checkpoint, text_of
+from infer.engine.build.checkpoint import (
+    Checkpoint,
+    chosen_blocks,
+    find_checkpoint,
+    text_of,
+)
 from infer.engine.build.fingerprints import fingerprint_of
 from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
@@ -111,12 +116,13 @@ def prepare(
     free = None
     if share is not None and device.type == "cpu":
         free = min(share.main_memory, machine.free_bytes(device))
+    blocks = chosen_blocks(config, checkpoint, device)
     with reading(str(config.model)):
-        plan = make_plan(config, checkpoint.config, checkpoint.name, free=free)
+        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks, free=free)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
-        plan = make_plan(config, checkpoint.config, checkpoint.name)
+        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks)
     if not plan.fits:
         if share is not None and device.type == "cpu":
             _refuse_replicas(config, checkpoint, share)
@@ -160,11 +166,13 @@ def _fingerprint(
 
 def _refuse_replicas(config: EngineConfig, checkpoint: Checkpoint, share: MachineShare) -> None:
     """Raise `ConfigError` if fewer engines would fit into main memory; it says how many."""
-    num = replicas_that_fit(config, checkpoint.config, share.main_memory_of_all, share.count - 1)
+    blocks = chosen_blocks(config, checkpoint, torch.device("cpu"))
+    free = share.main_memory_of_all
+    num = replicas_that_fit(config, checkpoint.config, free, share.count - 1, blocks)
     if num:
         raise ConfigError(
             "replicas",
-            f"{share.count} do not fit into the {gib(share.main_memory_of_all)} that are free: at"
+            f"{share.count} do not fit into the {gib(free)} that are free: at"
             f" most {num} would; infer plan --replicas N says what each needs",
         )
 
@@ -238,7 +246,10 @@ def _build(
     before = machine.used_bytes(device)
     with reading(f"the weights of {checkpoint.name}"):
         source = checkpoint.source(dtype, device)
-        source = source.with_layers(config.weight_format, config.batch_invariant)
+        blocks = chosen_blocks(config, checkpoint, device)
+        source = source.with_layers(
+            config.weight_format, config.batch_invariant, blocks.read if blocks else None
+        )
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
@@ -257,7 +268,7 @@ def _build(
     allocator = PageAllocator(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
     )
-    scheduler = Scheduler(scheduler_config, allocator, time.monotonic)
+    scheduler = Scheduler(scheduler_config, allocator, time.monotonic, restrictions.allowed)
     limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
@@ -469,7 +480,8 @@ def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1
     device = machine.choose_device(config)
     if replicas > 1 and device.type == "cpu":
         free = (machine.free_bytes(device) if free is None else free) // replicas
-    return make_plan(config, checkpoint.config, checkpoint.name, free=free)
+    blocks = chosen_blocks(config, checkpoint, device)
+    return make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks, free=free)
 
 
 def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
@@ -477,12 +489,13 @@ def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
     core for each, or one on each GPU. `free`: see `plan_for`."""
     checkpoint = find_checkpoint(config.model, revision=config.revision)
     device = machine.choose_device(config)
+    blocks = chosen_blocks(config, checkpoint, device)
     if device.type == "cuda":
-        plan = make_plan(config, checkpoint.config, checkpoint.name, free=free)
+        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks, free=free)
         return torch.cuda.device_count() if plan.fits else 0
     free = machine.free_bytes(device) if free is None else free
     num_cores = read_processors().num_threads(all_nodes=True)
-    return replicas_that_fit(config, checkpoint.config, free, num_cores)
+    return replicas_that_fit(config, checkpoint.config, free, num_cores, blocks)
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:

@@ -255,6 +255,7 @@ class Fleet:
             load = MemberLoad(member.name, member.limits)
             found = place.life = _Life(place, life, load, member.fingerprint)
             place.numbers = member.fingerprint.numbers
+            self._follow(found)
             self._dispatch()
             return found.load.num_unfinished
 
@@ -279,6 +280,9 @@ class Fleet:
                 if output.finish_reason is not None:
                     held.load.remove(output.request_id)
             self._router.reported(held.load, step, step_events)
+            self._follow(held)
+            if step_events is not None and step_events.is_idle:
+                step_events = None  # it was for the router only
             if step or step_events:
                 self._deliver(step, step_events)
             self._dispatch()
@@ -337,6 +341,11 @@ class Fleet:
         place = self._places.get(member.name)
         life = None if place is None or place.member is not member else place.life
         return life if life is not None and life.number == number else None
+
+    def _follow(self, life: _Life) -> None:
+        """Have the pages of a member reported if the router needs them."""
+        if len(self._places) > 1 and self._router.should_follow(life.load):
+            life.place.member.follow_pages(life.number)
 
     def _is_serving(self, place: _Place) -> bool:
         if place.life is None or not place.member.is_ready:

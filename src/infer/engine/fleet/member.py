@@ -14,9 +14,9 @@ What the fleet may rely on:
 - **Threads.** `ready` of the first life may be called within `start`. Everything else is called by
   threads of the member, one call at a time. A member holds no lock of its own while it calls the
   listener, because the listener calls `add` and `abort` in turn.
-- **Commands.** `add`, `abort` and `abandon` may be called by any thread, do not wait, and raise
-  nothing. They reach the engine in the order in which they were called. A command for a life that
-  has ended is ignored: the fleet hears of its end, or has caused it.
+- **Commands.** `add`, `abort`, `follow_pages` and `abandon` may be called by any thread, do not
+  wait, and raise nothing. They reach the engine in the order in which they were called. A command
+  for a life that has ended is ignored: the fleet hears of its end, or has caused it.
 - **Outputs.** Outputs of one request come in order and none is left out within a life. A refusal of
   the engine comes as an output with an error.
 - **Silence.** `link_silence_s` grows while nothing arrives from the machine or process. An engine
@@ -131,6 +131,10 @@ class Member(Protocol):
 
     def abort(self, request_id: str, life: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """Have the engine of a life end a request; unknown ids are ignored."""
+
+    def follow_pages(self, life: int) -> None:
+        """Have the engine of a life report which pages its prefix index holds, from the beginning:
+        see `FollowPages`."""
 
     def abandon(self, life: int) -> None:
         """End a life, which is not reported as lost: the fleet has moved its requests. The member

@@ -55,6 +55,10 @@ class MemberLoad:
             return False  # nobody joins a batch that runs
         return self.num_unfinished < self.limits.num_seats
 
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is counted."""
+        return request_id in self._waiting or request_id in self._seated
+
     def add(self, request: Request) -> None:
         """Count a request that is sent to the member."""
         self._wait(request.request_id, num_tokens_of(request))
@@ -97,6 +101,11 @@ class Router(Protocol):
     ) -> None:
         """A member has ended a step; called after its load has followed it."""
 
+    def should_follow(self, member: MemberLoad) -> bool:
+        """Whether the member is to report the pages of its prefix index from the beginning
+        (`FollowPages`). The fleet asks after `Member.ready` and after each `reported`, and does as
+        it is told: the answer is true once for each time."""
+
     def forget(self, member: MemberLoad) -> None:
         """A life of a member has ended, and its cache with it."""
 
@@ -113,6 +122,10 @@ class LeastRouter:
         self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
     ) -> None:
         """See `Router`; it keeps nothing."""
+
+    def should_follow(self, member: MemberLoad) -> bool:
+        """See `Router`."""
+        return False
 
     def forget(self, member: MemberLoad) -> None:
         """See `Router`; it keeps nothing."""

@@ -20,6 +20,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_tool_use
 from infer.engine.fleet.fleet import LINK_TIMEOUT_S, Fleet, MovedStreams, fleet_limits
 from infer.engine.fleet.member import Member
+from infer.engine.fleet.routing import Routing, make_router
 from infer.engine.process.messages import Text
 from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor import HANG_S, LOAD_TIMEOUT_S, EngineProcess
@@ -81,10 +82,17 @@ class FleetSettings:
     """see `Fleet`"""
     moved_streams: MovedStreams = "any"
     """see `Fleet`"""
+    routing: Routing = "prefix"
+    """see `make_router`"""
 
     def fleet(self, members: Sequence[Member]) -> Fleet:
         """A fleet with these settings."""
-        return Fleet(members, link_timeout_s=self.link_timeout_s, moved_streams=self.moved_streams)
+        return Fleet(
+            members,
+            router=make_router(self.routing),
+            link_timeout_s=self.link_timeout_s,
+            moved_streams=self.moved_streams,
+        )
 
 
 def launch(

@@ -20,7 +20,7 @@ from typing import Any, assert_never
 
 import infer.engine.process.messages as messages
 from infer.engine.client.engine_client import SOFT_LIMIT_S
-from infer.engine.commands import Abort, Add, Reset, Stop
+from infer.engine.commands import Abort, Add, FollowPages, Reset, Stop
 from infer.engine.fleet.member import Loss, MemberListener
 from infer.engine.process.blame import was_from_outside
 from infer.engine.process.engine_run import STOP_S, EngineRun
@@ -242,6 +242,12 @@ class EngineProcess:
         with self._lock:
             if (worker := self._worker_of(life)) is not None:
                 worker.send(Abort(request_id, reason))
+
+    def follow_pages(self, life: int) -> None:
+        """See `Member`."""
+        with self._lock:
+            if (worker := self._worker_of(life)) is not None:
+                worker.send(FollowPages())
 
     def abandon(self, life: int) -> None:
         """See `Member`."""
