@@ -59,7 +59,7 @@ def test_one_engine_has_no_share_and_more_than_there_are_cores_do_not_fit(
 def test_settings_are_checked() -> None:
     for bad in ({"replicas": 0}, {"link_timeout_s": 0.5}, {"moved_streams": "some"}):
         with pytest.raises(ConfigError, match=next(iter(bad))):
-            ServerSettings(**bad)  # type: ignore[arg-type]
+            ServerSettings(**bad)
 
 
 CONFIG = EngineConfig(device="cpu", dtype="float32", max_seq_len=512, kv_cache_pages=40)
