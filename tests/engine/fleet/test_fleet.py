@@ -14,12 +14,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from infer import SamplingParams
 from infer.engine.fleet.fleet import Fleet, fleet_limits
+from infer.engine.fleet.journal import RequestJournal
 from infer.engine.fleet.member import Loss
 from infer.engine.fleet.router import MemberLoad
 from infer.engine.fleet.routing import Routing, make_router
 from infer.engine.process.blame import MAX_FROM_OUTSIDE
 from infer.schedule.sequence import Plan, Sampled
-from infer.types import ErrorRecord, FinishReason, Request
+from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
 from tests.support.checkpoints import VOCAB_SIZE
@@ -399,6 +400,50 @@ def test_a_drain_gets_nothing_new_and_moves_what_is_left() -> None:
     fleet.leave("a")
     assert fleet.members == {"b": b}
     fleet.stop()
+
+
+def test_an_abort_reaches_the_member_and_makes_room() -> None:
+    (a,) = of("a", max_batch_size=1, max_waiting_requests=0)
+    fleet, caller = started(a)
+    wanted = [request(f"r{i}", i, 7) for i in range(3)]
+    for each in wanted:
+        fleet.add(each)
+    assert a.core is not None
+    a.step()
+    assert [s.request_id for s in a.core.scheduler.unfinished] == ["r0"]
+    fleet.abort("r0")
+    assert [s.request_id for s in a.core.scheduler.unfinished] == ["r1"]
+    fleet.abort("r2")  # it waits in the fleet
+    finish(fleet, caller, wanted[1:2])
+    assert not {"r0", "r2"} & caller.ends.keys()
+    fleet.stop()
+
+
+def test_what_a_member_fell_silent_with_is_suspected() -> None:
+    a, b = of("a", "b")
+    fleet, caller = started(a, b)
+    fleet.add(request("r"))
+    a.step()
+    a.cut()
+    fleet.look()
+    assert b.core is not None
+    (moved,) = b.core.scheduler.unfinished
+    assert (moved.request.num_crashes, len(moved.request.output_token_ids)) == (1, 1)
+    finish(fleet, caller, [request("r")])
+    fleet.stop()
+
+
+def test_the_journal_takes_tokens_from_the_holder_only() -> None:
+    journal, one, two = RequestJournal(), object(), object()
+    journal.add(request("r"))
+    journal.assign("r", one)
+    output = StepOutput("r", 5)
+    assert journal.record([output], two) == []
+    assert journal.record([output], one) == [output]
+    assert journal.release(one) == ["r"]
+    assert journal.record([output], one) == []
+    (resumed,) = journal.unassigned()
+    assert resumed.output_token_ids == (5,)
 
 
 # ---- equal members
