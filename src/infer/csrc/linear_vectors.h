@@ -43,6 +43,14 @@ INLINE void ask(const char* line) {
   __builtin_prefetch(line, 0, R > 2 ? 2 : 3);
 }
 
+}  // namespace
+}  // namespace linear
+
+#include "linear_blocks.h"
+
+namespace linear {
+namespace {
+
 template <int R, int C, bool FIRST>
 INLINE void begin(vb (&sum)[R][C], float* sums, long row, const int32_t* start) {
 #pragma GCC unroll 14
@@ -424,13 +432,18 @@ Multiply product_for(const Layer& layer, bool few, long rows) {
 
 RowFormat row_format(const Layer& layer, long M) {
   (void)M;
+<<<<<<< HEAD
 #if defined(HAS_SIGNED_PRODUCTS)
   if (layer.whole()) return RowFormat::BYTES;
 #elif defined(HAS_BYTE_PRODUCTS)
   if (layer.bits == 4 && M <= VECTOR_ROWS) return RowFormat::BYTES;
+=======
+#ifdef HAS_BYTE_PRODUCTS
+  if (layer.panel_blocks || (layer.bits == 4 && M <= VECTOR_ROWS)) return RowFormat::BYTES;
+>>>>>>> main
   if (layer.whole()) return RowFormat::UNSIGNED_BYTES;
 #else
-  if (layer.bits == 4 || (layer.whole() && is_few(M))) return RowFormat::BYTES;
+  if (layer.panel_blocks || layer.bits == 4 || (layer.whole() && is_few(M))) return RowFormat::BYTES;
   if (layer.whole()) return RowFormat::WORDS;
 #endif
 #ifdef HAS_BFLOAT16
@@ -446,6 +459,8 @@ constexpr bool HAS_STARTS = true;
 constexpr bool HAS_STARTS = false;
 #endif
 
+void pack_these_rows(const Call& c, long item) { (c.layer.panel_blocks ? pack_block_rows : pack_rows)(c, item); }
+
 void pack_weight(void* packing);
 void compute(void* call);
 // Vectors are slower than tiles, so sums come and go less often, and all fits half the L2. Rows that are widened
@@ -458,6 +473,7 @@ const Kernels KERNELS{false,           HAS_STARTS,  VECTOR_WIDTH == 16 ? 2 * SLI
 void multiply_panel(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
                     PrefetchStream one, PrefetchStream two) {
   const Layer& layer = c.layer;
+  if (layer.panel_blocks) return multiply_blocks(c, group, b, panel, k, steps, sums, one, two);
   const long rows = c.rows_in(group), row_bytes = c.row_bytes();
   const bool few = is_few(rows) && c.format != RowFormat::WORDS;
   const long parts = few ? 1 : ceil_div(rows, c.nibbles() ? NIBBLE_ROWS : VECTOR_ROWS), passes = few ? 1 : PASSES;
@@ -486,7 +502,7 @@ void multiply_panel(const Call& c, long group, const char* b, long panel, long k
 void sweep(const Call& c, long begin, long end, const char* following, float* sums, char* unpacked) {
   const Layer& layer = c.layer;
   const bool fits = PASSES == 1 ? c.M <= VECTOR_ROWS : is_few(c.M);
-  const char* last = layer.multiples(end, 0);
+  const char* last = layer.start_of(end);
   for (long panel = begin; panel < end; ++panel) {
     const long slice = fits && panel + 1 < end ? layer.steps : SLICE;
     for (long k = 0; k < layer.steps; k += slice) {
@@ -494,7 +510,7 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
       const char *b = layer.tiles(panel, k), *next = b + LEAD_BYTES;
       if (layer.bits == 4 && !c.nibbles()) b = unpack_some(layer, panel, k, steps, unpacked);
       if (next >= last) next = following + (next - last);
-      const long lines = layer.step_bytes() / 64;
+      const long lines = layer.lines(panel);
       multiply_panel(c, 0, b, panel, k, steps, sums, {next, lines}, {next + 64, lines});
     }
     finish(c, sums, 0, 0, panel, panel + 1);
@@ -503,8 +519,14 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
 
 class ProductState {
  public:
+<<<<<<< HEAD
 #ifdef HAS_BFLOAT16
   explicit ProductState(const Call&) : flush_(false) {}
+=======
+  explicit ProductState(const Call& c) : mode_(_mm_getcsr()) {
+#ifndef HAS_BFLOAT16
+    if (c.layer.bits == 16) _mm_setcsr(mode_ | 0x8040);
+>>>>>>> main
 #else
   explicit ProductState(const Call& c) : flush_(!c.layer.whole()) {}  // in bfloat16, as vdpbf16ps has it
 #endif

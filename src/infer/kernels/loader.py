@@ -142,10 +142,17 @@ def advise(
     With `first_byte` and `num_bytes` only that part of the tensor is advised.
     """
     end = tensor.nbytes if num_bytes is None else min(first_byte + num_bytes, tensor.nbytes)
-    first = tensor.data_ptr() + first_byte
+    if tensor.device.type != "cpu":
+        return False
+    return advise_range(tensor.data_ptr() + first_byte, end - first_byte, advice)
+
+
+def advise_range(first: int, num_bytes: int, advice: int) -> bool:
+    """Call `madvise` for the whole pages of memory from the address `first` on; whether it
+    succeeded."""
     begin = first + -first % mmap.PAGESIZE
-    length = (tensor.data_ptr() + end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-    if os.name != "posix" or tensor.device.type != "cpu" or length <= 0:
+    length = (first + num_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if os.name != "posix" or length <= 0:
         return False
     madvise = ctypes.CDLL(None).madvise
     return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice) == 0)

@@ -4,7 +4,7 @@
 #include "cpu_checks.h"
 #include "dispatch.h"
 
-TARGET("avx2,fma")
+TARGET("avx2,fma,f16c")
 
 #include "../attention_item.h"
 #include "../attention_bytes_vectors.h"

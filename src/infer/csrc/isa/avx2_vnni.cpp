@@ -7,7 +7,7 @@
 #ifdef INFER_EVEX_VNNI
 TARGET("avx2,fma,avx512f,avx512vl,avx512vnni")
 #else
-TARGET("avx2,fma,avxvnni")
+TARGET("avx2,fma,f16c,avxvnni")
 #endif
 
 #include "../attention_item.h"

@@ -4,7 +4,8 @@ A frame is four bytes of length (little-endian) and msgpack. There is no pickle:
 become one of the records below. Inward goes one `Begin`, where the process has stood by after
 `Prepare`, and then `Commands`, each with all commands since the last frame. Outward go `HasBegun`,
 and `Text` and `Ready` (or `Refused`) while the engine starts, then one `Report` a step,
-`PromptScores` before it, and `Log` lines at any time.
+`PromptScores` before it, and `Log` lines at any time. From `Ready` on a thread of its own sends a
+`Heartbeat` every `HEARTBEAT_S`, whatever a step is doing.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Sampling, StepOutput, TokenLogprobs
 from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats
+from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
 
 DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
@@ -76,6 +78,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     stats: EngineStats
     settings: dict[str, Any] = {}
     """settings that the next engine needs to take over, beside those of `Begin`"""
+    fingerprint: Fingerprint = Fingerprint()
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
@@ -179,6 +182,16 @@ class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
     """None: it computes several requests next"""
 
 
+class HasReset(msgspec.Struct, array_like=True, tag="has_reset"):
+    """The engine has ended all requests of a life. Reports before this are of that life."""
+
+    life: int
+
+
+class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
+    """The process lives; nothing about its engine."""
+
+
 class Log(msgspec.Struct, array_like=True, tag="log"):
     """A line of the engine process's log."""
 
@@ -188,9 +201,9 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
 
 
 Inward = Prepare | Begin | Commands
-Event = HasBegun | Text | Ready | Refused | Report | PromptScores | ComputingAlone
+Event = HasBegun | Text | Ready | Refused | Report | PromptScores | ComputingAlone | HasReset
 """messages about the engine, from its start to its end"""
-Outward = Event | Log
+Outward = Event | Log | Heartbeat
 
 decode_outward = msgspec.msgpack.Decoder[Outward](Outward).decode
 _decode_inward = msgspec.msgpack.Decoder[Inward](Inward).decode
