@@ -38,9 +38,9 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads log_fields control_groups",
+        "errors version threads log_fields control_groups readiness",
         "exceptions that users see; the version; threads that end before the interpreter;"
-        " what lines of the log carry; the limits of a container",
+        " what lines of the log carry; the limits of a container; waiting for a file",
     ),
     Level(
         "types config files kernels.loader main_memory",
