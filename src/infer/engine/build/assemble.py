@@ -21,6 +21,7 @@ from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size, own_function
 from infer.engine.build.checkpoint import Checkpoint, find_checkpoint, text_of
+from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
@@ -43,7 +44,8 @@ from infer.runner.grammar_masks import Restrictions
 from infer.runner.graphs import CudaCapture, step_sizes
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
-from infer.runner.sampler import sample
+from infer.runner.sampler import sample, sampler_for
+from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.text.grammars.compiler import Compiler, Vocabulary
@@ -99,8 +101,11 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
+    draft = find_draft(config)
+    if draft is not None:
+        check_vocabulary(text_of(checkpoint, config), draft)
     with reading(str(config.model)):
-        plan = make_plan(config, checkpoint.config, checkpoint.name)
+        plan = make_plan(config, checkpoint.config, checkpoint.name, draft=_shape_of(draft))
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
@@ -116,7 +121,7 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
-            return _build(config, checkpoint, plan, dtype, device, announce)
+            return _build(config, checkpoint, draft, plan, dtype, device, announce)
 
     return Blueprint(
         model_name=config.served_model_name or checkpoint.name,
@@ -124,6 +129,10 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         build=build,
         pinned=lambda core: pinned_settings(core, device),
     )
+
+
+def _shape_of(draft: Checkpoint | None) -> tuple[ModelConfig, str] | None:
+    return None if draft is None else (draft.config, draft.name)
 
 
 def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
@@ -151,6 +160,7 @@ def prepare_process(settings: dict[str, Any]) -> Blueprint:
 def _build(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    draft: Checkpoint | None,
     plan: MemoryPlan,
     dtype: torch.dtype,
     device: torch.device,
@@ -178,16 +188,17 @@ def _build(
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
-    num_pages = plan.num_pages
-    if device.type == "cuda":
-        num_pages = _pages_that_fit(config, plan, factory, device)
+    num_pages = _pages_that_fit(config, plan, factory, device)
     runner = factory.runner(num_pages)
     if factory.launches:
         _warm_up(runner, seats)
     allocator = PageAllocator(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
     )
-    scheduler = Scheduler(scheduler_config, allocator, time.monotonic, restrictions.allowed)
+    drafter = _drafter(config, draft, plan, model_config.vocab_size, device)
+    scheduler = Scheduler(
+        scheduler_config, allocator, time.monotonic, restrictions.allowed, drafter
+    )
     limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
@@ -205,6 +216,49 @@ def _build(
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
+
+
+def _drafter(
+    config: EngineConfig,
+    draft: Checkpoint | None,
+    plan: MemoryPlan,
+    vocab_size: int,
+    device: torch.device,
+) -> Drafter | None:
+    """Load the draft model, if there is one, with a cache of its own. `vocab_size`: number of the
+    model's logits.
+
+    Raises `LoadError` if it cannot be read or computes nothing.
+    """
+    settings, sizes = config.of_draft_model(), plan.draft
+    if draft is None or settings is None or sizes is None:
+        return None
+    with reading(f"the weights of the draft model {draft.name}"):
+        source = draft.source(machine.choose_dtype(settings, draft.config, device), device)
+        source = source.with_layers(settings.weight_format, settings.batch_invariant)
+        model = build_model(draft.config, source, sizes.max_seq_len)
+    held = getattr(torch, sizes.kv_cache_dtype)
+    num_pages, page_size = sizes.num_pages + 1, sizes.page_size
+    storage = KVStorage(model.config, num_pages, page_size, dtype=held, device=device)
+    attention = _attention(config.attention_backend, storage, model.config)
+    caches = (*storage.keys, *storage.values)
+    runner = ModelRunner(model, attention, None, caches, device, sampler_for(vocab_size))
+    drafter = Drafter(
+        runner,
+        PageAllocator(num_pages, page_size),
+        time.monotonic,
+        vocab_size=min(vocab_size, draft.config.vocab_size),
+        max_seq_len=sizes.max_seq_len,
+        max_tokens=min(CPU_TOKENS_BESIDE_STREAMS, plan.max_num_batched_tokens),
+        cost_ratio=min(1.0, sizes.weight_bytes / plan.weight_bytes),
+    )
+    if problem := drafter.try_out():
+        raise LoadError(f"a first draft with {draft.name} fails: {problem}")
+    log.info(
+        "draft model: %s, weights %s, KV cache %s",
+        *(draft.name, gib(sizes.weight_bytes), gib(sizes.kv_bytes)),
+    )
+    return drafter
 
 
 def _log_ready(
@@ -348,8 +402,8 @@ class _RunnerFactory:
 def _pages_that_fit(
     config: EngineConfig, plan: MemoryPlan, factory: _RunnerFactory, device: torch.device
 ) -> int:
-    """Number of pages (without page 0) of a cache on a GPU: as the settings say, else computed from
-    the memory that a full step leaves free.
+    """Number of pages (without page 0) of the cache: as the plan says; on a GPU without settings
+    computed from the memory that a full step leaves free.
 
     Raises `ConfigError` if the cache could not hold one sequence of `max_seq_len` tokens.
     """
@@ -395,7 +449,8 @@ def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
     `free`: bytes to plan with instead of what the device has free.
     """
     checkpoint = find_checkpoint(config.model, revision=config.revision)
-    return make_plan(config, checkpoint.config, checkpoint.name, free=free)
+    draft = _shape_of(find_draft(config))
+    return make_plan(config, checkpoint.config, checkpoint.name, free=free, draft=draft)
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:
