@@ -96,7 +96,7 @@ class LinearLayer {
       : shape_(shape), packed_(infer_linear_packed_bytes(shape.N, shape.K, shape.bits, shape.gate)) {
     layer_ = infer_linear_new(isa, packed_.at, shape.N, shape.K, shape.bits, shape.gate, 0,
                               shape.with_bias ? bias.data() : nullptr, shape.with_norm ? norm.data() : nullptr, 1e-6f,
-                              nullptr);
+                              nullptr, nullptr);
     // Two sources, as the parts of a fused layer come.
     const long first = shape.N / 3;
     if (first) infer_linear_pack(layer_, weight.data(), first, shape.K, 0, 2);
@@ -221,6 +221,86 @@ void check_linear(const char* isa, const LinearShape& s, Extent extent) {
                0x1p-7 * (std::fabs(to_float(all[i])) + std::fabs(to_float(residual[i])) + 1e-6));
   }
   check(!wrong, "%s: K %ld N %ld bits %d: %ld numbers are wrong with a residual", isa, s.K, s.N, s.bits, wrong);
+}
+
+// ---- Weights in the blocks of GGUF files --------------------------------------------------------
+
+struct BlockShape {
+  int type;
+  long inputs, bytes;        // of a block
+  std::vector<long> halves;  // where its numbers in float16 are
+};
+
+// Rows of blocks with any codes and scales of some thousandths.
+std::vector<uint8_t> random_blocks(const BlockShape& s, long count, uint64_t seed) {
+  Random random(seed);
+  std::vector<uint8_t> made((size_t)(count * s.bytes));
+  for (uint8_t& byte : made) byte = (uint8_t)(random.uniform() * 256);
+  for (long block = 0; block < count; ++block)
+    for (const long at : s.halves) {
+      const int half = 0x1800 + (int)(random.uniform() * 0x0c00);
+      made[(size_t)(block * s.bytes + at)] = (uint8_t)half,
+                                      made[(size_t)(block * s.bytes + at + 1)] = (uint8_t)(half >> 8);
+    }
+  return made;
+}
+
+class BlockLayer {
+ public:
+  BlockLayer(const char* isa, const BlockShape& s, long N, long K, const std::vector<uint8_t>& rows)
+      : N_(N),
+        K_(K),
+        types_((size_t)((N + 31) / 32), s.type),
+        packed_((N + 31) / 32 * infer_blocks_panel_bytes(s.type, K)) {
+    layer_ = infer_linear_new(isa, packed_.at, N, K, 8, 0, 0, nullptr, nullptr, 0, types_.data(), nullptr);
+    infer_linear_pack_blocks(layer_, rows.data(), s.type, N, K / s.inputs * s.bytes, 0, 2);
+  }
+  BlockLayer(const BlockLayer&) = delete;
+  BlockLayer& operator=(const BlockLayer&) = delete;
+  ~BlockLayer() { infer_linear_free(layer_); }
+  std::vector<uint16_t> operator()(const uint16_t* x, long M, int threads) const {
+    std::vector<uint16_t> y((size_t)(M * N_));
+    infer_linear(layer_, x, K_, nullptr, (char*)y.data(), M, threads);
+    return y;
+  }
+  std::vector<uint16_t> weights() const {
+    std::vector<int64_t> columns;
+    for (long n = 0; n < N_; ++n) columns.push_back(n);
+    std::vector<uint16_t> y((size_t)(N_ * K_));
+    infer_linear_columns(layer_, columns.data(), N_, y.data(), 2);
+    return y;
+  }
+
+ private:
+  const long N_, K_;
+  const std::vector<int> types_;
+  Aligned packed_;
+  void* layer_;
+};
+
+void check_blocks(const char* isa, const BlockShape& s, Extent extent) {
+  const long N = 70, K = extent == ALL ? 1536 : 512, most = extent == ALL ? 67 : 19;
+  const std::vector<uint8_t> rows = random_blocks(s, N * K / s.inputs, (uint64_t)s.type);
+  const std::vector<uint16_t> x = random_bfloat16(most * K, 1, 21);
+  const BlockLayer layer(isa, s, N, K, rows), reference("portable", s, N, K, rows);
+  const std::vector<uint16_t> all = layer(x.data(), most, 1), weights = layer.weights();
+  check(all == reference(x.data(), most, 2), "%s: blocks of type %d: not what portable gives", isa, s.type);
+  for (const long M : {1L, 2L, 3L, 4L, 5L, 9L, 16L, 18L, 33L, 65L}) {
+    if (M > most) break;
+    const long first = most - M;
+    const std::vector<uint16_t> some = layer(x.data() + first * K, M, 1 + (int)(M % 3));
+    check(std::equal(some.begin(), some.end(), all.begin() + first * N),
+          "%s: blocks of type %d: %ld rows are not what they are alone", isa, s.type, M);
+  }
+  double squares = 0, errors = 0;
+  for (long m = 0; m < most; ++m)
+    for (long n = 0; n < N; ++n) {
+      double value = 0;
+      for (long k = 0; k < K; ++k) value += to_float(x[(size_t)(m * K + k)]) * to_float(weights[(size_t)(n * K + k)]);
+      squares += value * value, errors += std::pow(to_float(all[(size_t)(m * N + n)]) - value, 2);
+    }
+  check(errors <= 0.03 * 0.03 * squares && squares > 0, "%s: blocks of type %d: error %g of %g", isa, s.type,
+        std::sqrt(errors), std::sqrt(squares));
 }
 
 // ---- Attention ---------------------------------------------------------------------------------
@@ -432,6 +512,9 @@ void check_all(const char* isa, Extent extent) {
       check_linear(isa, {K, N, bits, bits % 3, true, false}, extent);  // 16: silu, 8: gelu, 4: silu
       if (extent == ALL) check_linear(isa, {K, N - 1, bits, 0, true, true}, extent);
     }
+  for (const BlockShape& s : {BlockShape{2, 32, 18, {0}}, BlockShape{8, 32, 34, {0}}, BlockShape{12, 256, 144, {0, 2}},
+                              BlockShape{13, 256, 176, {0, 2}}, BlockShape{14, 256, 210, {208}}})
+    check_blocks(isa, s, extent);
   for (const int element : {4, 2, 1})
     for (const int D : {64, 128, 256, 40, 8}) {
       if (element == 1 && D < 64) continue;

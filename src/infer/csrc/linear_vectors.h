@@ -432,15 +432,10 @@ Multiply product_for(const Layer& layer, bool few, long rows) {
 
 RowFormat row_format(const Layer& layer, long M) {
   (void)M;
-<<<<<<< HEAD
 #if defined(HAS_SIGNED_PRODUCTS)
-  if (layer.whole()) return RowFormat::BYTES;
+  if (layer.panel_blocks || layer.whole()) return RowFormat::BYTES;
 #elif defined(HAS_BYTE_PRODUCTS)
-  if (layer.bits == 4 && M <= VECTOR_ROWS) return RowFormat::BYTES;
-=======
-#ifdef HAS_BYTE_PRODUCTS
   if (layer.panel_blocks || (layer.bits == 4 && M <= VECTOR_ROWS)) return RowFormat::BYTES;
->>>>>>> main
   if (layer.whole()) return RowFormat::UNSIGNED_BYTES;
 #else
   if (layer.panel_blocks || layer.bits == 4 || (layer.whole() && is_few(M))) return RowFormat::BYTES;
@@ -519,16 +514,10 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
 
 class ProductState {
  public:
-<<<<<<< HEAD
 #ifdef HAS_BFLOAT16
   explicit ProductState(const Call&) : flush_(false) {}
-=======
-  explicit ProductState(const Call& c) : mode_(_mm_getcsr()) {
-#ifndef HAS_BFLOAT16
-    if (c.layer.bits == 16) _mm_setcsr(mode_ | 0x8040);
->>>>>>> main
 #else
-  explicit ProductState(const Call& c) : flush_(!c.layer.whole()) {}  // in bfloat16, as vdpbf16ps has it
+  explicit ProductState(const Call& c) : flush_(c.layer.bits == 16) {}  // as vdpbf16ps has it
 #endif
 
  private:
