@@ -24,9 +24,11 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import MailboxLimits
 from infer.engine.core import EngineCore
+from infer.engine.fleet.fleet import Fleet
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
 from infer.engine.process.supervisor import EngineProcess
+from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence, verified
@@ -207,6 +209,66 @@ class AheadHashRunner(HashRunner):
         return token
 
 
+def drafts_of(
+    sequence: Sequence, count: int, vocab_size: int, wrong: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """What a `HashDraftRunner` drafts behind a sequence's tokens, computed without a cache."""
+    cell, found = _ROOT, []
+    for token in sequence.tokens:
+        cell = hash_cell(cell, token)
+    for _ in range(count):
+        token = sample_cell(cell, sequence.request, vocab_size)
+        found.append((token + wrong(cell)) % vocab_size)
+        cell = hash_cell(cell, found[-1])
+    return tuple(found)
+
+
+class HashDraftRunner(HashRunner):
+    """A draft model that agrees with `HashRunner` except behind some cells."""
+
+    def __init__(self, *args: Any, wrong: Callable[[int], bool] = lambda cell: False) -> None:
+        """`wrong`: whether another token is sampled behind a cell."""
+        super().__init__(*args)
+        self.wrong = wrong
+        self.num_cells = 0
+        """number of cells that were computed"""
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            assert not chunk.proposed
+            assert chunk.sequence.request.sampling.logprobs is None
+            self.num_cells += chunk.num_tokens
+        return super().execute(plan)
+
+    def _sample(self, cell: int, request: Request) -> Sampled:
+        sampled = super()._sample(cell, request)
+        if self.wrong(cell):
+            sampled.token_id = (sampled.token_id + 1) % self.vocab_size
+        return sampled
+
+
+def make_hash_drafter(
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    num_pages: int = 400,
+    page_size: int = 4,
+    max_tokens: int = 64,
+    max_seq_len: int = 512,
+    wrong: Callable[[int], bool] = lambda cell: False,
+    clock: Callable[[], float] = time.monotonic,
+    runner: type[HashDraftRunner] = HashDraftRunner,
+) -> Drafter:
+    """A drafter over a `HashDraftRunner` with a cache of its own."""
+    return Drafter(
+        runner(num_pages, page_size, vocab_size, wrong=wrong),
+        PageAllocator(num_pages, page_size),
+        clock,
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        max_tokens=max_tokens,
+    )
+
+
 @lru_cache
 def small_text_files() -> TextFiles:
     """A byte-level tokenizer with a chat template: see `checkpoints.write_tokenizer`."""
@@ -230,12 +292,13 @@ def make_hash_core(
     step_s: float = 0.0,
     runner: type[HashRunner] = HashRunner,
     announce: Callable[[str | None], None] = lambda request_id: None,
+    drafter: Drafter | None = None,
     **settings: Any,
 ) -> EngineCore:
     """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
     values = {"max_batch_size": 8, "max_num_batched_tokens": 64, "max_seq_len": 512, **settings}
     allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
-    scheduler = Scheduler(SchedulerConfig(**values), allocator, clock)
+    scheduler = Scheduler(SchedulerConfig(**values), allocator, clock, drafter=drafter)
     return EngineCore(scheduler, runner(num_pages, page_size, vocab_size, step_s=step_s), announce)
 
 
@@ -294,8 +357,18 @@ def core_of(llm: AsyncLLM) -> EngineCore:
 
 def process_of(llm: AsyncLLM) -> EngineProcess:
     """The supervisor of an engine that has a process of its own."""
-    assert isinstance(llm.engine_client, EngineProcess)
-    return llm.engine_client
+    (process,) = processes_of(llm)
+    return process
+
+
+def processes_of(llm: AsyncLLM) -> list[EngineProcess]:
+    """The supervisors of all engines of a façade."""
+    assert isinstance(llm.engine_client, Fleet)
+    found = []
+    for member in llm.engine_client.members.values():
+        assert isinstance(member, EngineProcess)
+        found.append(member)
+    return found
 
 
 def pid_of(llm: AsyncLLM) -> int:
@@ -320,6 +393,7 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    names = ("hang_s", "soft_limit_s", "max_pause_s", "standby", "standby_answer_s", "seed")
+    limits = ("hang_s", "soft_limit_s", "max_pause_s", "standby_answer_s")
+    names = (*limits, "standby", "seed", "fleet")
     how = {name: settings.pop(name) for name in names if name in settings}
     return launch_factory(factory, settings, **how)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import infer.engine.build.hardware as machine
+import infer.engine.build.machine_share as machine_share
 from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
@@ -26,6 +29,8 @@ from infer.engine.build.checkpoint import (
     find_checkpoint,
     text_of,
 )
+from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
+from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
@@ -33,7 +38,9 @@ from infer.engine.build.memory_plan import (
     MemoryPlan,
     gib,
     make_plan,
+    replicas_that_fit,
 )
+from infer.engine.build.processors import read_processors
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_tool_use
 from infer.engine.core import EngineCore
@@ -48,7 +55,8 @@ from infer.runner.grammar_masks import Restrictions
 from infer.runner.graphs import CudaCapture, step_sizes
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
-from infer.runner.sampler import sample
+from infer.runner.sampler import sample, sampler_for
+from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.text.grammars.compiler import Compiler, Vocabulary
@@ -86,11 +94,14 @@ def assemble(config: EngineConfig) -> EngineParts:
     )
 
 
-def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
+def prepare(
+    config: EngineConfig, beside_server: bool = False, share: MachineShare | None = None
+) -> Blueprint:
     """Do everything that needs no weights, and return the engine's blueprint.
 
-    `beside_server`: a server process shares the machine. Raises `LoadError` for a checkpoint that
-    cannot be read, `ConfigError` for settings that are impossible or do not fit into memory.
+    `beside_server`: a server process shares the machine. `share`: the part of the machine that this
+    engine gets, where other engines share it. Raises `LoadError` for a checkpoint that cannot be
+    read, `ConfigError` for settings that are impossible or do not fit into memory.
     """
     machine.keep_freed_memory()
     checkpoint = find_checkpoint(
@@ -104,14 +115,22 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
-    blocks = chosen_blocks(config, checkpoint, device)
+    free = None
+    if share is not None and device.type == "cpu":
+        free = min(share.main_memory, machine.free_bytes(device))
+    draft = find_draft(config)
+    if draft is not None:
+        check_vocabulary(text_of(checkpoint, config), draft)
+    plan_with = _planner(config, checkpoint, draft, device)
     with reading(str(config.model)):
-        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks)
+        plan = plan_with(free=free)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
-        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks)
+        plan = plan_with()
     if not plan.fits:
+        if share is not None and device.type == "cpu":
+            _refuse_replicas(plan_with, share)
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     if plan.products:
         log.info("linear layers: %s", plan.products)
@@ -122,7 +141,7 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
-            return _build(config, checkpoint, plan, dtype, device, announce)
+            return _build(config, checkpoint, draft, plan, dtype, device, announce)
 
     return Blueprint(
         model_name=config.served_model_name or checkpoint.name,
@@ -130,6 +149,32 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
         build=build,
         pinned=lambda core: pinned_settings(core, device),
     )
+
+
+def _planner(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
+) -> Callable[..., MemoryPlan]:
+    """`make_plan` of these settings and checkpoints; what it takes is `free`."""
+    return partial(
+        make_plan,
+        config,
+        checkpoint.config,
+        checkpoint.name,
+        blocks=chosen_blocks(config, checkpoint, device),
+        draft=None if draft is None else (draft.config, draft.name),
+    )
+
+
+def _refuse_replicas(plan_with: Callable[..., MemoryPlan], share: MachineShare) -> None:
+    """Raise `ConfigError` if fewer engines would fit into main memory; it says how many."""
+    free = share.main_memory_of_all
+    num = replicas_that_fit(plan_with, free, share.count - 1)
+    if num:
+        raise ConfigError(
+            "replicas",
+            f"{share.count} do not fit into the {gib(free)} that are free: at"
+            f" most {num} would; infer plan --replicas N says what each needs",
+        )
 
 
 def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
@@ -148,15 +193,43 @@ def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
 
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
     """`prepare` for `engine.process.child`, from the fields of an `EngineConfig`."""
+    settings = dict(settings)
+    given = settings.pop(machine_share.SETTING, None)
     config = EngineConfig(**settings)
+    if given is not None:
+        share = MachineShare(**given)
+        return prepare(_with_share(config, share), beside_server=True, share=share)
     if config.num_threads is None:
         machine.stay_on_cores(all_nodes=config.numa == "all")
     return prepare(config, beside_server=True)
 
 
+def _with_share(config: EngineConfig, share: MachineShare) -> EngineConfig:
+    """The settings of one of several engines: its GPU, or its cores, on which this thread stays
+    from now on. Raises `ConfigError` if there are more engines than GPUs."""
+    if machine.choose_device(config).type == "cuda":
+        count = torch.cuda.device_count()
+        if share.count > count:
+            raise ConfigError(
+                "replicas",
+                f"{share.count} do not fit: each needs a GPU, and there are {count} here; at most"
+                f" {count} fit",
+            )
+        return replace(config, device=f"cuda:{share.index}")
+    if config.num_threads is not None:
+        return config
+    processors = read_processors()
+    try:
+        machine_share.stay_on(share.cores(processors))
+    except OSError as error:  # forbidden in some containers
+        log.warning("threads are not kept on their cores: %s", error)
+    return replace(config, num_threads=share.num_threads(processors))
+
+
 def _build(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    draft: Checkpoint | None,
     plan: MemoryPlan,
     dtype: torch.dtype,
     device: torch.device,
@@ -187,16 +260,17 @@ def _build(
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
-    num_pages = plan.num_pages
-    if device.type == "cuda":
-        num_pages = _pages_that_fit(config, plan, factory, device)
+    num_pages = _pages_that_fit(config, plan, factory, device)
     runner = factory.runner(num_pages)
     if factory.launches:
         _warm_up(runner, seats)
     allocator = PageAllocator(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
     )
-    scheduler = Scheduler(scheduler_config, allocator, time.monotonic)
+    drafter = _drafter(config, draft, plan, model_config.vocab_size, device)
+    scheduler = Scheduler(
+        scheduler_config, allocator, time.monotonic, restrictions.allowed, drafter
+    )
     limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
@@ -214,6 +288,49 @@ def _build(
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
+
+
+def _drafter(
+    config: EngineConfig,
+    draft: Checkpoint | None,
+    plan: MemoryPlan,
+    vocab_size: int,
+    device: torch.device,
+) -> Drafter | None:
+    """Load the draft model, if there is one, with a cache of its own. `vocab_size`: number of the
+    model's logits.
+
+    Raises `LoadError` if it cannot be read or computes nothing.
+    """
+    settings, sizes = config.of_draft_model(), plan.draft
+    if draft is None or settings is None or sizes is None:
+        return None
+    with reading(f"the weights of the draft model {draft.name}"):
+        source = draft.source(machine.choose_dtype(settings, draft.config, device), device)
+        source = source.with_layers(settings.weight_format, settings.batch_invariant)
+        model = build_model(draft.config, source, sizes.max_seq_len)
+    held = getattr(torch, sizes.kv_cache_dtype)
+    num_pages, page_size = sizes.num_pages + 1, sizes.page_size
+    storage = KVStorage(model.config, num_pages, page_size, dtype=held, device=device)
+    attention = _attention(config.attention_backend, storage, model.config)
+    caches = (*storage.keys, *storage.values)
+    runner = ModelRunner(model, attention, None, caches, device, sampler_for(vocab_size))
+    drafter = Drafter(
+        runner,
+        PageAllocator(num_pages, page_size),
+        time.monotonic,
+        vocab_size=min(vocab_size, draft.config.vocab_size),
+        max_seq_len=sizes.max_seq_len,
+        max_tokens=min(CPU_TOKENS_BESIDE_STREAMS, plan.max_num_batched_tokens),
+        cost_ratio=min(1.0, sizes.weight_bytes / plan.weight_bytes),
+    )
+    if problem := drafter.try_out():
+        raise LoadError(f"a first draft with {draft.name} fails: {problem}")
+    log.info(
+        "draft model: %s, weights %s, KV cache %s",
+        *(draft.name, gib(sizes.weight_bytes), gib(sizes.kv_bytes)),
+    )
+    return drafter
 
 
 def _log_ready(
@@ -357,8 +474,8 @@ class _RunnerFactory:
 def _pages_that_fit(
     config: EngineConfig, plan: MemoryPlan, factory: _RunnerFactory, device: torch.device
 ) -> int:
-    """Number of pages (without page 0) of a cache on a GPU: as the settings say, else computed from
-    the memory that a full step leaves free.
+    """Number of pages (without page 0) of the cache: as the plan says; on a GPU without settings
+    computed from the memory that a full step leaves free.
 
     Raises `ConfigError` if the cache could not hold one sequence of `max_seq_len` tokens.
     """
@@ -398,14 +515,29 @@ def _warm_up(runner: Any, seats: int) -> None:
         runner.rehearse(1, num_tokens)
 
 
-def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
+def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:
     """The memory plan of these settings on this machine; loads nothing.
 
-    `free`: bytes to plan with instead of what the device has free.
+    `free`: bytes to plan with instead of what the device has free. `replicas`: number of engines
+    between which main memory is divided; the plan is that of one of them.
     """
     checkpoint = find_checkpoint(config.model, revision=config.revision)
-    blocks = chosen_blocks(config, checkpoint, machine.choose_device(config))
-    return make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks, free=free)
+    device = machine.choose_device(config)
+    if replicas > 1 and device.type == "cpu":
+        free = (machine.free_bytes(device) if free is None else free) // replicas
+    return _planner(config, checkpoint, find_draft(config), device)(free=free)
+
+
+def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
+    """The number of engines with these settings that fit on this machine: into main memory, with a
+    core for each, or one on each GPU. `free`: see `plan_for`."""
+    checkpoint = find_checkpoint(config.model, revision=config.revision)
+    device = machine.choose_device(config)
+    plan_with = _planner(config, checkpoint, find_draft(config), device)
+    if device.type == "cuda":
+        return torch.cuda.device_count() if plan_with(free=free).fits else 0
+    free = machine.free_bytes(device) if free is None else free
+    return replicas_that_fit(plan_with, free, read_processors().num_threads(all_nodes=True))
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:
