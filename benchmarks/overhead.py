@@ -3,13 +3,15 @@
 The steps are decode only, over a runner that computes nothing. The table has microseconds for each
 sequence and step: of `schedule`, of `commit` and of a whole `EngineCore.step`, for several numbers
 of sequences and two lengths of context, with which the time must not grow. A further line is
-`match` for a long cached prompt. Numbers are medians over the steps of one run; page faults and
+`match` for a long cached prompt. `--follow` reports the pages of the prefix index, too, as where
+several engines are routed to. Numbers are medians over the steps of one run; page faults and
 garbage collection are included.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 
 from infer.config import SchedulerConfig
@@ -31,7 +33,7 @@ class NullRunner:
         return [Sampled(7) for chunk in plan if chunk.samples]
 
 
-def decoding_core(num_sequences: int, num_context: int) -> EngineCore:
+def decoding_core(num_sequences: int, num_context: int, is_followed: bool) -> EngineCore:
     """A core whose sequences are all past their prompts of about `num_context` tokens."""
     num_pages = num_sequences * (num_context + 4 * STEPS) // PAGE_SIZE + num_sequences + 1
     config = SchedulerConfig(
@@ -39,6 +41,8 @@ def decoding_core(num_sequences: int, num_context: int) -> EngineCore:
     )
     scheduler = Scheduler(config, PageAllocator(num_pages, PAGE_SIZE), time.monotonic)
     core = EngineCore(scheduler, NullRunner())
+    if is_followed:
+        core.follow_pages()
     for i in range(num_sequences):
         prompt = tuple((i + 1) * p % 1009 for p in range(num_context))
         core.add(Request(f"r{i}", prompt, SamplingParams(), seed=0, max_tokens=3 * STEPS))
@@ -47,9 +51,11 @@ def decoding_core(num_sequences: int, num_context: int) -> EngineCore:
     return core
 
 
-def microseconds(num_sequences: int, num_context: int) -> tuple[float, float, float]:
+def microseconds(
+    num_sequences: int, num_context: int, is_followed: bool
+) -> tuple[float, float, float]:
     """Medians of schedule, commit and step, a sequence."""
-    core = decoding_core(num_sequences, num_context)
+    core = decoding_core(num_sequences, num_context, is_followed)
     scheduler, runner = core.scheduler, core.runner
     parts: tuple[list[int], list[int], list[int]] = ([], [], [])
     for _ in range(STEPS):
@@ -91,11 +97,12 @@ def match_microseconds(num_tokens: int) -> float:
 
 def main() -> None:
     """Run and print the tables."""
+    is_followed = "--follow" in sys.argv[1:]
     print("| sequences | context | schedule µs | commit µs | both | core.step µs |")
     print("|---|---|---|---|---|---|")
     for num_sequences in (1, 8, 32, 128):
         for num_context in (200, 2000):
-            schedule, commit, step = microseconds(num_sequences, num_context)
+            schedule, commit, step = microseconds(num_sequences, num_context, is_followed)
             print(
                 f"| {num_sequences} | {num_context} | {schedule:.2f} | {commit:.2f}"
                 f" | {schedule + commit:.2f} | {step:.2f} |"

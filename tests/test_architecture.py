@@ -38,9 +38,9 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads log_fields control_groups",
+        "errors version threads log_fields control_groups readiness",
         "exceptions that users see; the version; threads that end before the interpreter;"
-        " what lines of the log carry; the limits of a container",
+        " what lines of the log carry; the limits of a container; waiting for a file",
     ),
     Level(
         "types config files kernels.loader main_memory",
@@ -62,17 +62,20 @@ LEVELS = (
         " states of a supervisor, an engine as its façade sees it; the machine's processors",
     ),
     Level(
-        "engine.core engine.client.input engine.client.output engine.process.journal"
-        " engine.commands engine.build.checkpoint engine.build.hardware",
+        "engine.core engine.client.input engine.client.output engine.fleet.journal"
+        " engine.commands engine.build.checkpoint engine.build.hardware engine.fleet.member"
+        " engine.fleet.router engine.build.machine_share",
         "scheduler and runner in one step; prompts in, text out; commands; what each request has"
-        " received; what is on the disk and in the machine",
+        " received; what is on the disk and in the machine; an engine of several, who gets a"
+        " request, and the part of the machine of each",
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint",
+        " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint"
+        " engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
         " viewers; which prompts wait for a seat; what fits into memory; the draft model on the"
-        " disk",
+        " disk; where the pages are",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
@@ -84,7 +87,10 @@ LEVELS = (
         "the composition root; the engine process, from inside and from outside",
     ),
     Level("engine.process.standby", "a process that becomes the next engine"),
-    Level("engine.llm engine.process.supervisor", "the blocking façade; the engine's supervisor"),
+    Level(
+        "engine.llm engine.process.supervisor engine.fleet.fleet",
+        "the blocking façade; the engine's supervisor; several engines as one",
+    ),
     Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
     Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
@@ -117,6 +123,7 @@ LIBRARIES = {
     **dict.fromkeys(
         ("errors", "version", "schedule", "engine.core", "engine.build.processors"), ()
     ),
+    **dict.fromkeys(("engine.fleet.router", "engine.fleet.routing"), ()),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
 # Concrete parts that only the composition roots may name.

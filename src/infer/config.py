@@ -248,7 +248,8 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"] = option(
         "auto",
         "Weights and computation; auto = the checkpoint's (float32 on CPUs without bfloat16"
-        " arithmetic); int8, int4 = the same as --quantization.",
+        " arithmetic; quantised weights of a GGUF file stay in its own bits); int8, int4 = the same"
+        " as --quantization.",
     )
     quantization: Quantization | None = option(
         None,

@@ -8,6 +8,7 @@
     │   └── DeadlineError       it took longer than it was allowed to                      504
     ├── EngineError             our fault, while running                                   500
     │   ├── EngineDeadError     there is no engine: it was closed, or it died              503
+    │   ├── MovedStreamError    no engine is left that computes a stream's next bits       503
     │   └── DeviceLostError     the device has stopped computing: the process must end     503
     └── LoadError               at start-up: a checkpoint that cannot be used
         └── ConfigError         at start-up: a setting that cannot be used; names the field
@@ -96,6 +97,12 @@ class EngineError(InferError):
 
 class EngineDeadError(EngineError):
     """The engine was closed or has died; it produces nothing more."""
+
+    status = 503
+
+
+class MovedStreamError(EngineError):
+    """The engine that computed a stream has gone, and no other one computes the same bits."""
 
     status = 503
 

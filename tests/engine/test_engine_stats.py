@@ -13,7 +13,6 @@ from dataclasses import fields
 import msgspec
 import pytest
 
-from infer.engine.process.supervisor import EngineProcess
 from infer.schedule.stats import SchedulerStats
 from infer.types import FinishReason, Request, SamplingParams
 from infer.types.engine_limits import EngineLimits
@@ -25,7 +24,7 @@ from infer.types.engine_stats import (
     RequestCounters,
 )
 from infer.types.stats_summary import summary_of, wait_bucket, wait_percentile
-from tests.support.doubles import launch_hash_llm, make_hash_core, make_hash_llm
+from tests.support.doubles import launch_hash_llm, make_hash_core, make_hash_llm, process_of
 
 COUNTERS = tuple(field.name for field in msgspec.structs.fields(EngineCounters))
 TABLES = ("num_accepted_at", "num_finished", "wait_counts")
@@ -66,7 +65,7 @@ def test_whatever_the_scheduler_counts_is_reported() -> None:
         else:
             setattr(stats, field.name, 10 + i)
     found = stats.counters(num_evictions=5)
-    own = {"num_evictions": 5, "num_restarts": 0}
+    own = {"num_evictions": 5, "num_restarts": 0, "num_moved": 0, "num_moved_unequal": 0}
     for name in COUNTERS:
         assert getattr(found, name) == own.get(name, getattr(stats, name, None)), name
     assert {field.name for field in fields(SchedulerStats)} | own.keys() == set(COUNTERS)
@@ -102,8 +101,7 @@ def test_the_gauges_of_a_core_are_those_of_now() -> None:
 def test_a_restart_keeps_counters_and_not_gauges() -> None:
     async def main() -> None:
         async with launch_hash_llm(num_pages=20) as llm:
-            worker = llm.engine_client
-            assert isinstance(worker, EngineProcess)
+            worker = process_of(llm)
             await llm.generate(llm.make_request([1, 2, 3]))
             async with asyncio.timeout(20):
                 while worker.stats().gauges.num_running:

@@ -20,13 +20,15 @@ import pytest
 
 from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.commands import Abort, Add, Command, Stop
+from infer.engine.commands import Abort, Add, Command, Reset, Stop
 from infer.engine.process.launch import launch
 from infer.engine.process.messages import (
     Begin,
     Commands,
     ComputingAlone,
     HasBegun,
+    HasReset,
+    Heartbeat,
     Inward,
     Log,
     Outward,
@@ -60,7 +62,7 @@ from infer.types.step_events import (
     StepEvents,
 )
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, solo
+from tests.support.doubles import launch_hash_llm, process_of, solo
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -75,9 +77,7 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
 
 
 def worker_of(llm: AsyncLLM) -> EngineProcess:
-    worker = llm.engine_client
-    assert isinstance(worker, EngineProcess)
-    return worker
+    return process_of(llm)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
@@ -110,13 +110,13 @@ def test_a_request_crosses_whole() -> None:
         output_token_ids=(4, 5),
         num_crashes=1,
     )
-    commands = Commands([Add(request), Add(request), Abort("gone"), Stop()])
+    commands = Commands([Add(request), Add(request), Abort("gone"), Reset(4), Stop()])
     first, second, *others = crossed(commands).commands
     assert dataclasses.asdict(first.request) == dataclasses.asdict(request)
     assert first == second
     assert first.request.sampling is second.request.sampling, "choices share what is large"
     assert type(first.request.sampling) is Sampling
-    assert others == [Abort("gone"), Stop()]
+    assert others == [Abort("gone"), Reset(4), Stop()]
 
 
 def crossed(message: Inward | Outward) -> Any:
@@ -139,6 +139,7 @@ EXAMPLES = (
     Report([], STATS),
     PromptScores("a", 1, b"\x90"),
     *(ComputingAlone("a"), ComputingAlone(None)),
+    *(HasReset(3), Heartbeat()),
     Log("infer.x", 20, "line"),
 )
 
@@ -335,13 +336,13 @@ def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
 ORPHAN = textwrap.dedent(
     """
     import asyncio, sys, time
-    from tests.support.doubles import launch_hash_llm
+    from tests.support.doubles import launch_hash_llm, pid_of
     assert "torch" not in sys.modules
     llm = launch_hash_llm(step_s=float(sys.argv[1]))
     async def main():
         await llm.start()
         async with llm.stream(llm.make_request("abc")):
-            print(llm.engine_client.pid, "torch" in sys.modules, flush=True)
+            print(pid_of(llm), "torch" in sys.modules, flush=True)
             time.sleep(60)
     asyncio.run(main())
     """

@@ -17,13 +17,12 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.fleet.journal import RequestJournal
 from infer.engine.process.blame import MAX_FROM_OUTSIDE
-from infer.engine.process.journal import RequestJournal
-from infer.engine.process.supervisor import EngineProcess
 from infer.errors import EngineDeadError, EngineError
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, make_hash_core, solo
+from tests.support.doubles import launch_hash_llm, make_hash_core, pid_of, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 PROMPTS = ["Once upon a time", "One day, a little bird", "7 + 5 ="]
@@ -87,12 +86,12 @@ def test_the_journal_knows_what_goes_on_and_where() -> None:
     journal.drop("c")
     journal.drop("unknown")
     assert journal.crashed(None, from_outside=False) == []
-    assert journal.resumed() == [
+    assert list(journal.unassigned()) == [
         request("a", output_token_ids=(5,), num_crashes=1),
         request("d", num_crashes=1),
     ]
     journal.add(request("e"))
-    assert journal.resumed()[-1] == request("e")
+    assert list(journal.unassigned())[-1] == request("e")
 
 
 def test_who_was_alone_in_a_crash_is_not_tried_again() -> None:
@@ -104,7 +103,7 @@ def test_who_was_alone_in_a_crash_is_not_tried_again() -> None:
     assert (end.request_id, end.finish_reason) == ("b", FinishReason.ERROR)
     assert end.error is not None
     assert "died more than once" in end.error.message
-    assert [each.request_id for each in journal.resumed()] == ["a"]
+    assert [each.request_id for each in journal.unassigned()] == ["a"]
 
 
 def test_kills_from_outside_must_hit_the_same_request_again_and_again() -> None:
@@ -162,9 +161,7 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
 
 
 def kill(llm: AsyncLLM) -> None:
-    assert isinstance(llm.engine_client, EngineProcess)
-    assert llm.engine_client.pid is not None
-    os.kill(llm.engine_client.pid, signal.SIGKILL)
+    os.kill(pid_of(llm), signal.SIGKILL)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:

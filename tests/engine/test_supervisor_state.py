@@ -9,9 +9,8 @@ import threading
 
 import pytest
 
-from infer.engine.process.supervisor import EngineProcess
 from infer.engine.process.supervisor_state import TRANSITIONS, Lifecycle, SupervisorState
-from tests.support.doubles import launch_hash_llm
+from tests.support.doubles import launch_hash_llm, pid_of
 
 NEW, LOADING, LOADED, SERVING, RESTARTING, REFUSING, STOPPING, STOPPED, DEAD = SupervisorState
 PATHS = {
@@ -84,10 +83,7 @@ def test_a_process_that_dies_leads_through_the_states(monkeypatch: pytest.Monkey
 
     async def main() -> None:
         async with launch_hash_llm() as llm:
-            worker = llm.engine_client
-            assert isinstance(worker, EngineProcess)
-            assert worker.pid is not None
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(pid_of(llm), signal.SIGKILL)
             async with asyncio.timeout(20):
                 while seen != [LOADING, LOADED, SERVING, RESTARTING, SERVING]:
                     await asyncio.sleep(0.01)

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from infer.engine.core import EngineCore, Runner
-from infer.engine.process.journal import RequestJournal
+from infer.engine.fleet.journal import RequestJournal
 from infer.errors import OverloadedError, RequestError
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
@@ -166,7 +166,7 @@ class Simulation(Workload):
         for output in self.journal.crashed(None, from_outside=True):
             raise AssertionError(f"given up: {output.request_id}")
         self._build()
-        for request in self.journal.resumed():
+        for request in self.journal.unassigned():
             try:
                 self.core.add(replace(request))
             except (OverloadedError, RequestError) as error:

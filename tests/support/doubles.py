@@ -24,6 +24,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import MailboxLimits
 from infer.engine.core import EngineCore
+from infer.engine.fleet.fleet import Fleet
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
 from infer.engine.process.supervisor import EngineProcess
@@ -356,8 +357,18 @@ def core_of(llm: AsyncLLM) -> EngineCore:
 
 def process_of(llm: AsyncLLM) -> EngineProcess:
     """The supervisor of an engine that has a process of its own."""
-    assert isinstance(llm.engine_client, EngineProcess)
-    return llm.engine_client
+    (process,) = processes_of(llm)
+    return process
+
+
+def processes_of(llm: AsyncLLM) -> list[EngineProcess]:
+    """The supervisors of all engines of a façade."""
+    assert isinstance(llm.engine_client, Fleet)
+    found = []
+    for member in llm.engine_client.members.values():
+        assert isinstance(member, EngineProcess)
+        found.append(member)
+    return found
 
 
 def pid_of(llm: AsyncLLM) -> int:
@@ -382,6 +393,7 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    names = ("hang_s", "soft_limit_s", "max_pause_s", "standby", "standby_answer_s", "seed")
+    limits = ("hang_s", "soft_limit_s", "max_pause_s", "standby_answer_s")
+    names = (*limits, "standby", "seed", "fleet")
     how = {name: settings.pop(name) for name in names if name in settings}
     return launch_factory(factory, settings, **how)

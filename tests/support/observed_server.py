@@ -51,7 +51,8 @@ class Observer:
     async def stats(self, _: Request) -> JSONResponse:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        engine = getattr(self._engine.engine_client, "pid", None)
+        members = getattr(self._engine.engine_client, "members", {})
+        engine = next((member.pid for member in members.values()), None)
         lag_s, self._lag_s = self._lag_s, 0.0
         busy_s, self._busy_s = self._busy_s, 0.0
         refused_s, self.refused_s = self.refused_s, []

@@ -135,13 +135,17 @@ def plan(
     free_gib: Annotated[
         float | None, typer.Option(help="Plan for this much free memory instead of the machine's.")
     ] = None,
+    replicas: Annotated[
+        int, typer.Option(min=1, help="Engines between which the machine is divided.")
+    ] = 1,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Say what a model needs and what fits, without loading it. Exit code 1 if it does not fit."""
     from infer.cli.planning import run_plan
 
-    if not run_plan(EngineConfig.from_kwargs(model=model, **settings), as_json, free_gib):
+    config = EngineConfig.from_kwargs(model=model, **settings)
+    if not run_plan(config, as_json, free_gib, replicas):
         raise typer.Exit(1)
 
 

@@ -15,22 +15,34 @@ from infer.models.hub import cached_checkpoints
 from infer.models.registry import ARCHITECTURES
 
 
-def run_plan(config: EngineConfig, as_json: bool, free_gib: float | None) -> bool:
-    """Print the plan for a model, with `free_gib` GiB of free memory; returns whether it fits."""
-    from infer.engine.build.assemble import plan_for  # this imports torch
+def run_plan(
+    config: EngineConfig, as_json: bool, free_gib: float | None, replicas: int = 1
+) -> bool:
+    """Print the plan for one of `replicas` engines of a model, with `free_gib` GiB of free memory
+    for all of them; returns whether they fit."""
+    from infer.engine.build.assemble import most_replicas, plan_for  # this imports torch
 
-    plan = plan_for(config, free=None if free_gib is None else int(free_gib * 2**30))
+    free = None if free_gib is None else int(free_gib * 2**30)
+    plan, most = plan_for(config, free=free, replicas=replicas), most_replicas(config, free=free)
+    fits = plan.fits and (replicas == 1 or replicas <= most)
     if as_json:
-        print(json.dumps(plan.as_dict(), indent=2))
-        return plan.fits
+        fields = {**plan.as_dict(), "replicas": replicas, "replicas_that_fit": most}
+        print(json.dumps({**fields, "fits": fits}, indent=2))
+        return fits
     table = Table(box=box.SIMPLE, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for what, how_much in plan.rows():
-        style = None if what != "verdict" else "green" if plan.fits else "red"
-        table.add_row(what, plain(how_much), style=style)
+        if what != "verdict":
+            table.add_row(what, plain(how_much))
+            continue
+        if replicas > 1:
+            table.add_row("replicas", f"{replicas}, each as above; at most {most} fit here")
+            if not fits:
+                how_much = f"does not fit: --replicas {most} does" if most else how_much
+        table.add_row(what, plain(how_much), style="green" if fits else "red")
     Console().print(table)
-    return plan.fits
+    return fits
 
 
 def run_models() -> None:

@@ -26,8 +26,20 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     reason: FinishReason = FinishReason.ABORT
 
 
+class FollowPages(msgspec.Struct, frozen=True, array_like=True, tag="pages"):
+    """Report which pages the prefix index holds: all of them, then changes; again if it did so
+    before. See `StepEvents.page_changes`."""
+
+
+class Reset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
+    """End all requests now; nobody waits for them here any more."""
+
+    life: int
+    """number of the life of the engine that ends; see `engine.fleet.member`"""
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """End the engine after the step that runs; whatever is in flight is dropped."""
 
 
-Command = Add | Abort | Stop
+Command = Add | Abort | FollowPages | Reset | Stop

@@ -37,6 +37,7 @@ from infer.types import (
     TokenLogprobs,
 )
 from infer.types.engine_stats import EngineGauges, EngineStats
+from infer.types.page_changes import PageChanges
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,11 @@ class EngineCore:
         """
         return self.scheduler.abort(request_id, reason)
 
+    def abort_all(self) -> None:
+        """End all requests now."""
+        for sequence in self.scheduler.unfinished:
+            self.scheduler.abort(sequence.request_id)
+
     def step(self, *, flush: bool = False) -> list[StepOutput]:
         """Compute one step; returns the outputs of sequences that got a token or ended.
 
@@ -242,20 +248,39 @@ class EngineCore:
             allocator.release(sequence.table)
         return sampled.error
 
+    def follow_pages(self) -> None:
+        """Report the pages of the prefix index; see `FollowPages`."""
+        self.scheduler.allocator.follow()
+
+    def idle_events(self) -> StepEvents | None:
+        """Changes of the prefix index, without a step; None if nobody follows it."""
+        changes = self.scheduler.allocator.take_changes(even_empty=True)
+        now_s = self.scheduler.clock()
+        return None if changes is None else self._step_events(now_s, 0, changes)
+
     def _collect_events(self, started_s: float, plan: Plan) -> None:
-        scheduler, self.step_events = self.scheduler, None
-        if plan or scheduler.pending_events:
-            allocator = scheduler.allocator
-            self.step_events = StepEvents(
-                scheduler.stats.num_steps,
-                started_s,
-                scheduler.clock(),
-                len(plan),
-                tuple(scheduler.pending_events),
-                allocator.num_free,
-                allocator.num_indexed,
-            )
-            scheduler.pending_events.clear()
+        changes = self.scheduler.allocator.take_changes()
+        if plan or self.scheduler.pending_events or changes:
+            self.step_events = self._step_events(started_s, len(plan), changes)
+        else:
+            self.step_events = None
+
+    def _step_events(
+        self, started_s: float, num_sequences: int, changes: PageChanges | None
+    ) -> StepEvents:
+        scheduler = self.scheduler
+        step_events = StepEvents(
+            scheduler.stats.num_steps,
+            started_s,
+            scheduler.clock(),
+            num_sequences,
+            tuple(scheduler.pending_events),
+            scheduler.allocator.num_free,
+            scheduler.allocator.num_indexed,
+            changes,
+        )
+        scheduler.pending_events.clear()
+        return step_events
 
     def _parts(self, plan: Plan) -> list[Plan]:
         """The parts in which a plan is executed: each suspect (see `engine.process.blame`) alone,
@@ -323,7 +348,7 @@ class EngineCore:
         if self.scheduler.running or self.scheduler.preempted or self._in_flight is not None:
             return 0.0
         if not self.scheduler.waiting:
-            return None
+            return 0.0 if self.scheduler.allocator.has_changes else None
         wait_s = self.scheduler.wait_s()
         return 0.0 if wait_s is None else wait_s
 

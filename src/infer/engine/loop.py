@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, assert_never
 
 from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
-from infer.engine.commands import Abort, Add, Command, Stop
+from infer.engine.commands import Abort, Add, Command, FollowPages, Reset, Stop
 from infer.engine.core import EngineCore
 from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
@@ -26,6 +26,7 @@ from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats
+from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,8 @@ class Blueprint:
     pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
     """settings that were derived from the machine's state when the engine was built, and that an
     engine which replaces it must get as they are"""
+    fingerprint: Callable[[EngineCore], Fingerprint] = lambda core: Fingerprint()
+    """which model the engine serves and which bits it computes; called once, before requests"""
 
 
 def freeze_heap() -> None:
@@ -69,9 +72,11 @@ class EngineLoop:
         core: EngineCore,
         send: Deliver,
         commands: queue.SimpleQueue[Command],
+        on_reset: Callable[[int], None] = lambda life: None,
     ) -> None:
         """`send` is called after each step, and with an empty list every `HEARTBEAT_S` while
-        idle."""
+        idle. `on_reset` is called with the life that a `Reset` has ended."""
+        self._on_reset = on_reset
         self._commands = commands
         self._core = core
         self._send = send
@@ -81,10 +86,11 @@ class EngineLoop:
         """Work until a stop command; called once."""
         while self._take_commands():
             outputs, self._refused = self._refused, []
-            step_events = None
             if self._core.has_work:
                 outputs += self._core.step()
                 step_events = self._core.step_events
+            else:
+                step_events = self._core.idle_events()
             self._send(outputs, step_events)
 
     def _take_commands(self) -> bool:
@@ -108,6 +114,14 @@ class EngineLoop:
                 return True
             case Abort(request_id, reason):
                 self._core.abort(request_id, reason)
+                return True
+            case FollowPages():
+                self._core.follow_pages()
+                return True
+            case Reset(life):
+                self._core.abort_all()
+                self._refused.clear()
+                self._on_reset(life)
                 return True
             case Stop():
                 return False

@@ -43,5 +43,6 @@ def queued(sequence: Sequence, waiting: Seq[Sequence], num_running: int) -> Queu
     """The event that a sequence waits; `waiting` is in order of rank and does not contain it."""
     place = bisect(waiting, sequence.rank, key=lambda other: other.rank)
     before = tuple(s.request_id for s in waiting[max(0, place - MAX_NAMED) : place])
-    kind = Resumed if sequence.request.num_crashes else Queued
+    request = sequence.request
+    kind = Resumed if request.num_crashes or request.output_token_ids else Queued
     return kind(sequence.request_id, place, num_running, before)

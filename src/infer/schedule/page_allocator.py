@@ -28,6 +28,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from infer.schedule.index_changes import MAX_PAGES, MAX_PENDING, IndexChanges
+from infer.types.page_changes import PageChanges
+
 Node = int | str | tuple[str, int]
 """A node of the prefix tree: the number of an indexed page; at a root, the name of the cache scope
 (0 = public); after the last public page, the scope's name and the number of that page."""
@@ -83,6 +86,8 @@ class PageAllocator:
         self._key_of_page: dict[int, Key] = {}
         self._node_of_page: dict[int, int] = {}
         self._next_node = 1
+        self._changes: IndexChanges | None = None
+        """what others are told about the index; None while nobody asks"""
         self.num_evictions = 0
 
     @property
@@ -171,8 +176,10 @@ class PageAllocator:
             if canonical is None:
                 self._index[key] = canonical = page
                 self._key_of_page[page] = key
-                self._node_of_page[page] = self._next_node
+                self._node_of_page[page] = node = self._next_node
                 self._next_node += 1
+                if self._changes is not None:
+                    self._changes.enter(node, *key)
             self._set_indexed_page(table, canonical)
 
     def release(self, table: PageTable) -> None:
@@ -219,8 +226,36 @@ class PageAllocator:
         key = self._key_of_page.pop(page, None)
         if key is not None:
             del self._index[key]
-            del self._node_of_page[page]
+            node = self._node_of_page.pop(page)
             self.num_evictions += 1
+            if self._changes is not None:
+                self._changes.leave(node)
+
+    def follow(self, *, max_pages: int = MAX_PAGES, max_pending: int = MAX_PENDING) -> None:
+        """Collect from now on which pages enter and leave the index, for `take_changes`: first all
+        that are indexed. A further call begins again."""
+        if self._changes is not None:
+            self._changes.restart()
+            return
+        nodes = self._node_of_page
+        # A page is indexed after its parent, so its node is the higher number.
+        pages = sorted(self._key_of_page, key=nodes.__getitem__)
+        indexed = ((nodes[page], *self._key_of_page[page]) for page in pages)
+        self._changes = IndexChanges(
+            self.page_size, indexed, max_pages=max_pages, max_pending=max_pending
+        )
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether `take_changes` would return more than a digest."""
+        return self._changes is not None and not self._changes.is_empty
+
+    def take_changes(self, *, even_empty: bool = False) -> PageChanges | None:
+        """The next changes of the index; None if nobody follows it, or nothing has changed and
+        `even_empty` is not set."""
+        if self._changes is None or (self._changes.is_empty and not even_empty):
+            return None
+        return self._changes.take()
 
     def snapshot(self) -> AllocatorState:
         """A copy of what is indexed and of what is free."""

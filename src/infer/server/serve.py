@@ -34,7 +34,7 @@ import uvicorn
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
-from infer.engine.process.launch import Loads, standing_by
+from infer.engine.process.launch import FleetSettings, Loads, standing_by
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers, unknown_model_statuses
@@ -422,9 +422,9 @@ def serve_config(
     A mapping of names to configs makes an engine for each; see `ModelRouter`. With `in_thread` the
     engine runs in this process, which ends with it; that is for comparisons.
     """
-    for field in ("load_on_first_use", "idle_unload_s"):
-        if isinstance(config, EngineConfig) and getattr(settings, field):
-            raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
+    _check_combination(
+        settings, has_names=not isinstance(config, EngineConfig), in_thread=in_thread
+    )
     _open_standard_streams()
     check_certificate(settings)
     with (
@@ -447,6 +447,7 @@ def serve_config(
                 load_timeout_s=settings.load_timeout_s,
                 loads=loads,
                 standby=standby,
+                fleet=_fleet(settings),
             )
         engine: AsyncLLM | ModelRouter
         if isinstance(config, EngineConfig):
@@ -467,6 +468,23 @@ def serve_config(
             if not settings.load_on_first_use:
                 engine.load_all()
         run(engine, sock, settings)
+
+
+def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: bool) -> None:
+    for field in ("load_on_first_use", "idle_unload_s"):
+        if not has_names and getattr(settings, field):
+            raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
+    if in_thread and settings.replicas > 1:
+        raise ConfigError("replicas", "need a process each: leave --engine-thread out")
+
+
+def _fleet(settings: ServerSettings) -> FleetSettings:
+    return FleetSettings(
+        replicas=settings.replicas,
+        link_timeout_s=settings.link_timeout_s,
+        moved_streams=settings.moved_streams,
+        routing=settings.routing,
+    )
 
 
 def _with_seed(config: EngineConfig) -> EngineConfig:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from infer.config import NonNegativeInt, at_least, check_fields, option
+from infer.config import NonNegativeInt, PositiveInt, at_least, check_fields, option
 from infer.errors import ConfigError
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
@@ -44,6 +44,23 @@ class ServerSettings:
     standby: bool = option(
         True,
         "Keep a process that becomes the next engine (160 MB); without it a restart takes longer.",
+    )
+    replicas: PositiveInt = option(
+        1,
+        "Engines of each model, which stand in for each other; cores, memory or GPUs are divided.",
+    )
+    routing: Literal["prefix", "least", "round-robin"] = option(
+        "prefix",
+        "With replicas: prefix = a request goes where its first token is expected first, by the"
+        " prompts that each has cached; least = to the least busy; round-robin = in turn.",
+    )
+    link_timeout_s: Annotated[float, at_least(2)] = option(
+        5.0, "With replicas: seconds of silence after which an engine's streams go on elsewhere."
+    )
+    moved_streams: Literal["any", "exact"] = option(
+        "any",
+        "With replicas, where no other engine computes the same bits: any = a stream goes on all"
+        " the same; exact = it ends with an error.",
     )
     unknown_params: Literal["refuse", "ignore"] = option(
         "refuse",

@@ -89,6 +89,11 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     """speculation: proposed tokens that were accepted; each of them saved a step of its sequence"""
     num_restarts: int = 0
     """engines that have died"""
+    num_moved: int = 0
+    """requests that went on in another engine, or in the next one of the same member"""
+    num_moved_unequal: int = 0
+    """those of them that went on in an engine with another fingerprint: from there their tokens may
+    be others than they would have been"""
     num_accepted_at: dict[int, int] = {}
     """speculation: accepted tokens by their place in the proposal, from 0"""
     wait_counts: dict[int, int] = {}

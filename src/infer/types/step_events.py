@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
+from infer.types.page_changes import PageChanges
+
 
 class _Waiting(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
@@ -102,6 +104,17 @@ BatchEvent = BatchFormed | BatchEnded
 StepEvent = RequestEvent | BatchEvent
 
 
+class ForeignLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The requests of the other clients of an engine."""
+
+    num_waiting: int
+    """requests without a seat"""
+    num_running: int
+    """requests with a seat"""
+    num_prompt_tokens: int
+    """prompt tokens that have to be computed before their first tokens"""
+
+
 class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     """One step, and what happened since the one before. Times are those of `time.monotonic`, which
     all processes of a machine share."""
@@ -118,3 +131,15 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     """pages that no request uses after the step; their content may still be found"""
     num_indexed_pages: int = 0
     """pages whose content the prefix index knows after the step"""
+    page_changes: PageChanges | None = None
+    """changes of the prefix index, where somebody follows it (`FollowPages`). An engine with
+    nothing to compute reports them in records without a sequence and without events"""
+    foreign_load: ForeignLoad | None = None
+    """what the engine has to do for other clients, where it has several"""
+    member: str = ""
+    """name of the engine among those of its fleet; "" where there is one engine"""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was computed and nothing happened to a request."""
+        return not self.num_sequences and not self.events

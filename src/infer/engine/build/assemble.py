@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import infer.engine.build.hardware as machine
+import infer.engine.build.machine_share as machine_share
 from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size, own_function
-from infer.engine.build.checkpoint import Checkpoint, find_checkpoint, text_of
+from infer.engine.build.checkpoint import (
+    Checkpoint,
+    chosen_blocks,
+    find_checkpoint,
+    text_of,
+)
 from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
+from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
@@ -29,7 +38,9 @@ from infer.engine.build.memory_plan import (
     MemoryPlan,
     gib,
     make_plan,
+    replicas_that_fit,
 )
+from infer.engine.build.processors import read_processors
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_tool_use
 from infer.engine.core import EngineCore
@@ -83,11 +94,14 @@ def assemble(config: EngineConfig) -> EngineParts:
     )
 
 
-def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
+def prepare(
+    config: EngineConfig, beside_server: bool = False, share: MachineShare | None = None
+) -> Blueprint:
     """Do everything that needs no weights, and return the engine's blueprint.
 
-    `beside_server`: a server process shares the machine. Raises `LoadError` for a checkpoint that
-    cannot be read, `ConfigError` for settings that are impossible or do not fit into memory.
+    `beside_server`: a server process shares the machine. `share`: the part of the machine that this
+    engine gets, where other engines share it. Raises `LoadError` for a checkpoint that cannot be
+    read, `ConfigError` for settings that are impossible or do not fit into memory.
     """
     machine.keep_freed_memory()
     checkpoint = find_checkpoint(
@@ -101,16 +115,22 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
+    free = None
+    if share is not None and device.type == "cpu":
+        free = min(share.main_memory, machine.free_bytes(device))
     draft = find_draft(config)
     if draft is not None:
         check_vocabulary(text_of(checkpoint, config), draft)
+    plan_with = _planner(config, checkpoint, draft, device)
     with reading(str(config.model)):
-        plan = make_plan(config, checkpoint.config, checkpoint.name, draft=_shape_of(draft))
+        plan = plan_with(free=free)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
-        plan = make_plan(config, checkpoint.config, checkpoint.name)
+        plan = plan_with()
     if not plan.fits:
+        if share is not None and device.type == "cpu":
+            _refuse_replicas(plan_with, share)
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     if plan.products:
         log.info("linear layers: %s", plan.products)
@@ -131,8 +151,30 @@ def prepare(config: EngineConfig, beside_server: bool = False) -> Blueprint:
     )
 
 
-def _shape_of(draft: Checkpoint | None) -> tuple[ModelConfig, str] | None:
-    return None if draft is None else (draft.config, draft.name)
+def _planner(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
+) -> Callable[..., MemoryPlan]:
+    """`make_plan` of these settings and checkpoints; what it takes is `free`."""
+    return partial(
+        make_plan,
+        config,
+        checkpoint.config,
+        checkpoint.name,
+        blocks=chosen_blocks(config, checkpoint, device),
+        draft=None if draft is None else (draft.config, draft.name),
+    )
+
+
+def _refuse_replicas(plan_with: Callable[..., MemoryPlan], share: MachineShare) -> None:
+    """Raise `ConfigError` if fewer engines would fit into main memory; it says how many."""
+    free = share.main_memory_of_all
+    num = replicas_that_fit(plan_with, free, share.count - 1)
+    if num:
+        raise ConfigError(
+            "replicas",
+            f"{share.count} do not fit into the {gib(free)} that are free: at"
+            f" most {num} would; infer plan --replicas N says what each needs",
+        )
 
 
 def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
@@ -151,10 +193,37 @@ def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
 
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
     """`prepare` for `engine.process.child`, from the fields of an `EngineConfig`."""
+    settings = dict(settings)
+    given = settings.pop(machine_share.SETTING, None)
     config = EngineConfig(**settings)
+    if given is not None:
+        share = MachineShare(**given)
+        return prepare(_with_share(config, share), beside_server=True, share=share)
     if config.num_threads is None:
         machine.stay_on_cores(all_nodes=config.numa == "all")
     return prepare(config, beside_server=True)
+
+
+def _with_share(config: EngineConfig, share: MachineShare) -> EngineConfig:
+    """The settings of one of several engines: its GPU, or its cores, on which this thread stays
+    from now on. Raises `ConfigError` if there are more engines than GPUs."""
+    if machine.choose_device(config).type == "cuda":
+        count = torch.cuda.device_count()
+        if share.count > count:
+            raise ConfigError(
+                "replicas",
+                f"{share.count} do not fit: each needs a GPU, and there are {count} here; at most"
+                f" {count} fit",
+            )
+        return replace(config, device=f"cuda:{share.index}")
+    if config.num_threads is not None:
+        return config
+    processors = read_processors()
+    try:
+        machine_share.stay_on(share.cores(processors))
+    except OSError as error:  # forbidden in some containers
+        log.warning("threads are not kept on their cores: %s", error)
+    return replace(config, num_threads=share.num_threads(processors))
 
 
 def _build(
@@ -178,7 +247,10 @@ def _build(
     before = machine.used_bytes(device)
     with reading(f"the weights of {checkpoint.name}"):
         source = checkpoint.source(dtype, device)
-        source = source.with_layers(config.weight_format, config.batch_invariant)
+        blocks = chosen_blocks(config, checkpoint, device)
+        source = source.with_layers(
+            config.weight_format, config.batch_invariant, blocks.read if blocks else None
+        )
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
     if device.type == "cpu" and (problem := batch_invariance_problem(model)):
@@ -443,14 +515,29 @@ def _warm_up(runner: Any, seats: int) -> None:
         runner.rehearse(1, num_tokens)
 
 
-def plan_for(config: EngineConfig, *, free: int | None = None) -> MemoryPlan:
+def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:
     """The memory plan of these settings on this machine; loads nothing.
 
-    `free`: bytes to plan with instead of what the device has free.
+    `free`: bytes to plan with instead of what the device has free. `replicas`: number of engines
+    between which main memory is divided; the plan is that of one of them.
     """
     checkpoint = find_checkpoint(config.model, revision=config.revision)
-    draft = _shape_of(find_draft(config))
-    return make_plan(config, checkpoint.config, checkpoint.name, free=free, draft=draft)
+    device = machine.choose_device(config)
+    if replicas > 1 and device.type == "cpu":
+        free = (machine.free_bytes(device) if free is None else free) // replicas
+    return _planner(config, checkpoint, find_draft(config), device)(free=free)
+
+
+def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
+    """The number of engines with these settings that fit on this machine: into main memory, with a
+    core for each, or one on each GPU. `free`: see `plan_for`."""
+    checkpoint = find_checkpoint(config.model, revision=config.revision)
+    device = machine.choose_device(config)
+    plan_with = _planner(config, checkpoint, find_draft(config), device)
+    if device.type == "cuda":
+        return torch.cuda.device_count() if plan_with(free=free).fits else 0
+    free = machine.free_bytes(device) if free is None else free
+    return replicas_that_fit(plan_with, free, read_processors().num_threads(all_nodes=True))
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:

@@ -7,6 +7,7 @@ the KV cache follows from the settings. Activations are the peak of one full ste
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
+from infer.engine.build.checkpoint import CheckpointBlocks
 from infer.engine.build.hardware import (
     choose_cache_dtype,
     choose_device,
@@ -22,9 +24,11 @@ from infer.engine.build.hardware import (
     free_bytes,
 )
 from infer.errors import ConfigError
+from infer.kernels.blocks import BlockWeight, packed_bytes, panel_kinds
 from infer.kernels.invariance import linears
 from infer.kernels.linear import (
     BFLOAT16_SETS,
+    PlannedBlocks,
     can_pack,
     held_bytes,
     instruction_set,
@@ -34,7 +38,7 @@ from infer.kernels.linear import (
 from infer.kernels.loader import STRIP, cell_bytes
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
-from infer.models.weights import WeightSource
+from infer.models.weights import BlockReader, WeightSource
 
 SHARE_OF_FREE_MEMORY = 0.8
 """fraction of the memory left by weights and activations that the KV cache may take"""
@@ -170,14 +174,15 @@ def make_plan(
     model: ModelConfig,
     name: str,
     *,
+    blocks: CheckpointBlocks | None = None,
     free: int | None = None,
     draft: tuple[ModelConfig, str] | None = None,
 ) -> MemoryPlan:
     """The plan for these settings; its `fits` says whether the memory suffices.
 
-    `name`: the model's name in the plan. `free`: bytes to plan with instead of what the device has
-    free. `draft`: configuration and name of the draft model. Raises `ConfigError` for settings that
-    are impossible for this model or device.
+    `name`: the model's name in the plan. `blocks`: those in which weights are held. `free`: bytes
+    to plan with instead of what the device has free. `draft`: configuration and name of the draft
+    model. Raises `ConfigError` for settings that are impossible for this model or device.
     """
     device = choose_device(config)
     dtype = choose_dtype(config, model, device)
@@ -185,7 +190,9 @@ def make_plan(
     free = free_bytes(device) if free is None else free
     batched = step_tokens(config, model, device, dtype)
     seats = _num_seats(config, device)
-    parameters, weights = count_weights(model, dtype, device, config.weight_format)
+    parameters, weights = count_weights(
+        model, dtype, device, config.weight_format, blocks.plan if blocks else None
+    )
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     page_size = page_size_for(config, model)
     cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
@@ -207,7 +214,9 @@ def make_plan(
         model=name,
         device=device.type,
         dtype=config.weight_format or str(dtype).removeprefix("torch."),
-        products=products(dtype, config.weight_format) if device.type == "cpu" else "",
+        products=products(dtype, config.weight_format, blocks.kinds if blocks else ())
+        if device.type == "cpu"
+        else "",
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
@@ -279,6 +288,20 @@ def _draft_plan(
         num_pages=0,
         max_seq_len=model.max_seq_len,
     )
+
+
+def replicas_that_fit(plan_with: Callable[..., MemoryPlan], free: int, most: int) -> int:
+    """The largest number of engines, up to `most`, that fit into `free` bytes of main memory when
+    each gets the same part; 0 if not even one does. `plan_with`: `make_plan` of one engine, which
+    takes `free`."""
+    low, high = 0, most
+    while low < high:  # fewer fit whenever more do
+        middle = (low + high + 1) // 2
+        if plan_with(free=free // middle).fits:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
@@ -386,14 +409,19 @@ def _advice(left: int, cache: _CacheSize, dtype: torch.dtype, draft_token_bytes:
 
 
 def count_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    blocks: BlockReader | None = None,
 ) -> tuple[int, int]:
     """(number of parameters, bytes in memory), counted by building the model without memory.
 
     A tied embedding counts twice in bytes if linear layers are packed: once for looking up tokens,
-    once in the packed layout for the logits.
+    once in the packed layout for the logits. In blocks it counts once. `blocks` gives the types of
+    weights that are held in blocks.
     """
-    count = 0
+    count = num_in_blocks = block_bytes = 0
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         nonlocal count
@@ -401,14 +429,24 @@ def count_weights(
         count += tensor.numel()
         return tensor
 
-    source = WeightSource((), read, dtype=dtype, device=torch.device("meta"), complete=False)
-    model = build_model(config, source, max_seq_len=1)
-    numbers = count
-    if config.tie_embeddings and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
+    def plan_blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight] | None:
+        nonlocal num_in_blocks, block_bytes
+        found = None if blocks is None else blocks(parts, gated)
+        if found:
+            num_in_blocks += sum(weight.num_weights for weight in found)
+            block_bytes += packed_bytes(panel_kinds(found, gated=gated) or (), found[0].shape[1])
+        return found
+
+    meta = torch.device("meta")
+    source = WeightSource((), read, dtype=dtype, device=meta, complete=False)
+    model = build_model(config, source.with_layers(None, blocks=plan_blocks), max_seq_len=1)
+    layers = [layer for layer in linears(model) if not isinstance(layer, PlannedBlocks)]
+    numbers = count - sum(layer.num_weights for layer in layers)
+    is_tied = config.tie_embeddings and model.lm_head in layers
+    if is_tied and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         numbers += config.vocab_size * config.hidden_size
-    layers = list(linears(model))
-    numbers -= sum(layer.num_weights for layer in layers)
-    return count, numbers * dtype.itemsize + held_bytes(layers, model.lm_head, quantization)
+    held = held_bytes(layers, model.lm_head, quantization)
+    return count + num_in_blocks, numbers * dtype.itemsize + held + block_bytes
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:

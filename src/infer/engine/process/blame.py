@@ -3,8 +3,9 @@
 A request that takes engines with it must not go on for ever, and the others must. So after a crash
 each request that the dead engine had is a suspect: it begins in a step of its own, until it has
 sampled a token. A request that is computed alone when the engine dies again is to blame and is
-given up; where the engine was killed from outside, once and even twice may be chance. The engine
-core asks `is_suspect`, the journal keeps a `CrashHistory` of each request.
+given up; where the engine was killed from outside, once may be chance. So a request takes two
+engines with it at most, and three where they seem to be killed from outside. The engine
+core asks `is_suspect`, the fleet's journal keeps a `CrashHistory` of each request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from infer.types import ErrorRecord, Request
 
 MAX_CRASHES_ALONE = 1
 """crashes in a row, of an engine that computed one request alone, for which it is to blame"""
-MAX_FROM_OUTSIDE = 3
+MAX_FROM_OUTSIDE = 2
 """the same where somebody else on the machine killed the engine"""
 GIVEN_UP = ErrorRecord(
     "the engine died more than once while computing this request; it is given up"

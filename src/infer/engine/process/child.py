@@ -22,12 +22,15 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 
 import infer.engine.process.messages as messages
+from infer.engine.client.engine_client import HEARTBEAT_S
 from infer.engine.commands import Command
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
@@ -56,7 +59,8 @@ class _LogToParent(logging.Handler):
 
 
 def _end_with(parent: int) -> None:
-    """Have the system end this process when its parent ends."""
+    """Have the system end this process when its parent ends. Where it cannot (macOS), the thread
+    that reads from the parent ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -88,6 +92,10 @@ def _prepare(factory: str) -> None:
     _be_known_as(STANDBY_NAME, _STANDBY_OOM_SCORE)
 
 
+def _tell_reset(channel: messages.Channel, life: int) -> None:
+    channel.send(messages.HasReset(life))
+
+
 def _next(frames: Iterator[bytes | None]) -> messages.Inward:
     """The next message; ends the process if the parent has gone."""
     frame = next(frames, None)
@@ -108,13 +116,22 @@ def _read(frames: Iterator[bytes | None], commands: queue.SimpleQueue[Command]) 
         os._exit(1)  # the parent has gone
 
 
+def _beat(channel: messages.Channel) -> None:
+    """Say that the process lives, until its parent has gone."""
+    with contextlib.suppress(OSError):
+        while True:
+            time.sleep(HEARTBEAT_S)
+            channel.send(messages.Heartbeat())
+
+
 def main(fd: int, parent: int) -> int:
     """Run an engine; returns the exit code of the process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _end_with(parent)
     faulthandler.enable()
-    faulthandler.register(messages.DUMP_SIGNAL)
+    if messages.DUMP_SIGNAL is not None:
+        faulthandler.register(messages.DUMP_SIGNAL)
     channel = messages.Channel(socket.socket(fileno=fd))
     frames = channel.frames()
     begin = _next(frames)
@@ -147,14 +164,17 @@ def main(fd: int, parent: int) -> int:
     # clears the interpreter's free lists of tuples (2,000 of each length), which otherwise fill
     # over an hour and look like a leak.
     gc.set_threshold(700, 2, 2)
-    channel.send(messages.Ready(limits, core.stats(), blueprint.pinned(core)))
+    fingerprint = blueprint.fingerprint(core)
+    channel.send(messages.Ready(limits, core.stats(), blueprint.pinned(core), fingerprint))
+    threading.Thread(target=_beat, args=(channel,), daemon=True).start()
 
     def report(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         for part in messages.reports(outputs, core.stats(), step_events):
             channel.send(part)
 
     try:
-        EngineLoop(core, report, commands).run()
+        on_reset = partial(_tell_reset, channel)
+        EngineLoop(core, report, commands, on_reset).run()
     except Exception:
         logger.exception("the engine has failed")
         return 1

@@ -3,7 +3,8 @@
 A process builds its engine at once (`Begin`), or first stands by (`Prepare`, then `Begin`).
 
 Watchdog: a process reports each step, and every `HEARTBEAT_S` when it has nothing to do. After
-a soft limit without a report its stacks are logged; after the caller's limit it is killed.
+a soft limit without a report its stacks are logged; after the caller's limit it is killed. Its
+heartbeat is no report: it says that the process lives, not that its engine works.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class EngineRun:
         """id of the request that the process computes alone, if any"""
         self.killed = False
         """whether it was killed here, because it did not report or was not ready in time"""
-        self._heard_s = time.monotonic()
+        self._heard_s = self._reported_s = time.monotonic()
         self._has_dumped = False
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         """commands to be written; None ends the writer"""
@@ -82,6 +83,11 @@ class EngineRun:
     @property
     def silence_s(self) -> float:
         """Seconds since its last report."""
+        return time.monotonic() - self._reported_s
+
+    @property
+    def link_silence_s(self) -> float:
+        """Seconds since anything has come from the process, its heartbeat included."""
         return time.monotonic() - self._heard_s
 
     def send(self, command: Command) -> None:
@@ -102,7 +108,7 @@ class EngineRun:
             if isinstance(event, messages.Log):
                 _log(event)
             else:
-                self._heard_s = time.monotonic()
+                self._heard_s = self._reported_s = time.monotonic()
                 return isinstance(event, messages.HasBegun)
         return False
 
@@ -165,8 +171,13 @@ class EngineRun:
                 if hang_s is not None:
                     self._watch(self.silence_s, soft_limit_s, hang_s)
                 continue
-            self._heard_s, self._has_dumped = time.monotonic(), False
+            self._heard_s = time.monotonic()
             event = messages.decode_outward(frame)
+            if isinstance(event, messages.Heartbeat):
+                if hang_s is not None:
+                    self._watch(self.silence_s, soft_limit_s, hang_s)
+                continue
+            self._reported_s, self._has_dumped = self._heard_s, False
             if isinstance(event, messages.Log):
                 _log(event)
             else:
@@ -180,7 +191,8 @@ class EngineRun:
         elif silence_s >= soft_limit_s and not self._has_dumped:
             log.warning("the engine has not reported for %.0f s; its stacks follow", silence_s)
             self._has_dumped = True
-            self._process.send_signal(messages.DUMP_SIGNAL)
+            if messages.DUMP_SIGNAL is not None:
+                self._process.send_signal(messages.DUMP_SIGNAL)
 
     @property
     def has_ended(self) -> bool:

@@ -1,7 +1,8 @@
-"""`launch`: an engine in a process of its own, behind the asyncio façade, without torch here
+"""`launch`: engines in processes of their own, behind the asyncio façade, without torch here
 
-`infer serve` is built on it. The engine process reads the checkpoint and sends its text side here
-before it loads the weights. Any number of engines can be launched, each with its own settings.
+`infer serve` is built on it. A model has one engine process, or several equal ones that form a
+`Fleet`; they load at the same time. An engine process reads the checkpoint and sends its text side
+here before it loads the weights. Any number of engines can be launched, each with its own settings.
 `engine.build.assemble` builds an engine in this process.
 """
 
@@ -10,12 +11,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.config import EngineConfig
+from infer.engine.build.machine_share import shares_of
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_tool_use
+from infer.engine.fleet.fleet import LINK_TIMEOUT_S, Fleet, MovedStreams, fleet_limits
+from infer.engine.fleet.member import Member
+from infer.engine.fleet.routing import Routing, make_router
 from infer.engine.process.messages import Text
 from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor import HANG_S, LOAD_TIMEOUT_S, EngineProcess
@@ -67,6 +72,29 @@ def standing_by(is_wanted: bool = True) -> Iterator[Standby | None]:
             standby.stop()
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """How many engines serve a model, and how they stand in for each other."""
+
+    replicas: int = 1
+    """number of engine processes; the machine's cores and memory, or its GPUs, are divided"""
+    link_timeout_s: float = LINK_TIMEOUT_S
+    """see `Fleet`"""
+    moved_streams: MovedStreams = "any"
+    """see `Fleet`"""
+    routing: Routing = "prefix"
+    """see `make_router`"""
+
+    def fleet(self, members: Sequence[Member]) -> Fleet:
+        """A fleet with these settings."""
+        return Fleet(
+            members,
+            router=make_router(self.routing),
+            link_timeout_s=self.link_timeout_s,
+            moved_streams=self.moved_streams,
+        )
+
+
 def launch(
     config: EngineConfig,
     *,
@@ -74,13 +102,16 @@ def launch(
     load_timeout_s: float = LOAD_TIMEOUT_S,
     loads: Loads | None = None,
     standby: Standby | None = None,
+    fleet: FleetSettings | None = None,
 ) -> AsyncLLM:
-    """Start a process for `config` and wait until it is ready; the façade is not started yet.
+    """Start the processes for `config` and wait until all are ready; the façade is not started yet.
 
-    Raises `LoadError` or `ConfigError`. `hang_s`: seconds without a report after which the process
+    Raises `LoadError` or `ConfigError`. `hang_s`: seconds without a report after which a process
     is replaced. `load_timeout_s`: seconds after which an engine that is not ready is ended.
-    `loads`: lets another thread end the load. `standby`: gives the next process, if there is one.
+    `loads`: lets another thread end the load. `standby`: gives the next process, if there is one;
+    all members share it, because they rarely die at the same time and the others serve meanwhile.
     """
+    fleet = fleet or FleetSettings()
     engine = launch_factory(
         _FACTORY,
         dataclasses.asdict(config),
@@ -89,6 +120,8 @@ def launch(
         load_timeout_s=load_timeout_s,
         loads=loads,
         standby=standby,
+        fleet=fleet,
+        shares=shares_of(fleet.replicas, config.device),
     )
     engine.expect_grammars()
     return engine
@@ -101,18 +134,38 @@ def launch_factory(
     seed: int = 0,
     loads: Loads | None = None,
     standby: Standby | None = None,
-    **limits_s: float,
+    fleet: FleetSettings | None = None,
+    shares: Sequence[Mapping[str, Any]] | None = None,
+    **how: Any,
 ) -> AsyncLLM:
-    """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `limits_s` are
-    those of `EngineProcess`."""
-    process = EngineProcess(factory, settings, standby=standby, **limits_s)
+    """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `shares`: further
+    settings of each engine, `how`: further arguments of `EngineProcess`."""
+    fleet = fleet or FleetSettings()
+    processes = []
+    for number, share in enumerate(shares or [{}] * fleet.replicas, 1):
+        mine = dict(how)
+        if fleet.replicas > 1:
+            name = f"replica-{number}"
+            mine |= {"name": name, "log_fields": {"replica": name}}
+        processes.append(EngineProcess(factory, {**settings, **share}, standby=standby, **mine))
     texts: list[tuple[str, Tokenizer]] = []
 
     def read(text: Text) -> None:
-        texts.append((text.model_name, tokenizer := Tokenizer(text.files)))
-        log_tool_use(tokenizer)
+        if not texts:
+            texts.append((text.model_name, tokenizer := Tokenizer(text.files)))
+            log_tool_use(tokenizer)
 
-    with (loads or Loads()).running(process):
-        limits = process.launch(read)
+    loads = loads or Loads()
+    with contextlib.ExitStack() as loading:
+        for process in processes:
+            loading.enter_context(loads.running(process))
+        try:
+            for process in processes:
+                process.begin()
+            limits = fleet_limits([process.wait(read) for process in processes])
+        except BaseException:
+            for process in processes:
+                process.stop()
+            raise
     (name, tokenizer), *_ = texts
-    return AsyncLLM(process, InputProcessor(tokenizer, limits, seed), name)
+    return AsyncLLM(fleet.fleet(processes), InputProcessor(tokenizer, limits, seed), name)

@@ -4,12 +4,12 @@ A frame is four bytes of length (little-endian) and msgpack. There is no pickle:
 become one of the records below. Inward goes one `Begin`, where the process has stood by after
 `Prepare`, and then `Commands`, each with all commands since the last frame. Outward go `HasBegun`,
 and `Text` and `Ready` (or `Refused`) while the engine starts, then one `Report` a step,
-`PromptScores` before it, and `Log` lines at any time.
+`PromptScores` before it, and `Log` lines at any time. From `Ready` on a thread of its own sends a
+`Heartbeat` every `HEARTBEAT_S`, whatever a step is doing.
 """
 
 from __future__ import annotations
 
-import select
 import signal
 import socket
 import threading
@@ -20,14 +20,17 @@ from typing import Any, assert_never, overload
 import msgspec
 
 from infer.engine.commands import Add, Command
+from infer.readiness import READABLE, selector_of
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Sampling, StepOutput, TokenLogprobs
 from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats
+from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
 
-DUMP_SIGNAL = signal.SIGUSR1
-"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck"""
+DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
+"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck; None
+on systems without such signals"""
 _PIECE = 1 << 18
 """bytes that are read from a socket at once"""
 _PAIRS_A_FRAME = 4096
@@ -75,6 +78,7 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     stats: EngineStats
     settings: dict[str, Any] = {}
     """settings that the next engine needs to take over, beside those of `Begin`"""
+    fingerprint: Fingerprint = Fingerprint()
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
@@ -178,6 +182,16 @@ class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
     """None: it computes several requests next"""
 
 
+class HasReset(msgspec.Struct, array_like=True, tag="has_reset"):
+    """The engine has ended all requests of a life. Reports before this are of that life."""
+
+    life: int
+
+
+class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
+    """The process lives; nothing about its engine."""
+
+
 class Log(msgspec.Struct, array_like=True, tag="log"):
     """A line of the engine process's log."""
 
@@ -187,9 +201,9 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
 
 
 Inward = Prepare | Begin | Commands
-Event = HasBegun | Text | Ready | Refused | Report | PromptScores | ComputingAlone
+Event = HasBegun | Text | Ready | Refused | Report | PromptScores | ComputingAlone | HasReset
 """messages about the engine, from its start to its end"""
-Outward = Event | Log
+Outward = Event | Log | Heartbeat
 
 decode_outward = msgspec.msgpack.Decoder[Outward](Outward).decode
 _decode_inward = msgspec.msgpack.Decoder[Inward](Inward).decode
@@ -231,8 +245,7 @@ class Channel:
         # One buffer for all frames: one for each would fragment the heap more and more.
         self._piece = memoryview(bytearray(_PIECE))
         self._sending = threading.Lock()
-        self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
+        self._selector = selector_of(sock, READABLE)
 
     def send(self, message: Inward | Outward) -> None:
         """Write a frame; raises `OSError` if the other end is closed."""
@@ -243,13 +256,12 @@ class Channel:
     def frames(self, patience_s: float | None = None) -> Iterator[bytes | None]:
         """The frames that arrive, until the other end is closed. Yields None whenever nothing has
         come for `patience_s` seconds."""
-        patience_ms = None if patience_s is None else patience_s * 1000
         while True:
             while (end := self._end_of_frame()) is not None:
                 frame = bytes(self._buffer[4:end])
                 del self._buffer[:end]
                 yield frame
-            if not self._readable.poll(patience_ms):
+            if not self._selector.select(patience_s):
                 yield None
                 continue
             try:

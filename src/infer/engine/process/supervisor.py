@@ -1,11 +1,11 @@
 """`EngineProcess`: an engine in a process of its own, started again whenever it dies
 
-This is the API side of the boundary; it needs no torch. `launch` starts the first process and
-raises the error that keeps it from starting. Then one thread reads the reports of the process; when
-the process has ended it starts the next one, or takes the `Standby`, and sends it every unfinished
-request with its tokens so far (`RequestJournal`). New requests wait meanwhile. An engine that does
-not start is tried again after pauses that grow. After `MAX_FAILURES` in a row requests are refused,
-and those that wait are failed, until an engine starts.
+It is a `Member` of a `Fleet`, which holds the requests. This is the API side of the boundary; it
+needs no torch. `launch` starts the first process and raises the error that keeps it from starting.
+Then one thread reads the reports of the process; when the process has ended it starts the next one,
+or takes the `Standby`. Each process that serves is a life, and so is what follows a `Reset` of the
+same process. An engine that does not start is tried again after pauses that grow. After
+`MAX_FAILURES` in a row the fleet hears that it is failing, and that it lives when an engine starts.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, assert_never
 
 import infer.engine.process.messages as messages
-from infer.engine.client.engine_client import SOFT_LIMIT_S, Deliver
-from infer.engine.commands import Abort, Add, Stop
+from infer.engine.client.engine_client import SOFT_LIMIT_S
+from infer.engine.commands import Abort, Add, FollowPages, Reset, Stop
+from infer.engine.fleet.member import Loss, MemberListener
 from infer.engine.process.blame import was_from_outside
 from infer.engine.process.engine_run import STOP_S, EngineRun
-from infer.engine.process.journal import RequestJournal
 from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
-from infer.errors import EngineDeadError, LoadError
+from infer.errors import LoadError
 from infer.log_fields import LOG_FIELDS
 from infer.threads import BackgroundThread
-from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types import FinishReason, Request
 from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineCounters, EngineStats
+from infer.types.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,7 @@ on a slow CPU"""
 LOAD_TIMEOUT_S = 3600.0
 """seconds after which an engine that is not ready is given up; a checkpoint may be downloaded"""
 MAX_FAILURES = 5
-"""number of processes in a row without a token for any request, before requests are refused"""
+"""number of processes in a row without a token for any request, before the member is failing"""
 MAX_PAUSE_S = 30.0
 """longest pause in seconds between two attempts to start a process"""
 STANDBY_ANSWER_S = 5.0
@@ -52,13 +54,15 @@ def _stopped_while_loading() -> LoadError:
 
 
 class EngineProcess:
-    """An `EngineClient`; see the module's docstring."""
+    """A `Member`; see the module's docstring."""
 
     def __init__(
         self,
         factory: str,
         settings: Mapping[str, Any],
         *,
+        name: str = "engine",
+        log_fields: Mapping[str, str] = MappingProxyType({}),
         hang_s: float = HANG_S,
         load_timeout_s: float = LOAD_TIMEOUT_S,
         soft_limit_s: float = SOFT_LIMIT_S,
@@ -67,21 +71,28 @@ class EngineProcess:
         standby_answer_s: float = STANDBY_ANSWER_S,
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process.
-        `standby`: where the next process comes from, if there is one."""
+        `name`: its name in a fleet. `log_fields`: what its lines of the log carry. `standby`: where
+        the next process comes from, if there is one."""
+        self._name = name
         self._standby, self._standby_answer_s = standby, standby_answer_s
         self._soft_limit_s = soft_limit_s
         self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
-        self._log_fields: dict[str, str] = {}
-        """the model's name, as soon as it is known"""
+        self._log_fields = dict(log_fields)
+        """and the model's name, as soon as it is known"""
         if settings.get("served_model_name"):
             self._log_fields["model"] = settings["served_model_name"]
         level = logging.getLogger("infer").getEffectiveLevel()
         self._begin = messages.Begin(factory, dict(settings), level)
         self._hang_s = hang_s
         self._lock = threading.Lock()
-        """held while the journal changes together with the process that gets the commands"""
-        self._journal = RequestJournal()
+        """held while the life changes together with the process that gets the commands"""
+        self._life = 0
+        """number of the latest life"""
+        self._is_abandoned = False
+        """whether the fleet has ended the latest life"""
+        self._limits: EngineLimits | None = None
+        self._fingerprint = Fingerprint()
         self._lifecycle = Lifecycle()
         self._engine_run: EngineRun | None = None
         """the latest process; the state says whether it takes commands"""
@@ -91,24 +102,38 @@ class EngineProcess:
         """of the process that works"""
         self._counted = EngineCounters()
         """sum over the processes before it"""
-        self._deliver: Deliver = lambda outputs, step_events: None
-        self._died: Callable[[], None] = lambda: None
+        self._listener: MemberListener | None = None
         self._thread: BackgroundThread | None = None
 
     def launch(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
-        """Start the first process; raises the `LoadError` that keeps it from starting.
+        """Start the first process and wait until it is ready; see `wait`."""
+        self.begin()
+        return self.wait(on_text)
 
-        `on_text` is called while it loads its weights; what it raises ends the process.
-        """
+    def begin(self) -> None:
+        """Start the first process; `wait` follows, in the same thread."""
         self._lifecycle.move(SupervisorState.LOADING)
         token = LOG_FIELDS.set(self._log_fields)
         try:
-            return self._launch(on_text)
+            self._next_run()
         finally:
             LOG_FIELDS.reset(token)
 
-    def _launch(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
-        engine_run = self._next_run()
+    def wait(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
+        """Wait until the first process is ready; raises the `LoadError` that keeps it from
+        starting.
+
+        `on_text` is called while it loads its weights; what it raises ends the process.
+        """
+        token = LOG_FIELDS.set(self._log_fields)
+        try:
+            return self._wait(on_text)
+        finally:
+            LOG_FIELDS.reset(token)
+
+    def _wait(self, on_text: Callable[[messages.Text], None]) -> EngineLimits:
+        engine_run = self._engine_run
+        assert engine_run is not None, "wait follows begin"
         try:
             ready = self._greet(engine_run, on_text)
             if not self._lifecycle.move(SupervisorState.LOADED):
@@ -118,16 +143,34 @@ class EngineProcess:
             engine_run.reap()
             self._lifecycle.move(SupervisorState.STOPPED)
             raise
-        self._stats = ready.stats
+        self._stats, self._fingerprint = ready.stats, ready.fingerprint
         settings = {**self._begin.settings, **ready.settings}
         self._begin = messages.Begin(self._begin.factory, settings, self._begin.log_level)
+        self._limits = ready.limits
         return ready.limits
 
-    def start(self, deliver: Deliver, died: Callable[[], None]) -> None:
-        """See `EngineClient`; after `launch`."""
+    @property
+    def name(self) -> str:
+        """See `Member`."""
+        return self._name
+
+    @property
+    def limits(self) -> EngineLimits:
+        """See `Member`; after `launch`."""
+        assert self._limits is not None, "limits are known after launch"
+        return self._limits
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """See `Member`."""
+        return self._fingerprint
+
+    def start(self, listener: MemberListener) -> None:
+        """See `Member`; after `launch`."""
         if not self._lifecycle.move(SupervisorState.SERVING):
             return
-        self._deliver, self._died = deliver, died
+        self._listener = listener
+        listener.ready(self, self._next_life())
         self._thread = BackgroundThread(self._run, self._end, "infer-engine")
         self._thread.start()
         self._want_standby()
@@ -145,14 +188,26 @@ class EngineProcess:
 
     @property
     def is_silent(self) -> bool:
-        """See `EngineClient`."""
+        """See `Member`."""
         return self.silence_s >= self._soft_limit_s
 
     @property
     def silence_s(self) -> float:
-        """See `EngineClient`."""
+        """See `Member`."""
         worker = self._worker
         return 0.0 if worker is None else worker.silence_s
+
+    @property
+    def link_silence_s(self) -> float:
+        """See `Member`."""
+        worker = self._worker
+        return 0.0 if worker is None else worker.link_silence_s
+
+    @property
+    def alone(self) -> str | None:
+        """See `Member`."""
+        worker = self._worker
+        return None if worker is None else worker.alone
 
     @property
     def pid(self) -> int | None:
@@ -165,22 +220,44 @@ class EngineProcess:
         """The process that takes commands, if there is one."""
         return self._engine_run if self._lifecycle.state.has_worker else None
 
-    def add(self, request: Request) -> None:
-        """See `EngineClient`."""
+    def _worker_of(self, life: int) -> EngineRun | None:
+        """The process of a life, if it takes commands. The lock is held."""
+        return self._worker if life == self._life and not self._is_abandoned else None
+
+    def _next_life(self) -> int:
+        """Begin another life; returns its number."""
         with self._lock:
-            self._journal.add(request)
-            if (worker := self._worker) is not None:
+            self._life += 1
+            self._is_abandoned = False
+            return self._life
+
+    def add(self, request: Request, life: int) -> None:
+        """See `Member`."""
+        with self._lock:
+            if (worker := self._worker_of(life)) is not None:
                 worker.send(Add(request, time.monotonic()))
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """See `EngineClient`."""
+    def abort(self, request_id: str, life: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        """See `Member`."""
         with self._lock:
-            self._journal.drop(request_id)
-            if (worker := self._worker) is not None:
+            if (worker := self._worker_of(life)) is not None:
                 worker.send(Abort(request_id, reason))
 
+    def follow_pages(self, life: int) -> None:
+        """See `Member`."""
+        with self._lock:
+            if (worker := self._worker_of(life)) is not None:
+                worker.send(FollowPages())
+
+    def abandon(self, life: int) -> None:
+        """See `Member`."""
+        with self._lock:
+            if (worker := self._worker_of(life)) is not None:
+                self._is_abandoned = True
+                worker.send(Reset(life))
+
     def stop(self) -> None:
-        """See `EngineClient`."""
+        """See `Member`."""
         if self._thread is not None:
             self._thread.stop()
             return
@@ -204,7 +281,7 @@ class EngineProcess:
         return before
 
     def stats(self) -> EngineStats:
-        """See `EngineClient`."""
+        """See `Member`."""
         with self._lock:
             stats, counted = self._stats, self._counted
         return EngineStats(stats.gauges, counted.plus(stats.counters))
@@ -220,12 +297,14 @@ class EngineProcess:
         except BaseException:
             log.exception("the engine's supervisor has died")
             self._lifecycle.move(SupervisorState.DEAD)
-            self._died()
+            if self._listener is not None:
+                self._listener.gone(self)
             if self._engine_run is not None:
                 self._engine_run.reap()
 
     def _follow(self, engine_run: EngineRun) -> None:
-        """Deliver the reports of a process until it ends; then account for its end."""
+        """Pass on the reports of a process until it ends; then account for its end."""
+        assert self._listener is not None, "reports are read after start"
         scores = messages.ScoreCollector()
         for event in engine_run.events(self._hang_s, soft_limit_s=self._soft_limit_s):
             match event:
@@ -236,13 +315,14 @@ class EngineProcess:
                 case messages.Report():
                     engine_run.computes_alone(None)
                     self._stats = event.stats
-                    step: list[StepOutput] = []
                     if event.outputs:
                         self._num_failures = 0
-                        with self._lock:
-                            step = self._journal.record(scores.complete(event.outputs))
-                    if step or event.step_events:
-                        self._deliver(step, event.step_events)
+                    outputs = scores.complete(event.outputs) if event.outputs else []
+                    if outputs or event.step_events:
+                        self._listener.reported(self, self._life, outputs, event.step_events)
+                case messages.HasReset():
+                    # Reports before this one had the number of a life that the fleet has ended.
+                    self._listener.ready(self, self._next_life())
                 case messages.HasBegun() | messages.Text() | messages.Ready() | messages.Refused():
                     log.warning("the engine process says twice how it has started")
                 case _:
@@ -257,15 +337,13 @@ class EngineProcess:
         from_outside = was_from_outside(code, killed_by_us=engine_run.killed)
         with self._lock:
             self._counted = self._counted.plus(EngineCounters(num_restarts=1))
-            count = len(self._journal)
-            ends = self._journal.crashed(engine_run.alone, from_outside=from_outside)
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        log.error("the engine process has died (%s) with %d requests unfinished", how, count)
-        if ends:
-            log.error("request %s is to blame and is given up", engine_run.alone)
-            self._deliver(ends, None)
-        else:
-            self._count_failure()
+        loss = Loss(f"the engine process has died ({how})", from_outside, engine_run.alone)
+        if self._is_abandoned:
+            log.error("%s", loss.reason)
+        elif self._listener.lost(self, self._life, loss):
+            return
+        self._count_failure()
 
     def _start_again(self) -> EngineRun | None:
         """The next process, when it takes commands; None when it is time to stop."""
@@ -274,7 +352,7 @@ class EngineProcess:
             engine_run = self._next_run()
             try:
                 ready = self._greet(engine_run, lambda text: None)
-                requests = self._hand_over(engine_run, ready)
+                requests = self._hand_over(ready)
             except LoadError as error:
                 engine_run.kill()
                 engine_run.reap()
@@ -287,18 +365,18 @@ class EngineProcess:
             return engine_run
         return None
 
-    def _hand_over(self, engine_run: EngineRun, ready: messages.Ready) -> int:
-        """Give a new process all unfinished requests; returns their number."""
+    def _hand_over(self, ready: messages.Ready) -> int:
+        """Begin a life with a new process; returns the number of requests that it gets."""
+        assert self._listener is not None, "a process follows another after start"
         self._num_failures = min(self._num_failures, MAX_FAILURES - 1)
+        life = self._next_life()
         with self._lock:
             if not self._lifecycle.move(SupervisorState.SERVING):
                 raise _stopped_while_loading()
-            self._stats = ready.stats
-            requests = self._journal.resumed()
-            for request in requests:
-                engine_run.send(Add(request, time.monotonic()))
+            self._stats, self._fingerprint = ready.stats, ready.fingerprint
+        num_requests = self._listener.ready(self, life)
         self._want_standby()
-        return len(requests)
+        return num_requests
 
     def _want_standby(self) -> None:
         if self._standby is not None:
@@ -312,11 +390,9 @@ class EngineProcess:
         self._num_failures += 1
         if self._num_failures == MAX_FAILURES:
             self._lifecycle.move(SupervisorState.REFUSING)
-            log.error("the engine has failed %d times in a row: requests are refused", MAX_FAILURES)
-            reason = ErrorRecord.of(EngineDeadError("the engine has died and does not start again"))
-            with self._lock:
-                ends = self._journal.fail_all(reason)
-            self._deliver(ends, None)
+            if self._listener is not None:
+                reason = f"the engine has failed {MAX_FAILURES} times in a row"
+                self._listener.failing(self, reason)
 
     def _next_run(self) -> EngineRun:
         """A process that builds its engine: the standby if it answers, else a new one."""
@@ -351,7 +427,12 @@ class EngineProcess:
                     raise event.error.exception()
                 case messages.Ready():
                     return event
-                case messages.Report() | messages.PromptScores() | messages.ComputingAlone():
+                case (
+                    messages.Report()
+                    | messages.PromptScores()
+                    | messages.ComputingAlone()
+                    | messages.HasReset()
+                ):
                     raise LoadError("the engine process reports a step before it is ready")
                 case _:
                     assert_never(event)

@@ -1,0 +1,84 @@
+"""`MachineShare`: the part of this machine that one of several engines gets
+
+The engines of a server (`infer serve --replicas`) divide main memory and cores evenly. The cores of
+all NUMA nodes are used, and an engine gets neighbours, so that one of several on a machine with
+several nodes stays in one of them. Each GPU belongs to one engine. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from infer.engine.build.processors import Core, Processors, read_processors
+from infer.errors import ConfigError
+from infer.main_memory import available_bytes
+
+SETTING = "machine_share"
+"""name of the share among the settings that an engine process gets"""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineShare:
+    """See the module's docstring."""
+
+    index: int
+    """number of the engine, from 0"""
+    count: int
+    """number of engines"""
+    main_memory: int
+    """bytes of main memory for this engine, weights and cache together"""
+
+    @property
+    def main_memory_of_all(self) -> int:
+        """Bytes of main memory for all engines."""
+        return self.main_memory * self.count
+
+    def cores(self, processors: Processors) -> tuple[Core, ...]:
+        """The cores of this engine; () where the system does not say which there are."""
+        cores = sorted(processors.chosen(all_nodes=True), key=lambda core: core.node)
+        return tuple(_slice(cores, self.index, self.count))
+
+    def num_threads(self, processors: Processors) -> int:
+        """The number of threads of this engine; at least 1."""
+        return len(_slice(range(_num_threads(processors)), self.index, self.count)) or 1
+
+
+def _slice(items: Any, index: int, count: int) -> Any:
+    return items[len(items) * index // count : len(items) * (index + 1) // count]
+
+
+def _num_threads(processors: Processors) -> int:
+    return processors.num_threads(all_nodes=True)
+
+
+def shares_of(count: int, device: str) -> list[Mapping[str, Any]]:
+    """What each of `count` engines gets, as settings; nothing for a single one.
+
+    Raises `ConfigError` if there are more engines than cores. `device`: of `EngineConfig`; on a GPU
+    the engine itself finds out whether there are enough of them."""
+    if count == 1:
+        return [{}]
+    num_cores = _num_threads(read_processors())
+    if device == "cpu" and count > num_cores:
+        raise ConfigError(
+            "replicas",
+            f"{count} do not fit: an engine needs a core, and there are {num_cores} here; at most"
+            f" {num_cores} fit",
+        )
+    if device.startswith("cuda:"):
+        raise ConfigError(
+            "replicas", f"of {device!r} there is one; give device='cuda', and each gets its own GPU"
+        )
+    each = available_bytes() // count
+    return [{SETTING: asdict(MachineShare(index, count, each))} for index in range(count)]
+
+
+def stay_on(cores: tuple[Core, ...]) -> None:
+    """Keep this thread, and those that it starts, on these cores. Raises `OSError` where that is
+    forbidden."""
+    cpus = {cpu for core in cores for cpu in core.cpus}
+    if cpus and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)

@@ -1,0 +1,1 @@
+"""Several engines behind one `EngineClient`; what they had not finished outlives any of them."""

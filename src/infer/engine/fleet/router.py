@@ -1,0 +1,131 @@
+"""`Router`: which member of a fleet gets a request; `LeastRouter`: the one with the least to do
+
+`MemberLoad` is what the fleet knows about a member: its limits, and what it has of the fleet's
+requests. It follows the events of the member's steps, so it is late by a step at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from infer.types import Request, StepOutput
+from infer.types.engine_limits import EngineLimits
+from infer.types.step_events import Admitted, Preempted, Resumed, StepEvents
+
+
+class MemberLoad:
+    """What one life of a member has to do."""
+
+    def __init__(self, name: str, limits: EngineLimits) -> None:
+        self.name = name
+        """name of the member"""
+        self.limits = limits
+        """limits of its engine"""
+        self.num_waiting_tokens = 0
+        """prompt and known output tokens of its requests without a seat"""
+        self._waiting: dict[str, int] = {}
+        """id → tokens of each request without a seat, in order of arrival"""
+        self._seated: dict[str, int] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a seat."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a seat."""
+        return len(self._seated)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests with or without a seat."""
+        return len(self._waiting) + len(self._seated)
+
+    def has_room(self, num_tokens: int, *, is_resumed: bool = False) -> bool:
+        """Whether its engine takes a request of so many tokens without refusing it as full.
+        `is_resumed`: an engine has died with it; its tokens do not count then."""
+        if self.num_unfinished >= self.limits.max_unfinished:
+            return False
+        limit = self.limits.max_waiting_tokens
+        if limit is None or is_resumed or self.num_waiting_tokens + num_tokens <= limit:
+            return True
+        if self.limits.batching_mode == "static" and self._seated:
+            return False  # nobody joins a batch that runs
+        return self.num_unfinished < self.limits.num_seats
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request is counted."""
+        return request_id in self._waiting or request_id in self._seated
+
+    def add(self, request: Request) -> None:
+        """Count a request that is sent to the member."""
+        self._wait(request.request_id, num_tokens_of(request))
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request that has ended or moved; unknown ids are ignored."""
+        self.num_waiting_tokens -= self._waiting.pop(request_id, 0)
+        self._seated.pop(request_id, None)
+
+    def stepped(self, step_events: StepEvents) -> None:
+        """Follow the requests that got a seat or lost it."""
+        for event in step_events.events:
+            if isinstance(event, Admitted) and event.request_id in self._waiting:
+                num_tokens = self._waiting.pop(event.request_id)
+                self.num_waiting_tokens -= num_tokens
+                self._seated[event.request_id] = num_tokens
+            elif isinstance(event, Preempted | Resumed) and event.request_id in self._seated:
+                self._wait(event.request_id, self._seated.pop(event.request_id))
+
+    def _wait(self, request_id: str, num_tokens: int) -> None:
+        self._waiting[request_id] = num_tokens
+        self.num_waiting_tokens += num_tokens
+
+
+def num_tokens_of(request: Request) -> int:
+    """Tokens that an engine computes before the next token of a request."""
+    return len(request.prompt_token_ids) + len(request.output_token_ids)
+
+
+class Router(Protocol):
+    """Chooses members. The fleet calls it with its lock held, one call at a time: a call may not
+    wait, and not call the fleet."""
+
+    def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
+        """One of the members for a request. There is at least one, and each is ready and has room.
+        The request may have output tokens, if another member began it."""
+
+    def reported(
+        self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
+    ) -> None:
+        """A member has ended a step; called after its load has followed it."""
+
+    def should_follow(self, member: MemberLoad) -> bool:
+        """Whether the member is to report the pages of its prefix index from the beginning
+        (`FollowPages`). The fleet asks after `Member.ready` and after each `reported`, and does as
+        it is told: the answer is true once for each time."""
+
+    def forget(self, member: MemberLoad) -> None:
+        """A life of a member has ended, and its cache with it."""
+
+
+class LeastRouter:
+    """A `Router` that chooses the member with the fewest tokens that wait, then the one with the
+    fewest requests."""
+
+    def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
+        """See `Router`."""
+        return min(members, key=lambda each: (each.num_waiting_tokens, each.num_unfinished))
+
+    def reported(
+        self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
+    ) -> None:
+        """See `Router`; it keeps nothing."""
+
+    def should_follow(self, member: MemberLoad) -> bool:
+        """See `Router`."""
+        return False
+
+    def forget(self, member: MemberLoad) -> None:
+        """See `Router`; it keeps nothing."""

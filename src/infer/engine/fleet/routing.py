@@ -1,0 +1,379 @@
+"""`PrefixRouter`: a request goes where its first token is expected first
+
+That time is the prompt tokens that a member has to compute before it, times the measured time of a
+prompt token, plus the expected wait for a seat. The tokens are those of requests without a first
+token, and the request's own that are not cached there. A router knows the pages that each member's
+prefix index holds, as hashes that begin at the cache scope (`schedule.index_changes`). So another
+tenant's cache attracts nobody, and says nothing about what that tenant has asked.
+
+Three things stand beside the formula:
+
+- A token computed in a full cache pushes out one that was computed before, so it counts twice.
+- Times within `TOLERANCE` of the shortest are equal, because they are measured. Of equal members
+  those are taken that compute the fewest tokens for it, within `TOLERANCE` again; of these the one
+  with the fewest requests, then the one with the most empty pages.
+- No member gets much more than `MAX_SHARE` times its share of the unfinished requests. A first
+  token says nothing about the tokens after it, which are slower in a large batch. So a prefix that
+  everybody uses is soon cached by several. (Mirrokni et al. 2018, "Consistent Hashing with Bounded
+  Loads".)
+
+`RoundRobinRouter` takes one member after the other, for comparison.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, assert_never
+
+from infer.engine.fleet.router import LeastRouter, MemberLoad, Router, num_tokens_of
+from infer.schedule.index_changes import chain
+from infer.types import Request, StepOutput
+from infer.types.page_changes import HASH_BYTES, PageChanges
+from infer.types.step_events import Admitted, ComputedChunk, ForeignLoad, Preempted, StepEvents
+
+Routing = Literal["prefix", "least", "round-robin"]
+"""how requests are divided between members"""
+
+MAX_SHARE = 1.5
+"""share of the unfinished requests that a member may have, beside its share of the seats"""
+SPARE = 0.125
+"""share of its own seats by which a member may have more; few requests are never divided evenly"""
+TOLERANCE = 1.25
+"""factor between expected times that are taken as equal"""
+MAX_CHAIN = 1024
+"""pages at the beginning of a prompt that are looked for; hashing them takes a millisecond"""
+PATIENCE = 16
+"""reports that a member may send before it answers"""
+TOKEN_S = 1e-3
+"""seconds of a prompt token where no member has been measured"""
+SEATED_S = 1.0
+"""seconds for which a request keeps its seat where no member has been measured"""
+_DECAY = 0.98
+"""weight of all older measurements at each new one"""
+_NO_LOAD = ForeignLoad(0, 0, 0)
+
+
+def make_router(routing: Routing) -> Router:
+    """The router of a name."""
+    match routing:
+        case "prefix":
+            return PrefixRouter()
+        case "least":
+            return LeastRouter()
+        case "round-robin":
+            return RoundRobinRouter()
+        case _:
+            assert_never(routing)
+
+
+class PageView:
+    """The pages that one engine's prefix index holds, as far as it has reported them."""
+
+    def __init__(self) -> None:
+        self.pages: set[bytes] = set()
+        """hashes of the pages"""
+        self.is_stale = True
+        """whether changes were lost, so that the index has to be reported from the beginning"""
+        self._digest = 0
+        self._next: set[bytes] | None = None
+        """pages of an index that is being reported from the beginning"""
+
+    def apply(self, changes: PageChanges) -> None:
+        """Follow the index. Until an index from the beginning is complete, the old pages stay."""
+        if changes.is_reset:
+            self._next, self._digest, self.is_stale = set(), 0, False
+        pages = self.pages if self._next is None else self._next
+        for name in _hashes(changes.left):
+            if name in pages:
+                pages.remove(name)
+                self._digest ^= int.from_bytes(name)
+        for name in _hashes(changes.entered):
+            if name not in pages:
+                pages.add(name)
+                self._digest ^= int.from_bytes(name)
+        if not changes.is_complete:
+            return
+        if self._next is not None:
+            self.pages, self._next = self._next, None
+        if self._digest != int.from_bytes(changes.digest):
+            self.pages, self._digest, self.is_stale = set(), 0, True
+
+
+def _hashes(joined: bytes) -> list[bytes]:
+    return [joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)]
+
+
+class _Mean:
+    """A weighted mean in which old values count less and less; None before the first one."""
+
+    def __init__(self) -> None:
+        self.value: float | None = None
+        self._sum = self._weight = 0.0
+
+    def add(self, amount: float, weight: float = 1.0) -> None:
+        self._sum = self._sum * _DECAY + amount
+        self._weight = self._weight * _DECAY + weight
+        self.value = self._sum / self._weight
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request that has no first token yet."""
+
+    num_tokens: int
+    """tokens that are not computed"""
+    pages: Sequence[bytes]
+    """hashes of its pages"""
+
+
+@dataclass(slots=True)
+class KnownMember:
+    """What a router knows about one life of a member, beside its `MemberLoad`."""
+
+    view: PageView = field(default_factory=PageView)
+    patience: int = 0
+    """complete reports of pages after which the member is asked again for all of them; the answer
+    to the last time may be on its way, or lost"""
+    sent: dict[str, _Sent] = field(default_factory=dict)
+    """the requests without a first token"""
+    promised: Counter[bytes] = field(default_factory=Counter)
+    """pages that requests without a first token are going to fill"""
+    seated_s: dict[str, float] = field(default_factory=dict)
+    """time at which each request got its seat"""
+    token_s: _Mean = field(default_factory=_Mean)
+    """seconds of a prompt token"""
+    stay_s: _Mean = field(default_factory=_Mean)
+    """seconds for which a request keeps its seat"""
+    num_pages: float = float("inf")
+    """pages of the cache, as far as they have been seen"""
+    num_indexed: int = 0
+    foreign: ForeignLoad = _NO_LOAD
+    last_choice: int = 0
+    """number of the request that it got last"""
+
+    def num_cached(self, pages: Sequence[bytes]) -> int:
+        """Number of leading pages that its engine has, or will have when it has done what it has to
+        do before."""
+        known, promised = self.view.pages, self.promised
+        for number, name in enumerate(pages):
+            if name not in known and name not in promised:
+                return number
+        return len(pages)
+
+    def num_empty(self, num_running: int) -> float:
+        """Pages that can be filled without dropping others; a running request holds one that is
+        not indexed."""
+        return max(0.0, self.num_pages - self.num_indexed - num_running)
+
+    def send(self, request_id: str, sent: _Sent) -> None:
+        """A request goes to the member."""
+        self.drop(request_id)
+        self.sent[request_id] = sent
+        self.promised.update(sent.pages)
+
+    def drop(self, request_id: str) -> None:
+        """A request has its first token, or has left."""
+        if (sent := self.sent.pop(request_id, None)) is not None:
+            for name in sent.pages:
+                if self.promised[name] == 1:
+                    del self.promised[name]
+                else:
+                    self.promised[name] -= 1
+
+    def prune(self, load: MemberLoad) -> None:
+        """Forget the requests that have left without an output."""
+        for request_id in [each for each in self.sent if not load.holds(each)]:
+            self.drop(request_id)
+            self.seated_s.pop(request_id, None)
+
+    def stepped(self, step_events: StepEvents) -> None:
+        """Follow what happened in a step."""
+        num_prompt = 0
+        for event in step_events.events:
+            sent = self.sent.get(event.request_id) if hasattr(event, "request_id") else None
+            match event:
+                case ComputedChunk():
+                    num_prompt += event.num_tokens
+                    if sent is not None:
+                        sent.num_tokens = max(0, sent.num_tokens - event.num_tokens)
+                case Admitted():
+                    if sent is not None:
+                        sent.num_tokens = event.num_tokens - event.num_cached
+                        self.seated_s[event.request_id] = step_events.ended_s
+                case Preempted():
+                    if sent is not None:
+                        sent.num_tokens += event.num_lost
+        if num_prompt:
+            self.token_s.add(step_events.ended_s - step_events.started_s, num_prompt)
+        seen = max(step_events.num_free_pages, step_events.num_indexed_pages)
+        self.num_pages = seen if self.num_pages == float("inf") else max(self.num_pages, seen)
+        self.num_indexed = step_events.num_indexed_pages
+        self.foreign = step_events.foreign_load or _NO_LOAD
+        if step_events.page_changes is not None:
+            self.view.apply(step_events.page_changes)
+            self.patience -= self.patience > 0 and step_events.page_changes.is_complete
+
+    def ended(self, request_id: str, now_s: float | None) -> None:
+        """A request has ended; `now_s`: when, if that is known."""
+        began_s = self.seated_s.pop(request_id, None)
+        if began_s is not None and now_s is not None:
+            self.stay_s.add(now_s - began_s)
+
+
+def _typical(values: Sequence[float | None], default: float) -> list[float]:
+    """The values, with the mean of the known ones for those that are not known."""
+    known = [value for value in values if value is not None]
+    mean = sum(known) / len(known) if known else default
+    return [mean if value is None else value for value in values]
+
+
+def _page_size(load: MemberLoad) -> int:
+    """Tokens in a page that requests may share at a member; 0: they share nothing."""
+    return load.limits.page_size if load.limits.prefix_caching else 0
+
+
+def _pages(request: Request, size: int) -> list[bytes]:
+    """Hashes of the pages of a request."""
+    if not size:
+        return []
+    tokens = (*request.prompt_token_ids, *request.output_token_ids)
+    return chain(tokens, size, request.cache_scope, request.num_public, MAX_CHAIN)
+
+
+class PrefixRouter:
+    """A `Router`; see the module's docstring."""
+
+    def __init__(self, *, max_share: float = MAX_SHARE) -> None:
+        """`max_share`: see `MAX_SHARE`."""
+        self._max_share = max_share
+        self._known: dict[MemberLoad, KnownMember] = {}
+        self._num_chosen = 0
+
+    def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
+        """See `Router`."""
+        num_tokens = num_tokens_of(request)
+        sizes = {_page_size(load): _pages(request, _page_size(load)) for load in members}
+        known = [self._known.setdefault(load, KnownMember()) for load in members]
+        own = []
+        for load, each in zip(members, known, strict=True):
+            each.prune(load)
+            size = _page_size(load)
+            own.append(num_tokens - each.num_cached(sizes[size]) * size)
+        times_s = self._expected_s(members, known, own)
+        chosen = self._best(members, known, times_s, own)
+        self._num_chosen += 1
+        known[chosen].last_choice = self._num_chosen
+        sent = _Sent(own[chosen], sizes[_page_size(members[chosen])])
+        known[chosen].send(request.request_id, sent)
+        return members[chosen]
+
+    def num_cached(self, request: Request, member: MemberLoad) -> int:
+        """Leading tokens of a request that a member has in its cache, as far as is known."""
+        size = _page_size(member)
+        return self._known[member].num_cached(_pages(request, size)) * size
+
+    def reported(
+        self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
+    ) -> None:
+        """See `Router`."""
+        known = self._known.setdefault(member, KnownMember())
+        if step_events is not None:
+            known.stepped(step_events)
+        now_s = None if step_events is None else step_events.ended_s
+        for output in outputs:
+            if output.request_id in known.sent:
+                known.drop(output.request_id)
+            if output.finish_reason is not None:
+                known.ended(output.request_id, now_s)
+
+    def should_follow(self, member: MemberLoad) -> bool:
+        """See `Router`."""
+        known = self._known.setdefault(member, KnownMember())
+        if not known.view.is_stale or known.patience or not _page_size(member):
+            return False
+        known.patience = PATIENCE
+        return True
+
+    def forget(self, member: MemberLoad) -> None:
+        """See `Router`."""
+        self._known.pop(member, None)
+
+    @staticmethod
+    def _expected_s(
+        members: Sequence[MemberLoad], known: Sequence[KnownMember], own: Sequence[int]
+    ) -> list[float]:
+        """Seconds until the first token, for each member. `own`: tokens of the request that are not
+        cached there."""
+        token_s = _typical([each.token_s.value for each in known], TOKEN_S)
+        stay_s = _typical([each.stay_s.value for each in known], SEATED_S)
+        times_s = []
+        for place, (load, each) in enumerate(zip(members, known, strict=True)):
+            num_running = load.num_running + each.foreign.num_running
+            waiting = sum(sent.num_tokens for sent in each.sent.values())
+            room = each.num_empty(num_running) * load.limits.page_size
+            dropped = max(0.0, own[place] - room)
+            work = waiting + each.foreign.num_prompt_tokens + own[place] + dropped
+            queue = load.num_waiting + each.foreign.num_waiting + 1
+            behind = max(0, queue - max(0, load.limits.num_seats - num_running))
+            seat_s = behind * stay_s[place] / load.limits.num_seats
+            times_s.append(work * token_s[place] + seat_s)
+        return times_s
+
+    def _best(
+        self,
+        members: Sequence[MemberLoad],
+        known: Sequence[KnownMember],
+        times_s: Sequence[float],
+        own: Sequence[int],
+    ) -> int:
+        """Place of the member with the shortest time, of those that have not too much to do. `own`:
+        see `_expected_s`."""
+        unfinished = [
+            load.num_unfinished + each.foreign.num_running + each.foreign.num_waiting
+            for load, each in zip(members, known, strict=True)
+        ]
+        num_seats = sum(load.limits.num_seats for load in members)
+        share = self._max_share * (sum(unfinished) + 1) / num_seats + SPARE
+        places = [
+            place
+            for place, load in enumerate(members)
+            if unfinished[place] < share * load.limits.num_seats
+        ]
+        for costs in (times_s, own):
+            limit = TOLERANCE * min(costs[place] for place in places)
+            places = [place for place in places if costs[place] <= limit]
+
+        def order(place: int) -> tuple[float, float, int]:
+            load, each = members[place], known[place]
+            busy = unfinished[place] / load.limits.num_seats
+            return busy, -each.num_empty(load.num_running), each.last_choice
+
+        return min(places, key=order)
+
+
+class RoundRobinRouter:
+    """A `Router` that takes one member after the other, in the order of their names."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
+        """See `Router`."""
+        ordered = sorted(members, key=lambda load: load.name)
+        chosen = next((load for load in ordered if load.name > self._last), ordered[0])
+        self._last = chosen.name
+        return chosen
+
+    def reported(
+        self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
+    ) -> None:
+        """See `Router`; it keeps nothing."""
+
+    def should_follow(self, member: MemberLoad) -> bool:
+        """See `Router`."""
+        return False
+
+    def forget(self, member: MemberLoad) -> None:
+        """See `Router`; it keeps nothing."""

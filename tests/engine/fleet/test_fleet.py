@@ -1,0 +1,581 @@
+"""`Fleet` over members without processes: whatever dies, is silent or drains, no token is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence as Seq
+from typing import Any, get_args
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from infer import SamplingParams
+from infer.engine.fleet.fleet import Fleet, fleet_limits
+from infer.engine.fleet.member import Loss
+from infer.engine.fleet.router import MemberLoad
+from infer.engine.fleet.routing import Routing, make_router
+from infer.engine.process.blame import MAX_FROM_OUTSIDE
+from infer.schedule.sequence import Plan, Sampled
+from infer.types import ErrorRecord, FinishReason, Request
+from infer.types.engine_limits import EngineLimits
+from infer.types.fingerprint import Fingerprint
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.doubles import HashRunner, solo
+from tests.support.fleet_members import EQUAL, Caller, EngineDies, HashMember
+
+SMALL: dict[str, Any] = {
+    "num_pages": 60,
+    "max_batch_size": 3,
+    "max_num_batched_tokens": 16,
+    "max_seq_len": 64,
+}
+
+
+def request(name: str, *prompt: int, seed: int | None = None, max_tokens: int = 8) -> Request:
+    sampling = SamplingParams(temperature=0 if seed is None else 1)
+    return Request(name, prompt or (1, 2, 3), sampling, seed or 0, max_tokens)
+
+
+def started(*members: HashMember, clock: Any = lambda: 0.0, **how: Any) -> tuple[Fleet, Caller]:
+    caller, fleet = Caller(), Fleet(members, watch_s=3600, clock=clock, **how)
+    fleet.start(caller.deliver, caller.died)
+    return fleet, caller
+
+
+def finish(fleet: Fleet, caller: Caller, wanted: Seq[Request]) -> None:
+    """Run until all have ended; each has the tokens that it has alone."""
+    for _ in range(2000):
+        if all(each.request_id in caller.ends for each in wanted):
+            break
+        for member in fleet.members.values():
+            assert isinstance(member, HashMember)
+            member.step()
+    for each in wanted:
+        assert caller.tokens[each.request_id] == solo(each, VOCAB_SIZE), each.request_id
+        assert caller.ends[each.request_id].error is None
+
+
+def of(*names: str, **settings: Any) -> list[HashMember]:
+    return [HashMember(name, **{**SMALL, **settings}) for name in names]
+
+
+class Fleets(RuleBasedStateMachine):
+    """Arrivals, steps, deaths, silence, late frames and drains in any order."""
+
+    @initialize(count=st.integers(1, 3), routing=st.sampled_from(get_args(Routing)))
+    def begin(self, count: int, routing: Routing) -> None:
+        self.now_s = 0.0
+        self.members = of(*(f"m{i}" for i in range(count)))
+        router = make_router(routing)
+        self.fleet, self.caller = started(*self.members, clock=lambda: self.now_s, router=router)
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+        self.were_alone: set[str] = set()
+        """ids of requests that were alone when an engine died"""
+        self.num_joined = count
+
+    @rule(
+        prompt=st.lists(st.integers(0, 5), min_size=1, max_size=12),
+        seed=st.none() | st.integers(0, 9),
+        max_tokens=st.integers(1, 10),
+    )
+    def arrive(self, prompt: list[int], seed: int | None, max_tokens: int) -> None:
+        name = f"r{len(self.requests)}"
+        self.requests[name] = request(name, *prompt, seed=seed, max_tokens=max_tokens)
+        self.fleet.add(self.requests[name])
+
+    @rule(which=st.integers(0, 9), times=st.integers(1, 4))
+    def step(self, which: int, times: int) -> None:
+        for _ in range(times):
+            self.members[which % len(self.members)].step()
+
+    @rule(which=st.integers(0, 9), from_outside=st.booleans())
+    def die(self, which: int, from_outside: bool) -> None:
+        member = self.members[which % len(self.members)]
+        self._note_alone(member)
+        member.die(from_outside=from_outside)
+
+    @rule(which=st.integers(0, 9), name=st.integers(0, 30))
+    def die_alone(self, which: int, name: int) -> None:
+        """The engine dies while it computes one request, which it may have."""
+        member = self.members[which % len(self.members)]
+        member.alone = f"r{name}"
+        self._note_alone(member)
+        member.die(from_outside=True)
+
+    @rule(which=st.integers(0, 9))
+    def revive(self, which: int) -> None:
+        self.members[which % len(self.members)].revive()
+
+    @rule(which=st.integers(0, 9))
+    def cut(self, which: int) -> None:
+        self.members[which % len(self.members)].cut()
+
+    @rule()
+    def look(self) -> None:
+        for member in self.members:
+            if member.is_cut:
+                self._note_alone(member)
+        self.fleet.look()
+
+    @rule(which=st.integers(0, 9))
+    def heal(self, which: int) -> None:
+        self.members[which % len(self.members)].heal()
+
+    @rule(which=st.integers(0, 9))
+    def deliver_late(self, which: int) -> None:
+        member = self.members[which % len(self.members)]
+        if not member.is_cut:
+            member.deliver()
+
+    @rule(which=st.integers(0, 30))
+    def abort(self, which: int) -> None:
+        name = f"r{which}"
+        self.fleet.abort(name)
+        if name in self.requests and name not in self.caller.ends:
+            self.aborted.add(name)
+
+    @rule(which=st.integers(0, 9), timeout_s=st.sampled_from([0.0, 5.0]))
+    def drain(self, which: int, timeout_s: float) -> None:
+        member = self.members[which % len(self.members)]
+        if not member.is_stopped:
+            self.fleet.draining(member, timeout_s)
+
+    @rule(by_s=st.sampled_from([1.0, 6.0]))
+    def wait(self, by_s: float) -> None:
+        self.now_s += by_s
+        self.look()
+
+    @precondition(lambda self: self.num_joined < 6)
+    @rule()
+    def join(self) -> None:
+        self.num_joined += 1
+        (member,) = of(f"j{self.num_joined}")
+        self.members.append(member)
+        self.fleet.join(member)
+
+    @precondition(lambda self: len(self.members) > 1)
+    @rule(which=st.integers(0, 9))
+    def leave(self, which: int) -> None:
+        member = self.members.pop(which % len(self.members))
+        self.fleet.leave(member.name)
+        member.deliver()  # it comes too late
+
+    def _note_alone(self, member: HashMember) -> None:
+        if member.alone is not None:
+            self.were_alone.add(member.alone)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        self.join()
+        for member in self.members:
+            member.revive()
+            member.heal()
+            member.deliver()
+        wanted = [name for name in self.requests if name not in self.aborted]
+        for _ in range(3000):
+            if all(name in self.caller.ends for name in wanted):
+                break
+            for member in self.members:
+                member.step()
+        for name in wanted:
+            end, alone = self.caller.ends.get(name), solo(self.requests[name], VOCAB_SIZE)
+            assert end is not None, f"{name} does not end"
+            if end.error is not None:
+                assert name in self.were_alone, f"{name} fails, and was never alone: {end.error}"
+                alone = alone[: len(self.caller.tokens[name])]
+            assert self.caller.tokens[name] == alone, name
+        for name in self.aborted:
+            tokens = self.caller.tokens[name]
+            assert tokens == solo(self.requests[name], VOCAB_SIZE)[: len(tokens)]
+        self.fleet.stop()
+
+
+Fleets.TestCase.settings = settings(
+    max_examples=25,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestFleets = Fleets.TestCase
+"""whatever happens in whatever order"""
+
+
+@pytest.fixture(autouse=True)
+def _without_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "infer")
+
+
+def test_a_death_moves_streams_at_once_and_they_begin_alone() -> None:
+    a, b = of("a", "b")
+    fleet, caller = started(a, b)
+    wanted = [request(f"r{i}", i, 7, seed=i) for i in range(6)]
+    for each in wanted:
+        fleet.add(each)
+    assert a.core is not None
+    assert b.core is not None
+    assert (a.core.scheduler.num_unfinished, b.core.scheduler.num_unfinished) == (3, 3)
+    a.step()
+    b.step()
+    a.die(from_outside=True)
+    assert b.core.scheduler.num_unfinished == 6
+    moved = {each.request_id for each in b.core.scheduler.unfinished if each.request.num_crashes}
+    assert len(moved) == 3
+    finish(fleet, caller, wanted)
+    assert {name for name, members in caller.members.items() if members == {"a", "b"}} == moved
+    assert fleet.stats().counters.num_moved == 3
+    assert fleet.is_alive
+    fleet.stop()
+
+
+def test_frames_of_an_old_assignment_are_ignored() -> None:
+    a, b = of("a", "b")
+    fleet, caller = started(a, b)
+    wanted = [request("r", 1, 2), request("s", 3, 4)]
+    for each in wanted:
+        fleet.add(each)
+    a.step()
+    a.cut()
+    for _ in range(3):
+        a.step()  # it computes; nothing arrives
+    assert len(caller.tokens["r"]) == 1
+    fleet.look()
+    b.step()
+    b.step()
+    b.cut()
+    a.heal()  # frames of its first life, then it begins another
+    assert a.life == 2
+    fleet.look()  # and both go on there
+    assert a.core is not None
+    assert a.core.scheduler.num_unfinished == 2
+    b.heal()
+    finish(fleet, caller, wanted)
+    fleet.stop()
+
+
+def test_one_silent_member_waits_until_another_is_ready() -> None:
+    a, b = of("a", "b")
+    fleet, caller = started(a, b)
+    b.die(from_outside=True)
+    fleet.add(request("r"))
+    a.step()
+    a.cut()
+    fleet.look()
+    assert (a.life, a.is_abandoned) == (1, False), "there is nobody who could go on"
+    b.revive()
+    fleet.look()
+    assert a.is_abandoned
+    finish(fleet, caller, [request("r")])
+    assert caller.members["r"] == {"a", "b"}
+    fleet.stop()
+
+
+def test_without_a_member_requests_wait_and_newcomers_too() -> None:
+    (a,) = of("a")
+    fleet, caller = started(a)
+    wanted = [request(f"r{i}", i) for i in range(3)]
+    fleet.add(wanted[0])
+    a.step()
+    a.die(from_outside=True)
+    assert fleet.is_alive
+    assert not fleet.is_ready
+    for each in wanted[1:]:
+        fleet.add(each)
+    a.revive()
+    finish(fleet, caller, wanted)
+    fleet.stop()
+
+
+def test_when_all_are_failing_what_waits_is_failed() -> None:
+    a, b = of("a", "b")
+    fleet, caller = started(a, b)
+    fleet.add(request("r"))
+    for member in (a, b):
+        member.die(from_outside=True)
+        member.is_alive = False
+        fleet.failing(member, "it does not start")
+        if member is a:
+            assert fleet.is_alive
+            assert not caller.ends
+    assert not fleet.is_alive
+    error = caller.ends["r"].error
+    assert error is not None
+    assert (error.kind, error.message) == (
+        "EngineDeadError",
+        "the engine has died and does not start again",
+    )
+    b.is_alive = True
+    b.revive()
+    assert fleet.is_ready
+    fleet.gone(a)
+    assert not caller.has_died
+    fleet.gone(b)
+    assert caller.has_died
+    fleet.stop()
+
+
+def test_more_requests_than_the_survivor_takes_wait_and_are_not_refused() -> None:
+    members = of("a", "b", "c", max_waiting_requests=2, max_waiting_tokens=8)
+    fleet, caller = started(*members)
+    wanted = [request(f"r{i}", i, 7) for i in range(15)]
+    for each in wanted:
+        fleet.add(each)
+    for member in members[:2]:
+        member.step()
+        member.die(from_outside=True)
+    finish(fleet, caller, wanted)
+    fleet.stop()
+
+
+class Poison(HashRunner):
+    """Its engine dies when a request with 13 in its prompt has three tokens."""
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            sequence = chunk.sequence
+            if 13 in sequence.request.prompt_token_ids and sequence.num_output >= 3:
+                raise EngineDies
+        return super().execute(plan)
+
+
+@pytest.mark.parametrize("from_outside", [False, True])
+def test_poison_takes_two_engines_of_any_number(from_outside: bool) -> None:
+    members = of(*"abcdef", runner=Poison)
+    fleet, caller = started(*members)
+    wanted = [request(f"r{i}", i, 7) for i in range(12)]
+    poison = request("poison", 13, 1)
+    for each in (*wanted[:6], poison, *wanted[6:]):
+        fleet.add(each)
+    for _ in range(200):
+        for member in members:
+            if from_outside and member.core is not None:
+                _step_killed(member)
+            else:
+                member.step()
+    finish(fleet, caller, wanted)
+    end = caller.ends["poison"]
+    assert end.error is not None
+    assert "died more than once" in end.error.message
+    num_deaths = sum(member.num_deaths for member in members)
+    assert num_deaths == (1 + MAX_FROM_OUTSIDE if from_outside else 2)
+    assert num_deaths <= 3
+    fleet.stop()
+
+
+def _step_killed(member: HashMember) -> None:
+    """A step in which a death looks as if it came from outside, as with a whole machine."""
+    die = member.die
+    member.die = lambda *, from_outside: die(from_outside=True)  # type: ignore[method-assign]
+    member.step()
+    member.die = die  # type: ignore[method-assign]
+
+
+def test_a_drain_gets_nothing_new_and_moves_what_is_left() -> None:
+    now_s = [0.0]
+    a, b = of("a", "b")
+    fleet, caller = started(a, b, clock=lambda: now_s[0])
+    wanted = [request(f"r{i}", i, 7, max_tokens=30) for i in range(4)]
+    fleet.add(wanted[0])
+    fleet.add(wanted[1])
+    for member in (a, b):
+        member.step()
+    fleet.draining(a, 2.0)
+    fleet.add(wanted[2])
+    fleet.add(wanted[3])
+    assert a.core is not None
+    assert b.core is not None
+    assert [s.request_id for s in a.core.scheduler.unfinished] == ["r0"]
+    for now_s[0] in (1.0, 2.0):
+        fleet.look()
+        a.step()
+    assert not a.core.scheduler.num_unfinished
+    (moved,) = (s.request for s in b.core.scheduler.unfinished if s.request_id == "r0")
+    assert (moved.num_crashes, len(moved.output_token_ids)) == (0, 2)
+    finish(fleet, caller, wanted)
+    fleet.leave("a")
+    assert fleet.members == {"b": b}
+    fleet.stop()
+
+
+# ---- equal members
+
+OTHER = Fingerprint(model="model", numbers="other")
+
+
+def test_streams_go_to_equal_members_first() -> None:
+    a, b, c = of("a", "b", "c")
+    b.fingerprint = OTHER
+    fleet, caller = started(a, b, c)
+    wanted = [request(f"r{i}", i, 7) for i in range(9)]
+    for each in wanted:
+        fleet.add(each)
+    for member in (a, b, c):
+        member.step()
+    a.die(from_outside=True)
+    finish(fleet, caller, wanted)
+    assert {"a", "b"} not in caller.members.values()
+    assert {"a", "c"} in caller.members.values()
+    assert fleet.stats().counters.num_moved_unequal == 0
+    fleet.stop()
+
+
+def test_without_an_equal_one_any_goes_on_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    a, b = of("a", "b")
+    b.fingerprint = OTHER
+    fleet, caller = started(a, b)
+    wanted = [request("r", 1, 7), request("s", 2, 7), request("t", 3, 7, max_tokens=2)]
+    for each in wanted[:2]:
+        fleet.add(each)
+    a.step()
+    fleet.add(wanted[2])
+    a.die(from_outside=True)
+    assert fleet.stats().counters.num_moved_unequal == 1
+    assert "request r goes on at b, which may compute other tokens" in caplog.text
+    finish(fleet, caller, wanted)
+    fleet.stop()
+
+
+def test_exact_ends_the_stream_with_an_error_or_waits_for_its_own() -> None:
+    a, b = of("a", "b")
+    b.fingerprint = OTHER
+    fleet, caller = started(a, b, moved_streams="exact")
+    wanted = [request("r", 1, 7), request("s", 2, 7)]
+    for each in wanted:
+        fleet.add(each)
+    a.step()
+    a.die(from_outside=True)
+    assert not caller.ends, "its own engine comes back"
+    fleet.add(newcomer := request("u", 9, 7))
+    b.step()
+    assert caller.tokens["u"], "a newcomer does not wait behind it"
+    a.revive()
+    a.step()
+    a.die(from_outside=True)
+    a.is_alive = False
+    fleet.failing(a, "it does not start")
+    error = caller.ends["r"].error
+    assert error is not None
+    assert (error.kind, "computes the same bits" in error.message) == ("MovedStreamError", True)
+    assert fleet.stats().counters.num_moved_unequal == 0
+    finish(fleet, caller, [wanted[1], newcomer])
+    fleet.stop()
+
+
+def test_exact_moves_what_has_no_token_anywhere() -> None:
+    a, b = of("a", "b")
+    b.fingerprint = OTHER
+    fleet, caller = started(a, b, moved_streams="exact")
+    fleet.add(request("r", 1, 7))
+    a.die(from_outside=True)
+    finish(fleet, caller, [request("r", 1, 7)])
+    assert caller.members["r"] == {"b"}
+    fleet.stop()
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "settings", "why"),
+    [
+        (Fingerprint(model="another"), {}, "its model (config and tokenizer another) is not the"),
+        (Fingerprint(model="model", protocol=7), {}, "it speaks version 7 of the protocol, not 1"),
+        (EQUAL, {"max_seq_len": 32}, "start it with --max-seq-len 64"),
+        (EQUAL, {"vocab_size": 50}, "its vocabulary has 50 ids"),
+    ],
+)
+def test_a_member_of_another_model_is_kept_out_and_named(
+    fingerprint: Fingerprint, settings: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (a,) = of("a")
+    fleet, caller = started(a)
+    wanted = [request(f"r{i}", i) for i in range(4)]
+    (stranger,) = of("stranger", **settings)
+    stranger.fingerprint = fingerprint
+    fleet.join(stranger)
+    for each in wanted:
+        fleet.add(each)
+    assert "stranger is kept out of the fleet" in caplog.text
+    assert why in caplog.text
+    finish(fleet, caller, wanted)
+    assert set().union(*caller.members.values()) == {"a"}
+    with pytest.raises(ValueError, match="'a' is there already"):
+        fleet.join(HashMember("a", **SMALL))
+    fleet.stop()
+
+
+# ---- sums, loads
+
+
+def test_limits_are_summed_and_lengths_are_not() -> None:
+    one = EngineLimits(vocab_size=9, max_seq_len=50, num_seats=2, max_waiting_requests=3)
+    two = EngineLimits(
+        vocab_size=9, max_seq_len=40, num_seats=4, max_waiting_requests=5, max_waiting_tokens=7
+    )
+    both = fleet_limits([one, two])
+    assert (both.max_seq_len, both.num_seats, both.max_waiting_requests) == (40, 6, 8)
+    assert both.max_waiting_tokens is None
+    assert fleet_limits([two, two]).max_waiting_tokens == 14
+
+
+def test_the_least_loaded_member_gets_a_request() -> None:
+    members = of("a", "b", "c")
+    fleet, caller = started(*members)
+    prompts = [(1,) * 12, (2,) * 3, (3,) * 3, (4,) * 3, (5,) * 3, (6,) * 3]
+    wanted = [request(f"r{i}", *prompt) for i, prompt in enumerate(prompts)]
+    for each in wanted:
+        fleet.add(each)
+    loads = [member.core.scheduler.num_unfinished for member in members if member.core]
+    assert loads == [1, 3, 2]
+    finish(fleet, caller, wanted)
+    fleet.stop()
+
+
+def test_a_load_follows_its_requests_to_the_end() -> None:
+    limits = EngineLimits(
+        vocab_size=9, max_seq_len=50, num_seats=1, max_waiting_requests=2, max_waiting_tokens=4
+    )
+    load = MemberLoad("a", limits)
+    assert load.has_room(50)
+    load.add(request("r", *range(9)))
+    assert not load.has_room(4)
+    assert load.has_room(4, is_resumed=True)
+    load.remove("r")
+    load.remove("unknown")
+    assert (load.num_waiting_tokens, load.num_unfinished, load.has_room(50)) == (0, 0, True)
+
+
+def test_stats_are_summed_over_members_and_go_on_after_they_leave() -> None:
+    a, b = of("a", "b")
+    fleet, _ = started(a, b)
+    a.die(from_outside=True)
+    b.die(from_outside=True)
+    b.revive()
+    assert fleet.stats().counters.num_restarts == 2
+    fleet.leave("a")
+    assert fleet.stats().counters.num_restarts == 2
+    assert Counter(fleet.stats_of_members().keys()) == Counter("b")
+    fleet.stop()
+
+
+def test_a_refusal_of_an_engine_ends_one_request() -> None:
+    (a,) = of("a", num_pages=5)
+    fleet, caller = started(a)
+    fleet.add(request("long", *range(30)))
+    a.step()
+    a.deliver()
+    end = caller.ends["long"]
+    assert end.finish_reason is FinishReason.ERROR
+    assert isinstance(end.error, ErrorRecord)
+    finish(fleet, caller, [])
+    fleet.stop()
+
+
+def test_a_loss_of_an_unknown_life_changes_nothing() -> None:
+    (a,) = of("a")
+    fleet, caller = started(a)
+    fleet.add(request("r"))
+    assert not fleet.lost(a, 7, Loss("a mistake", from_outside=False, alone="r"))
+    finish(fleet, caller, [request("r")])
+    fleet.stop()

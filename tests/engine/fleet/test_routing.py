@@ -1,0 +1,367 @@
+"""Routing over real schedulers and caches, and routing that is broken on purpose.
+
+Each check of this page fails with at least one of the broken routers at its end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import infer.engine.fleet.routing as routing
+from infer.engine.fleet.fleet import Fleet
+from infer.engine.fleet.router import MemberLoad, Router
+from infer.engine.fleet.routing import KnownMember, PageView, PrefixRouter, Routing, make_router
+from infer.schedule.index_changes import chain
+from infer.types import Request, SamplingParams
+from infer.types.page_changes import PageChanges
+from infer.types.step_events import ForeignLoad, StepEvents
+from tests.support.fleet_members import Caller, HashMember
+from tests.support.routed_engines import RoutedEngine, RoutedEngines
+
+PAGE = 4
+TURNS, TURN_TOKENS, ANSWER_TOKENS = 6, 24, 8
+CONVERSATION_PAGES = TURNS * (TURN_TOKENS + ANSWER_TOKENS) // PAGE
+
+
+def engines(router: Router, num: int = 3, *, num_pages: int = 400) -> RoutedEngines:
+    return RoutedEngines(
+        num,
+        router,
+        num_pages=num_pages + 1,
+        page_size=PAGE,
+        max_seq_len=600,
+        max_batch_size=16,
+        max_num_batched_tokens=256,
+    )
+
+
+def ask(name: str, prompt: list[int], *, max_tokens: int = 2, **fields: Any) -> Request:
+    sampling = SamplingParams(temperature=0)
+    return Request(name, tuple(prompt), sampling, 0, max_tokens, **fields)
+
+
+def is_right_about_caches(router: PrefixRouter) -> bool:
+    """Whether what a router expects to be cached is what the engine finds: for prompts with common
+    beginnings, in three scopes and behind public tokens, in caches that are too small for them."""
+    world, dice = engines(router, num_pages=30), random.Random(5)
+    beginnings = [[dice.randrange(200) for _ in range(40)] for _ in range(4)]
+    expected, found = Counter[str](), Counter[str]()
+    for number in range(150):
+        prompt = dice.choice(beginnings)[: dice.randrange(1, 41)]
+        prompt = [*prompt, *(dice.randrange(200) for _ in range(dice.randrange(1, 9)))]
+        scope = dice.choice(["a", "b", "c"])
+        public = dice.choice([0, 0, 8, 10])
+        request = ask(f"r{number}", prompt, cache_scope=scope, num_public=public)
+        known = {id(each): router.num_cached(request, each.load) for each in world.engines}
+        engine = world.add(request)
+        before = engine.core.stats().counters.num_cached_tokens
+        world.run()
+        expected[request.request_id] = known[id(engine)]
+        found[request.request_id] = engine.core.stats().counters.num_cached_tokens - before
+    assert found.total(), "nothing was cached"
+    return expected == found
+
+
+def converse(world: RoutedEngines, *, num: int = 100, clients: int = 8) -> float:
+    """Conversations whose turns come in random order; returns the cached share."""
+    dice, busy = random.Random(1), dict[str, int]()
+    said: dict[int, list[int]] = {number: [] for number in range(num)}
+    order = [number for number in said for _ in range(TURNS)]
+    dice.shuffle(order)
+
+    def send() -> None:
+        place = next((i for i, n in enumerate(order) if n not in busy.values()), None)
+        if place is None:
+            return
+        number = order.pop(place)
+        said[number] += [dice.randrange(200) for _ in range(TURN_TOKENS)]
+        name = f"r{len(order)}"
+        busy[name] = number
+        world.add(ask(name, said[number], max_tokens=ANSWER_TOKENS))
+
+    def end(output: Any) -> None:
+        said[busy.pop(output.request_id)] += [1] * ANSWER_TOKENS
+        world.at(world.now_s, send)
+
+    world.on_end = end
+    for _ in range(clients):
+        world.at(0.0, send)
+    world.run()
+    assert not order
+    return world.cached_share()
+
+
+def conversations_stay(router: Router) -> float:
+    """The cached share of three engines whose caches hold 40 conversations each, as a fraction of
+    that of one engine with all of it."""
+    pages = 40 * CONVERSATION_PAGES
+    one = converse(engines(make_router("least"), 1, num_pages=3 * pages))
+    return converse(engines(router, num_pages=pages)) / one
+
+
+def largest_share(router: Router, *, clients: int = 12) -> float:
+    """The most requests that an engine gets, divided by the mean, where most begin alike."""
+    world, dice, left = engines(router, num_pages=2000), random.Random(2), list(range(240))
+    prefix = [dice.randrange(200) for _ in range(256)]
+
+    def send() -> None:
+        if left:
+            begin = prefix if dice.random() < 0.9 else [dice.randrange(200) for _ in range(256)]
+            own = [dice.randrange(200) for _ in range(16)]
+            world.add(ask(f"r{left.pop()}", begin + own, max_tokens=dice.randrange(8, 40)))
+
+    world.add(ask("first", prefix))
+    world.run()
+    world.on_end = lambda output: world.at(world.now_s, send)
+    for _ in range(clients):
+        world.at(world.now_s, send)
+    world.run()
+    return 3 * max(each.num_requests for each in world.engines) / 240
+
+
+def long_prompts_are_avoided(router: Router) -> bool:
+    """Whether short prompts go where no long one is being computed, though streams run there."""
+    world = engines(router, 2)
+    others: list[RoutedEngine] = []
+    streams = [world.add(ask(f"s{i}", [i] * 8, max_tokens=100)) for i in range(4)]
+    busy = world.add(ask("long", [*range(200)] * 2))
+    world.at(0.02, lambda: others.extend(world.add(ask(f"r{i}", [9, i] * 4)) for i in range(3)))
+    world.run()
+    assert {id(each) for each in streams} == {id(each) for each in world.engines}
+    return all(each is not busy for each in others)
+
+
+def choices_share_a_prompt(router: Router) -> bool:
+    """Whether the choices of one request, which come at once, compute their prompt once."""
+    world = engines(router)
+    chosen = {id(world.add(ask(f"c{i}", [*range(100)]))) for i in range(3)}
+    world.run()
+    return len(chosen) == 1
+
+
+def losses_are_noticed(router: PrefixRouter) -> bool:
+    """Whether a router that has missed reports asks for all pages, and knows them afterwards."""
+    world = engines(router, 1)
+    (engine,) = world.engines
+    reported, is_lost = router.reported, False
+
+    def losing(member: MemberLoad, outputs: Any, step_events: StepEvents | None) -> None:
+        if not is_lost:
+            reported(member, outputs, step_events)
+
+    router.reported = losing  # type: ignore[method-assign]
+    for number in range(40):
+        is_lost = number in (1, 2)
+        world.add(ask(f"r{number}", [number, *range(39)]))
+        world.run()
+    again = [ask(f"again {number}", [number, *range(39)]) for number in range(40)]
+    return all(router.num_cached(request, engine.load) == 36 for request in again)
+
+
+def test_what_is_expected_in_a_cache_is_found_there() -> None:
+    assert is_right_about_caches(PrefixRouter())
+
+
+@pytest.mark.parametrize("clients", [1, 4, 8])
+def test_conversations_stay_where_their_pages_are(clients: int) -> None:
+    pages = 40 * CONVERSATION_PAGES
+    one = converse(engines(make_router("least"), 1, num_pages=3 * pages), clients=clients)
+    three = converse(engines(PrefixRouter(), num_pages=pages), clients=clients)
+    assert three >= 0.90 * one
+
+
+def test_taking_one_after_the_other_loses_most_of_the_cache() -> None:
+    assert conversations_stay(make_router("round-robin")) <= 0.45
+
+
+@pytest.mark.parametrize("clients", [6, 12, 40])
+def test_a_prefix_of_nearly_all_requests_is_shared_by_engines(clients: int) -> None:
+    assert largest_share(PrefixRouter(), clients=clients) <= 1.5
+
+
+def test_a_long_prompt_keeps_others_away() -> None:
+    assert long_prompts_are_avoided(PrefixRouter())
+
+
+def test_choices_of_one_request_go_to_one_engine() -> None:
+    assert choices_share_a_prompt(PrefixRouter())
+
+
+def test_lost_reports_are_noticed_and_made_good() -> None:
+    assert losses_are_noticed(PrefixRouter())
+
+
+def test_requests_that_left_without_an_output_are_no_load() -> None:
+    world = engines(router := PrefixRouter(), 2)
+    first = world.add(ask("gone", [*range(200)] * 2))
+    other = world.add(ask("stays", [*range(100)]))
+    assert other is not first
+    first.core.abort("gone")
+    first.load.remove("gone")
+    assert world.add(ask("next", [7] * 50)) is first
+    router.forget(first.load)
+    world.run()
+
+
+def test_what_an_engine_does_for_others_counts() -> None:
+    world = engines(router := PrefixRouter(), 2)
+    busy, idle = world.engines
+    load = ForeignLoad(num_waiting=3, num_running=4, num_prompt_tokens=900)
+    router.reported(busy.load, [], StepEvents(1, 0.0, 0.1, 4, foreign_load=load))
+    assert {id(world.add(ask(f"r{i}", [i] * 20))) for i in range(4)} == {id(idle)}
+
+
+def test_a_request_that_waits_for_a_seat_would_rather_have_one() -> None:
+    world = engines(PrefixRouter(), 2)
+    full, free = world.engines
+    known = ask("known", [*range(100)])
+    full.core.add(known)
+    for i in range(16):
+        full.load.add(ask(f"s{i}", [i]))
+    full.load.stepped(StepEvents(1, 0.0, 0.1, 16))
+    assert world.add(ask("r", [*range(100)])) is free
+
+
+@pytest.mark.parametrize("name", ["prefix", "least", "round-robin"])
+def test_every_router_serves(name: Routing) -> None:
+    world, ended = engines(make_router(name)), []
+    world.on_end = lambda output: ended.append(output.request_id)
+    for i in range(9):
+        world.add(ask(f"r{i}", [*range(10 * i + 1)]))
+    world.run()
+    assert sorted(ended) == [f"r{i}" for i in range(9)]
+
+
+def test_a_stale_view_attracts_nobody() -> None:
+    view = PageView()
+    (page,) = chain([1, 2, 3], 2, "")
+    view.apply(PageChanges(digest=page, entered=page, is_reset=True))
+    assert view.pages == {page}
+    assert not view.is_stale
+    view.apply(PageChanges(digest=bytes(16)))  # a page has left, and nobody has heard it
+    assert not view.pages
+    assert view.is_stale
+
+
+def test_old_pages_count_until_the_new_ones_are_complete() -> None:
+    view = PageView()
+    one, two = chain([1, 2, 3, 4, 5], 2, "")
+    both = bytes(a ^ b for a, b in zip(one, two, strict=True))
+    view.apply(PageChanges(digest=both, entered=one + two, is_reset=True))
+    view.apply(PageChanges(digest=both, entered=one, is_reset=True, is_complete=False))
+    assert view.pages == {one, two}
+    view.apply(PageChanges(digest=one))
+    assert view.pages == {one}
+    assert not view.is_stale
+
+
+def test_a_fleet_tells_its_router_which_pages_its_members_have() -> None:
+    """Four conversations, two engines: each second turn goes where the first one was computed."""
+    members = [HashMember(f"m{i}", max_batch_size=8) for i in range(2)]
+    caller = Caller()
+    fleet = Fleet(members, router=PrefixRouter(), watch_s=3600)
+    fleet.start(caller.deliver, caller.died)
+    prompts = [[i, *range(30)] for i in range(4)]
+    for turn in range(2):
+        for i, prompt in enumerate(prompts):
+            fleet.add(ask(f"{turn} {i}", prompt + [9] * turn))
+        for _ in range(50):
+            for member in members:
+                member.step()
+    counters = [member.core.stats().counters for member in members if member.core is not None]
+    assert all(each.num_submitted == 4 for each in counters)
+    assert all(each.num_cached_tokens == 2 * 28 for each in counters)
+    assert len(caller.ends) == 8
+    fleet.stop()
+
+
+# Routers that are broken on purpose.
+
+
+def _without_scopes(patch: pytest.MonkeyPatch) -> None:
+    def everybody(tokens: Any, size: int, scope: str, public: int, most: int) -> list[bytes]:
+        return chain(tokens, size, "a", public, most)
+
+    patch.setattr(routing, "chain", everybody)
+
+
+def _without_public_tokens(patch: pytest.MonkeyPatch) -> None:
+    def private(tokens: Any, size: int, scope: str, public: int, most: int) -> list[bytes]:
+        return chain(tokens, size, scope, 0, most)
+
+    patch.setattr(routing, "chain", private)
+
+
+def _without_evictions(patch: pytest.MonkeyPatch) -> None:
+    def apply(view: PageView, changes: PageChanges) -> None:
+        view.is_stale = False
+        view.pages |= {changes.entered[i : i + 16] for i in range(0, len(changes.entered), 16)}
+
+    patch.setattr(PageView, "apply", apply)
+
+
+def _without_digest(patch: pytest.MonkeyPatch) -> None:
+    apply = PageView.apply
+
+    def trusting(view: PageView, changes: PageChanges) -> None:
+        is_stale = view.is_stale
+        apply(view, changes)
+        view.is_stale = is_stale and view.is_stale
+
+    patch.setattr(PageView, "apply", trusting)
+
+
+def _without_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PageView, "apply", lambda view, changes: setattr(view, "is_stale", False))
+
+
+def _without_load(patch: pytest.MonkeyPatch) -> None:
+    send = KnownMember.send
+
+    def forgetful(known: Any, request_id: str, sent: Any) -> None:
+        sent.num_tokens = 0
+        send(known, request_id, sent)
+
+    patch.setattr(KnownMember, "send", forgetful)
+
+
+def _without_a_share(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixRouter.__init__, "__kwdefaults__", {"max_share": 100.0})
+
+
+def _without_promises(patch: pytest.MonkeyPatch) -> None:
+    send = KnownMember.send
+
+    def literal(known: Any, request_id: str, sent: Any) -> None:
+        sent.pages = ()
+        send(known, request_id, sent)
+
+    patch.setattr(KnownMember, "send", literal)
+
+
+@pytest.mark.parametrize(
+    ("breaks", "check"),
+    [
+        (_without_scopes, is_right_about_caches),
+        (_without_public_tokens, is_right_about_caches),
+        (_without_evictions, is_right_about_caches),
+        (_without_digest, losses_are_noticed),
+        (_without_pages, lambda router: conversations_stay(router) >= 0.90),
+        (_without_load, long_prompts_are_avoided),
+        (_without_a_share, lambda router: largest_share(router) <= 1.5),
+        (_without_promises, choices_share_a_prompt),
+    ],
+)
+def test_a_broken_router_is_noticed(
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    check: Callable[[PrefixRouter], bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert check(PrefixRouter())
+    breaks(monkeypatch)
+    assert not check(PrefixRouter())

@@ -1,0 +1,199 @@
+"""`HashMember`: a member of a fleet without a process or thread, driven step by step.
+
+Tests decide when it computes, when its frames arrive, when it is silent, dies and comes back.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from infer.engine.core import EngineCore
+from infer.engine.fleet.member import Loss, MemberListener
+from infer.errors import RequestError
+from infer.types import ErrorRecord, FinishReason, Request, StepOutput
+from infer.types.engine_stats import EngineCounters, EngineStats
+from infer.types.fingerprint import Fingerprint
+from infer.types.step_events import StepEvents
+from tests.support.doubles import limits_of, make_hash_core
+
+EQUAL = Fingerprint(model="model", numbers="numbers")
+
+
+class EngineDies(BaseException):
+    """Raised by a runner: its engine dies in this step."""
+
+
+class HashMember:
+    """A `Member`; see the module's docstring."""
+
+    def __init__(self, name: str, *, fingerprint: Fingerprint = EQUAL, **settings: Any) -> None:
+        self.name, self.fingerprint, self.settings = name, fingerprint, settings
+        self.alone: str | None = None
+        self.core: EngineCore | None = self._make()
+        self.limits = limits_of(self._make())
+        self.life = 0
+        self.is_abandoned = self.is_stopped = False
+        self.is_alive = True
+        self.is_silent, self.silence_s, self.link_silence_s = False, 0.0, 0.0
+        self.is_cut = False
+        """whether nothing passes between it and the fleet; its engine goes on"""
+        self.frames: list[tuple[int, list[StepOutput], StepEvents | None]] = []
+        """frames that have not arrived"""
+        self.commands: list[Callable[[], object]] = []
+        self.num_deaths = 0
+        self.listener: MemberListener | None = None
+
+    def _make(self) -> EngineCore:
+        self.alone = None
+        return make_hash_core(announce=self._announce, **self.settings)
+
+    def _announce(self, request_id: str | None) -> None:
+        self.alone = request_id
+
+    # ---- as a member
+
+    @property
+    def is_ready(self) -> bool:
+        return self.core is not None and not self.is_abandoned and self.life > 0
+
+    def start(self, listener: MemberListener) -> None:
+        self.listener = listener
+        self.begin_life()
+
+    def add(self, request: Request, life: int) -> None:
+        self._command(life, lambda core: self._take(core, life, request))
+
+    def abort(self, request_id: str, life: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        self._command(life, lambda core: core.abort(request_id, reason))
+
+    def follow_pages(self, life: int) -> None:
+        self._command(life, lambda core: core.follow_pages())
+
+    def abandon(self, life: int) -> None:
+        if life == self.life and self.core is not None and not self.is_abandoned:
+            self.is_abandoned = True
+            self.commands.append(self._reset)
+            # An answer within this call would be a second call of the listener at the same time.
+
+    def stop(self) -> None:
+        self.core, self.is_stopped, self.is_alive = None, True, False
+
+    def stats(self) -> EngineStats:
+        return EngineStats(counters=EngineCounters(num_restarts=self.num_deaths))
+
+    def _command(self, life: int, apply: Callable[[EngineCore], object]) -> None:
+        if life == self.life and self.core is not None and not self.is_abandoned:
+            core = self.core
+            self.commands.append(lambda: apply(core))
+            if not self.is_cut:
+                self._apply_commands()
+
+    def _take(self, core: EngineCore, life: int, request: Request) -> None:
+        try:
+            core.add(request)
+        except RequestError as error:
+            record = ErrorRecord.of(error)
+            refusal = StepOutput(request.request_id, None, FinishReason.ERROR, error=record)
+            self.frames.append((life, [refusal], None))
+
+    def _reset(self) -> None:
+        assert self.core is not None
+        self.core.abort_all()
+        self.deliver()
+        self.begin_life()
+
+    def _apply_commands(self) -> None:
+        commands, self.commands = self.commands, []
+        for command in commands:
+            command()
+
+    # ---- what a test does with it
+
+    def begin_life(self) -> None:
+        """Begin a life with the engine that there is."""
+        assert self.listener is not None
+        self.life += 1
+        self.is_abandoned = False
+        self.listener.ready(self, self.life)
+
+    def step(self) -> None:
+        """Compute a step; its frame arrives unless the link is cut."""
+        if self.core is None:
+            return
+        if not self.is_cut:
+            self._apply_commands()
+        if self.core is None or not self.core.has_work:
+            return
+        try:
+            outputs = self.core.step()
+        except EngineDies:
+            self.die(from_outside=False)
+            return
+        self.alone = None
+        self.frames.append((self.life, outputs, self.core.step_events))
+        if not self.is_cut:
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Have all frames arrive, those of ended lives included."""
+        assert self.listener is not None
+        frames, self.frames = self.frames, []
+        for frame in frames:
+            self.listener.reported(self, *frame)
+
+    def die(self, *, from_outside: bool) -> None:
+        """Lose the engine; frames that have not arrived may arrive later."""
+        if self.core is None or self.is_stopped:
+            return
+        assert self.listener is not None
+        self.num_deaths += 1
+        self.core, self.is_cut, self.link_silence_s = None, False, 0.0
+        self.commands.clear()
+        alone, self.alone = self.alone, None
+        if not self.is_abandoned:
+            self.listener.lost(self, self.life, Loss("it has died", from_outside, alone))
+
+    def revive(self) -> None:
+        """Get another engine."""
+        if self.core is None and not self.is_stopped:
+            self.core = self._make()
+            self.begin_life()
+
+    def cut(self) -> None:
+        """Be silent from now on."""
+        if self.core is not None:
+            self.is_cut, self.link_silence_s = True, 99.0
+
+    def heal(self) -> None:
+        """Have all arrive that was under way, in both directions."""
+        if self.is_cut:
+            self.is_cut, self.link_silence_s = False, 0.0
+            self.deliver()
+            self._apply_commands()
+
+
+class Caller:
+    """What the caller of a fleet has got."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.ends: dict[str, StepOutput] = {}
+        self.members: dict[str, set[str]] = defaultdict(set)
+        """id → members that have reported a token of it"""
+        self.has_died = False
+
+    def deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+        for output in outputs:
+            name = output.request_id
+            assert name not in self.ends, f"{name} goes on after its end"
+            if output.token_id is not None:
+                self.tokens[name].append(output.token_id)
+                if step_events is not None:
+                    self.members[name].add(step_events.member)
+            if output.finish_reason is not None:
+                self.ends[name] = output
+
+    def died(self) -> None:
+        self.has_died = True
