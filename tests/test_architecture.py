@@ -421,7 +421,6 @@ REACHES: dict[str, tuple[int | None, str]] = {
     "engine/test_draft_model.py": (3, "drafts at any cost; its errors are not contained"),
     "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
     "engine/test_speculation_grammar.py": (None, MUTANTS),
-    "engine/test_speculation_equality.py": (1, "drafts at any cost"),
     "engine/test_threads.py": (1, "a model counts as small by its bytes"),
     "gpu/test_attention_kernels.py": (2, ON_A_GPU),
     "gpu/test_compiled.py": (2, ON_A_GPU),

@@ -273,10 +273,7 @@ def _build(
         )
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
-    if device.type == "cpu" and (problem := batch_invariance_problem(model)):
-        log.warning("%s", problem)
-        if config.speculative:
-            log.warning("speculation changes the rows of a step, so it may change tokens, too")
+    _warn_of_variance(config, model, device)
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
@@ -308,6 +305,14 @@ def _build(
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
+
+
+def _warn_of_variance(config: EngineConfig, model: Model, device: torch.device) -> None:
+    """Log it if a row's bits depend on the other rows of its step."""
+    if device.type == "cpu" and (problem := batch_invariance_problem(model)):
+        log.warning("%s", problem)
+        if config.speculative:
+            log.warning("speculation changes the rows of a step, so it may change tokens, too")
 
 
 def _drafter(

@@ -202,21 +202,15 @@ def make_plan(
         activations = max(activations, drafts.activation_bytes)
     left = free - weights - activations - (drafts.weight_bytes if drafts else 0)
     draft_token_bytes = drafts.kv_bytes_per_token if drafts else 0
-    cache = _CacheSize(
-        config,
-        page=(page_size, token_bytes),
-        model_max=model.max_seq_len,
-        seats=seats,
-        budget=_cache_budget(config, left, page_size, token_bytes, draft_token_bytes),
-    )
+    budget = _cache_budget(config, left, page_size, token_bytes, draft_token_bytes)
+    page = page_size, token_bytes
+    cache = _CacheSize(config, page=page, model_max=model.max_seq_len, seats=seats, budget=budget)
     drafts = drafts and drafts.beside(cache)
     return MemoryPlan(
         model=name,
         device=device.type,
         dtype=config.weight_format or str(dtype).removeprefix("torch."),
-        products=products(dtype, config.weight_format, blocks.kinds if blocks else ())
-        if device.type == "cpu"
-        else "",
+        products=_products(config, dtype, device, blocks),
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
@@ -234,6 +228,17 @@ def make_plan(
         advice=_advice(left, cache, dtype, draft_token_bytes),
         draft=drafts,
     )
+
+
+def _products(
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: CheckpointBlocks | None,
+) -> str:
+    if device.type != "cpu":
+        return ""
+    return products(dtype, config.weight_format, blocks.kinds if blocks else ())
 
 
 def _check_max_seq_len(config: EngineConfig, model: ModelConfig) -> None:
