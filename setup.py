@@ -1,13 +1,16 @@
 """Builds the CPU kernels if there is a C++ compiler; everything else is in pyproject.toml.
 
-The kernels are a plain shared library that ctypes loads. Each file of `csrc/isa` is for one
-instruction set; a compiler that is too old for one of them loses that file only. The package works
-without the library, slower, so a failure to build is one warning and the installation goes on.
+The kernels are a plain shared library that ctypes loads: it needs nothing of Python, so one wheel
+for each platform is for all versions of Python (py3-none-PLATFORM). Each file of `csrc/isa` is for
+one instruction set; a compiler that is too old for one of them loses that file only. The package
+works without the library, slower, so a failure to build is one warning and the installation goes
+on. With INFER_REQUIRE_KERNELS=1, for wheels that are given to others, each failure is an error.
 """
 
 import hashlib
 import os
 import platform
+import sysconfig
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +18,21 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # an older setuptools, which only builds in place
+    bdist_wheel = None
+
 CSRC = Path("src/infer/csrc")
 SOURCES = [*sorted(CSRC.glob("*.cpp")), CSRC / "isa/dispatch.cpp", CSRC / "isa/portable.cpp"]
 X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
-INSTRUCTION_SETS = X86 if platform.machine().lower() in ("x86_64", "amd64") else ()
+ARM = ("neon", "neon_dotprod", "neon_i8mm_bf16")
+# What is built for, which is not always the machine that builds: an arm64 Mac builds for x86_64.
+MACHINE = sysconfig.get_platform().rsplit("-", 1)[-1].replace("universal2", platform.machine())
+INSTRUCTION_SETS = {"x86_64": X86, "aarch64": ARM, "arm64": ARM}.get(MACHINE, ())
+if sysconfig.get_platform().endswith("universal2"):
+    os.environ.setdefault("ARCHFLAGS", f"-arch {MACHINE}")
+REQUIRED = os.environ.get("INFER_REQUIRE_KERNELS") == "1"
 
 KERNELS = Extension(
     "infer.kernels._kernels",
@@ -46,18 +60,24 @@ KERNELS = Extension(
         )
     ],
     language="c++",
-    optional=True,
+    optional=not REQUIRED,
 )
 
 
 class BuildKernels(build_ext):
-    """`build_ext` that never stops an installation."""
+    """`build_ext` that stops an installation only if the kernels are required."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """A name without the version of Python."""
+        return f"{fullname.replace('.', '/')}.so"
 
     def run(self) -> None:
         """Build, or warn."""
         try:
             super().run()
         except Exception as error:
+            if REQUIRED:
+                raise
             warn(error)
 
     def build_extension(self, ext: Extension) -> None:
@@ -71,6 +91,8 @@ class BuildKernels(build_ext):
                     ext.define_macros.append((f"INFER_{name.upper()}", None))
             super().build_extension(ext)
         except Exception as error:
+            if REQUIRED:
+                raise
             warn(error)
 
     def compile_instruction_set(self, name: str) -> str | None:
@@ -85,6 +107,8 @@ class BuildKernels(build_ext):
                 [source], output_dir=self.build_temp, extra_postargs=KERNELS.extra_compile_args
             )
         except Exception as error:
+            if REQUIRED:
+                raise
             warnings.warn(f"the kernels for {name} were not built ({error})", stacklevel=2)
             return None
         return str(compiled[0])
@@ -99,4 +123,17 @@ def warn(error: Exception) -> None:
     )
 
 
-setup(ext_modules=[KERNELS], cmdclass={"build_ext": BuildKernels})
+COMMANDS = {"build_ext": BuildKernels}
+if bdist_wheel is not None:
+
+    class BuildWheel(bdist_wheel):
+        """`bdist_wheel` for any Python on this platform."""
+
+        def get_tag(self) -> tuple[str, str, str]:
+            """The tags of Python, its ABI and the platform."""
+            platform_tag = super().get_tag()[2].replace("universal2", MACHINE)
+            return "py3", "none", platform_tag
+
+    COMMANDS["bdist_wheel"] = BuildWheel
+
+setup(ext_modules=[KERNELS], cmdclass=COMMANDS)

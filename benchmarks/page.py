@@ -1,26 +1,59 @@
-"""Measures the page in a browser: `python benchmarks/page.py [--tokens 20000] [--rate 500]`.
+"""Measures the page in a browser: `python benchmarks/page.py [PART ...]`.
 
-First paint and the time until the page can be used, with a cold cache, beside an idle engine; how
-much the layout shifts; and an answer that grows for a while, as text of a given rate: how long the
-main thread is busy at a time, and how much memory is left when the answer has been closed. It needs
-the extra `browser` and a Chromium. The result is JSON on stdout.
+- `visits`: first paint, the time until the page can be used, and layout shift, with a cold cache,
+  beside an idle engine.
+- `answer`: an answer of 20,000 tokens at 500 a second, as the page's own `fetch` could get it: how
+  long tasks of the main thread are, and how much memory is left when the answer has been closed.
+- `prefix`: first token of the second turn of a conversation of 1,000 tokens, against the first.
+- `comparison`: from the click to the picture of 64 mixed requests on 8 seats.
+- `watch`: throughput of 32 streams with four viewers of the engine against none, in alternating
+  pairs. `--tabs` makes the viewers tabs of the browser; without it they are readers of the stream.
+
+It needs the extra `browser` and a Chromium. The result is JSON on stdout.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import itertools
 import json
+import os
+import statistics
 import sys
 import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.pictures import server
 from tests.support.page_driver import Reader, chromium
 
-OPENING = """
+NUM_TOKENS = 20_000
+TOKENS_A_SECOND = 500
+NUM_STREAMS = 32
+NUM_VIEWERS = 4
+WORDS = "one day the little fox went to the river and saw a red boat under an old tree"
+WINDOW_S = 4.0
+"""seconds of one half of a pair"""
+NUM_PAIRS = 12
+
+USABLE = """
+new MutationObserver((_, watch) => {
+  if (document.querySelector(".welcome .examples")) {
+    window.usableAt = performance.now();
+    watch.disconnect();
+  }
+}).observe(document, {subtree: true, childList: true});
+"""
+VISIT = """
 () => new Promise((done) => {
   let shift = 0;
   new PerformanceObserver((list) => {
@@ -33,87 +66,307 @@ OPENING = """
   }), 300);
 })
 """
-WATCH = """
-new MutationObserver((_, watch) => {
-  if (document.querySelector(".welcome .examples")) {
-    window.usableAt = performance.now();
-    watch.disconnect();
-  }
-}).observe(document, {subtree: true, childList: true});
+SCRIPTED = """
+const real = window.fetch;
+const words = "one day a little **fox** went to the `old` mill and sang, 'la la'. ".split(" ");
+const parts = ["\\n\\n## A title\\n\\n", "\\n\\n- one\\n- two\\n\\n",
+  "\\n\\n```python\\nx = f(1)\\n```\\n\\n", "\\n\\n| a | b |\\n|---|---|\\n| 1 | 2 |\\n\\n"];
+const text = (i) => (i % 80 === 79 ? parts[(i / 80 | 0) % parts.length]
+  : words[i % words.length] + " ");
+window.scripted = {tokens: 0, rate: 1};
+window.fetch = (path, how) => {
+  if (path !== "/v1/chat/completions") return real(path, how);
+  const {tokens, rate} = window.scripted;
+  const coder = new TextEncoder();
+  const stream = new ReadableStream({start(out) {
+    const write = (value) => out.enqueue(coder.encode("data: " + JSON.stringify(value) + "\\n\\n"));
+    const chunk = (i) => write({id: "chatcmpl-1", model: "infer-demo", choices: [{index: 0,
+      delta: {content: text(i)}, token_ids: [i % 4096], finish_reason: null}]});
+    const began = performance.now();
+    let count = 0;
+    const timer = setInterval(() => {
+      const due = Math.min(tokens, Math.floor(((performance.now() - began) / 1000) * rate));
+      for (; count < due; count++) chunk(count);
+      if (count < tokens) return;
+      clearInterval(timer);
+      write({id: "chatcmpl-1", model: "infer-demo", choices: [{index: 0, delta: {},
+        finish_reason: "stop"}], usage: {prompt_tokens: 10, completion_tokens: tokens}});
+      out.close();
+    }, 4);
+  }});
+  return Promise.resolve(new Response(stream, {headers: {"content-type": "text/event-stream"}}));
+};
 """
-GROWING = """
-async ([tokens, rate]) => {
-  const words = "one day a little **fox** went to the `old` mill and sang, 'la la'. ".split(" ");
-  const parts = ["\\n\\n## A title\\n\\n", "\\n\\n- one\\n- two\\n\\n",
-    "\\n\\n```python\\nx = f(1)\\n```\\n\\n", "\\n\\n| a | b |\\n|---|---|\\n| 1 | 2 |\\n\\n"];
-  await import("/ui/lib/text_view.js");
-  await import("/ui/vendor/highlight.js");
-  const tasks = [];
-  new PerformanceObserver((list) => tasks.push(...list.getEntries().map((e) => e.duration)))
-    .observe({type: "longtask"});
-  globalThis.gc?.();
-  const before = performance.memory.usedJSHeapSize;
-  const view = document.createElement("text-view");
-  document.querySelector(".messages").append(view);
-  let text = "", count = 0, frames = 0;
-  const began = performance.now();
-  const frame = () => { frames++; if (count < tokens) requestAnimationFrame(frame); };
-  requestAnimationFrame(frame);
-  while (count < tokens) {
-    const due = Math.min(tokens, Math.floor(((performance.now() - began) / 1000) * rate));
-    for (; count < due; count++) {
-      const isLast = count % 80 === 79;
-      text += isLast ? parts[(count / 80 | 0) % parts.length] : words[count % words.length] + " ";
+
+
+def visits(browser: Any, url: str) -> dict[str, Any]:
+    """Five first visits: nothing is cached."""
+    found = [visit(browser, url) for _ in range(5)]
+    worst = {name: max(each[name] for each in found) for name in found[0]}
+    return {"worst": worst, "visits": found}
+
+
+def visit(browser: Any, url: str) -> dict[str, Any]:
+    """One of them."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.add_init_script(USABLE)
+    page.goto(url)
+    page.wait_for_selector(".welcome .examples")
+    found: dict[str, Any] = page.evaluate(VISIT)
+    context.close()
+    return found
+
+
+def answer(browser: Any, url: str) -> dict[str, Any]:
+    """A long answer; the browser's trace has every task of the main thread."""
+    reader = Reader(browser, url)
+    page = reader.page
+    page.add_init_script(SCRIPTED)
+    page.reload()
+    page.wait_for_selector(".welcome")
+    devtools = reader.context.new_cdp_session(page)
+    devtools.send("Performance.enable")
+
+    def ask(count: int) -> None:
+        page.evaluate(
+            "([tokens, rate]) => { scripted = {tokens, rate}; }", [count, TOKENS_A_SECOND]
+        )
+        reader.send("Tell me a story.")
+        seconds = count / TOKENS_A_SECOND
+        reader.until(
+            "document.querySelector('.message.assistant .figures')", timeout_s=20 + 2 * seconds
+        )
+        page.wait_for_timeout(500)
+
+    def close() -> dict[str, float]:
+        page.keyboard.press("Control+Shift+O")
+        page.wait_for_selector(".welcome")
+        page.wait_for_timeout(500)
+        devtools.send("HeapProfiler.collectGarbage")
+        metrics = devtools.send("Performance.getMetrics")["metrics"]
+        names = {"JSHeapUsedSize": "heap_bytes", "Nodes": "nodes"}
+        return {names[each["name"]]: each["value"] for each in metrics if each["name"] in names}
+
+    ask(1000)  # loads the modules that colour code
+    before = close()
+    browser.start_tracing(page=page, categories=["toplevel", "__metadata"])
+    began_s = time.monotonic()
+    ask(NUM_TOKENS)
+    seconds = time.monotonic() - began_s
+    tasks = main_thread_tasks(json.loads(browser.stop_tracing()))
+    elements = page.evaluate("document.querySelectorAll('text-view *').length")
+    length = page.evaluate("document.querySelector('text-view').textContent.length")
+    after = close()
+    reader.close()
+    return {
+        "seconds": seconds,
+        "elements": elements,
+        "characters": length,
+        "tasks": len(tasks),
+        "task_p99_ms": tasks[int(0.99 * len(tasks))],
+        "task_max_ms": tasks[-1],
+        "tasks_over_50_ms": sum(task > 50 for task in tasks),
+        "before": before,
+        "after": after,
+        "heap_ratio": after["heap_bytes"] / before["heap_bytes"],
     }
-    view.value = {text, isOpen: true};
-    await new Promise((done) => setTimeout(done, 1000 / rate));
-  }
-  view.value = {text, isOpen: false};
-  const seconds = (performance.now() - began) / 1000;
-  await new Promise((done) => setTimeout(done, 500));
-  const elements = view.querySelectorAll("*").length;
-  view.remove();
-  text = "";
-  await new Promise((done) => setTimeout(done, 500));
-  globalThis.gc?.();
-  const after = performance.memory.usedJSHeapSize;
-  tasks.sort((a, b) => a - b);
-  return {seconds, frames_per_s: frames / seconds, elements, tasks_over_50_ms: tasks.length,
-    longest_task_ms: tasks.at(-1) ?? 0, heap_before: before, heap_after: after};
+
+
+def main_thread_tasks(trace: dict[str, Any]) -> list[float]:
+    """Milliseconds of the tasks of the page's main thread, of at least 0.1 ms, sorted. The browser
+    has further threads of that name; the page's is the one that works most."""
+    events = trace["traceEvents"]
+    names = {
+        (e["pid"], e["tid"])
+        for e in events
+        if e.get("name") == "thread_name" and e["args"]["name"] == "CrRendererMain"
+    }
+    found: dict[tuple[int, int], list[float]] = {where: [] for where in names}
+    for event in events:
+        where = (event["pid"], event["tid"])
+        is_task = event.get("name", "").endswith("RunTask") and event.get("ph") == "X"
+        if is_task and where in found and event["dur"] >= 100:
+            found[where].append(event["dur"] / 1000)
+    return sorted(max(found.values(), key=sum))
+
+
+def prefix(browser: Any, url: str) -> dict[str, Any]:
+    """Five conversations, each with a first message of about 1,000 tokens and a short second."""
+    found = []
+    words = WORDS.split()
+    for start in range(5):
+        reader = Reader(browser, url)
+        reader.settings({"max_tokens": 16, "temperature": 0})
+        text = " ".join(itertools.islice(itertools.cycle(words), start, start + 960))
+        reader.ask(f"{start} {text}")
+        reader.ask("And then?")
+        first, second = reader.page.evaluate(
+            "[...document.querySelectorAll('chat-message')].map((each) => each.message.figures)"
+            ".filter(Boolean).map(({promptTokens, cachedTokens, firstMs}) =>"
+            " ({promptTokens, cachedTokens, firstMs}))"
+        )
+        found.append({"first": first, "second": second})
+        reader.close()
+    ratios = [each["second"]["firstMs"] / each["first"]["firstMs"] for each in found]
+    return {"median_ratio": statistics.median(ratios), "ratios": ratios, "turns": found}
+
+
+def comparison(browser: Any, url: str) -> dict[str, Any]:
+    """From the click to the picture."""
+    reader = Reader(browser, url)
+    page = reader.page
+    page.goto(f"{url}/#/engine")
+    page.wait_for_selector(".compare-run")
+    began_s = time.monotonic()
+    page.click(".compare-run")
+    page.wait_for_selector(".comparison canvas >> nth=2", timeout=120_000)
+    seconds = time.monotonic() - began_s
+    rows = page.locator(".comparison tbody tr").all_inner_texts()
+    reader.close()
+    return {"seconds": seconds, "rows": rows}
+
+
+# ---- the cost of watching
+
+
+class Load:
+    """`NUM_STREAMS` clients, each of which asks for one answer after the other."""
+
+    def __init__(self, url: str) -> None:
+        self._place = urlsplit(url)
+        self._is_over = False
+        self._threads = [
+            threading.Thread(target=self._ask, args=(number,)) for number in range(NUM_STREAMS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, number: int) -> None:
+        connection = http.client.HTTPConnection(self._place.hostname or "", self._place.port)
+        # Of different lengths: streams that begin again at once would make windows differ.
+        body = {
+            "prompt": "Once upon a time",
+            "max_tokens": 200 + 37 * (number * 7 % NUM_STREAMS),
+            "ignore_eos": True,
+            "stream": True,
+        }
+        while not self._is_over:
+            data = json.dumps({**body, "seed": number})
+            connection.request(
+                "POST", "/v1/completions", data, {"content-type": "application/json"}
+            )
+            response = connection.getresponse()
+            while not self._is_over and response.read1(65536):
+                pass
+        connection.close()
+
+    def close(self) -> None:
+        """End it."""
+        self._is_over = True
+        for thread in self._threads:
+            thread.join()
+
+
+def num_sampled(url: str) -> int:
+    """Output tokens of the server until now."""
+    with urllib.request.urlopen(f"{url}/stats") as reply:
+        return int(json.load(reply)["engine"]["num_sampled_tokens"])
+
+
+@contextmanager
+def readers(url: str) -> Iterator[None]:
+    """`NUM_VIEWERS` readers of the stream that look at nothing."""
+    place = urlsplit(url)
+    is_over = threading.Event()
+
+    def read() -> None:
+        connection = http.client.HTTPConnection(place.hostname or "", place.port)
+        connection.request("GET", "/v1/engine/events")
+        response = connection.getresponse()
+        while not is_over.is_set() and response.read1(65536):
+            pass
+        connection.close()
+
+    threads = [threading.Thread(target=read) for _ in range(NUM_VIEWERS)]
+    for thread in threads:
+        thread.start()
+    yield
+    is_over.set()
+    for thread in threads:
+        thread.join()
+
+
+@contextmanager
+def tabs(browser: Any, url: str) -> Iterator[None]:
+    """`NUM_VIEWERS` tabs with the engine view."""
+    context = browser.new_context(viewport={"width": 1280, "height": 860})
+    for _ in range(NUM_VIEWERS):
+        page = context.new_page()
+        page.goto(f"{url}/#/engine")
+        page.wait_for_selector("engine-view canvas.lanes")
+    yield
+    context.close()
+
+
+def watch(url: str, viewers: Callable[[], Any]) -> dict[str, Any]:
+    """Pairs of windows without and with viewers, each pair in the other order."""
+    load = Load(url)
+    time.sleep(8)  # until the streams have drifted apart
+
+    def rate() -> float:
+        time.sleep(0.3)
+        before, began_s = num_sampled(url), time.monotonic()
+        time.sleep(WINDOW_S)
+        return (num_sampled(url) - before) / (time.monotonic() - began_s)
+
+    pairs = []
+    for number in range(NUM_PAIRS):
+        found = {}
+        for is_watched in (number % 2 == 0, number % 2 == 1):
+            with viewers() if is_watched else ExitStack():
+                found[is_watched] = rate()
+        pairs.append((found[False], found[True]))
+    load.close()
+    costs = [1 - watched / alone for alone, watched in pairs]
+    return {
+        "median_cost": statistics.median(costs),
+        "mean_cost": statistics.mean(costs),
+        "standard_error": statistics.stdev(costs) / len(costs) ** 0.5,
+        "tokens_a_second": pairs,
+    }
+
+
+PARTS: dict[str, Callable[[Any, str], dict[str, Any]]] = {
+    "visits": visits,
+    "answer": answer,
+    "prefix": prefix,
+    "comparison": comparison,
 }
-"""
 
 
 def main() -> None:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=20_000)
-    parser.add_argument("--rate", type=int, default=500, help="tokens a second")
-    parser.add_argument("--visits", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", default=["visits", "answer", "prefix", "comparison"])
+    parser.add_argument("--tabs", action="store_true", help="watch in tabs of the browser")
     given = parser.parse_args()
-    flags = ["--js-flags=--expose-gc", "--enable-precise-memory-info"]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        server(Path(folder)) as url,
-        chromium(flags) as browser,
-    ):
-        visits = [visit(browser, url) for _ in range(given.visits)]
-        reader = Reader(browser, url)
-        growing = reader.page.evaluate(GROWING, [given.tokens, given.rate])
-        reader.close()
-    print(json.dumps({"visits": visits, "growing": growing}, indent=1))
-
-
-def visit(browser: Any, url: str) -> dict[str, Any]:
-    """A first visit: nothing is cached."""
-    context = browser.new_context(viewport={"width": 1280, "height": 800})
-    page = context.new_page()
-    page.add_init_script(WATCH)
-    page.goto(url)
-    page.wait_for_selector(".welcome .examples")
-    found: dict[str, Any] = page.evaluate(OPENING)
-    context.close()
-    return found
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        seats = NUM_STREAMS if "watch" in given.parts else 8
+        with server(Path(folder), seats) as url, ExitStack() as stack:
+            browser = None
+            if given.parts != ["watch"] or given.tabs:
+                browser = stack.enter_context(chromium())
+            for part in given.parts:
+                if part == "watch":
+                    viewers = (lambda: tabs(browser, url)) if given.tabs else lambda: readers(url)
+                    found[part] = watch(url, viewers)
+                else:
+                    found[part] = PARTS[part](browser, url)
+    print(json.dumps({"load": os.getloadavg(), **found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -28,13 +28,19 @@ from tests.support.server_process import ENV  # noqa: E402
 
 PHONE = {"width": 390, "height": 780}
 DESKTOP = {"width": 1280, "height": 860}
+TALL = {"width": 1280, "height": 1400}
 
 
 @contextmanager
-def server(folder: Path) -> Iterator[str]:
+def server(folder: Path, num_seats: int = 8) -> Iterator[str]:
     """The address of a server with the shipped model."""
     command = [sys.executable, "-m", "infer", "serve", "--port", "0"]
-    command += ["--max-batch-size", "8", "--sessions", f"sqlite:///{folder / 'sessions.db'}"]
+    command += [
+        "--max-batch-size",
+        str(num_seats),
+        "--sessions",
+        f"sqlite:///{folder / 'sessions.db'}",
+    ]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -63,23 +69,19 @@ def desktop(reader: Reader) -> None:
 
 def happened(reader: Reader) -> None:
     conversation(reader)
-    reader.page.click(".message.assistant .figures >> nth=-1")
-    reader.page.wait_for_selector(".timeline li")
+    reader.open_happened()
 
 
 def tokens(reader: Reader) -> None:
     reader.settings({"temperature": 0.7, "seed": 4})
     reader.ask("Tell me a story about a fox.")
-    reader.page.click(".message.assistant .toggle:not(.figures)")
-    reader.page.click(".tokens button >> nth=13")
-    reader.page.wait_for_selector(".alternatives")
+    reader.open_tokens(13)
     reader.page.evaluate("document.querySelector('token-view').scrollIntoView()")
 
 
 def settings(reader: Reader) -> None:
     conversation(reader)
-    reader.page.click("header.topbar button:last-child")
-    reader.page.wait_for_selector("dialog[open]")
+    reader.open_settings()
 
 
 def completions(url: str, seed: int, count: int) -> None:
@@ -103,8 +105,8 @@ def completions(url: str, seed: int, count: int) -> None:
 
 def engine(reader: Reader) -> None:
     """The engine view, with 10 clients that each send one request after the other."""
-    reader.page.goto(f"{reader.url}/#/engine")
-    reader.page.wait_for_selector("engine-view canvas.lanes")
+    reader.open_engine()
+    reader.page.select_option(".engine-controls select", "5")
     clients = [
         threading.Thread(target=completions, args=(reader.url, seed, 12), daemon=True)
         for seed in range(10)
@@ -115,11 +117,9 @@ def engine(reader: Reader) -> None:
 
 
 def comparison(reader: Reader) -> None:
-    reader.page.goto(f"{reader.url}/#/engine")
+    reader.open_engine()
     reader.page.click(".compare-run")
     reader.page.wait_for_selector(".comparison table", timeout=150_000)
-    reader.page.locator(".comparison").scroll_into_view_if_needed()
-    reader.page.evaluate("document.querySelector('.comparison').scrollIntoView()")
 
 
 PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
@@ -130,9 +130,12 @@ PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
     "dark": (conversation, {"color_scheme": "dark"}),
     "chinese": (conversation, {"locale": "zh-CN"}),
     "phone": (conversation, {"viewport": PHONE}),
-    "comparison": (comparison, {}),
+    "comparison": (comparison, {"viewport": TALL}),
     "engine": (engine, {}),
 }
+
+ELEMENTS = {"comparison": ".comparison"}
+"""what is pictured, where it is not the whole window"""
 
 
 def main() -> None:
@@ -155,7 +158,7 @@ def main() -> None:
             prepare(reader)
             reader.page.mouse.move(0, 0)
             reader.page.wait_for_timeout(300)
-            reader.picture(given.out / f"{name}.png")
+            reader.picture(given.out / f"{name}.png", ELEMENTS.get(name, ""))
             reader.close()
             print(given.out / f"{name}.png")
 

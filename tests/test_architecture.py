@@ -38,9 +38,9 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads log_fields control_groups",
+        "errors version threads log_fields control_groups readiness",
         "exceptions that users see; the version; threads that end before the interpreter;"
-        " what lines of the log carry; the limits of a container",
+        " what lines of the log carry; the limits of a container; waiting for a file",
     ),
     Level(
         "types config files kernels.loader main_memory",
@@ -71,9 +71,11 @@ LEVELS = (
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.client.waiting_tokens engine.build.memory_plan engine.fleet.routing",
+        " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint"
+        " engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; which prompts wait for a seat; what fits into memory; where the pages are",
+        " viewers; which prompts wait for a seat; what fits into memory; the draft model on the"
+        " disk; where the pages are",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
@@ -428,7 +430,9 @@ REACHES: dict[str, tuple[int | None, str]] = {
     "cells/test_contexts.py": (4, "compares the storage byte by byte; attention that fails"),
     "bench/test_bench_cli.py": (3, "ends an engine from another thread; few common ids"),
     "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
+    "engine/test_draft_model.py": (3, "drafts at any cost; its errors are not contained"),
     "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
+    "engine/test_speculation_grammar.py": (2, "no patience with masks"),
     "engine/test_threads.py": (1, "a model counts as small by its bytes"),
     "gpu/test_attention_kernels.py": (2, ON_A_GPU),
     "gpu/test_compiled.py": (2, ON_A_GPU),
@@ -439,6 +443,7 @@ REACHES: dict[str, tuple[int | None, str]] = {
     "models/test_gguf.py": (1, "a tensor in many parts"),
     "runner/test_storage.py": (1, "prepares less memory"),
     "schedule/test_ahead.py": (None, MUTANTS),
+    "schedule/test_drafting.py": (None, MUTANTS),
     "schedule/test_fairness.py": (None, MUTANTS),
     "schedule/test_speculation.py": (None, MUTANTS),
     "schedule/test_workloads.py": (None, MUTANTS),

@@ -49,12 +49,17 @@ const BUNDLES = {
   },
 };
 
+/** Licences of packages that come without one, from the repositories that they name. */
+const LICENCES = { "@cfworker/json-schema": "licences/cfworker-json-schema.txt" };
+
 /** @param {string} name */
 async function packageOf(name) {
   const folder = join(here, "node_modules", name);
   const about = JSON.parse(await readFile(join(folder, "package.json"), "utf8"));
-  const file = (await readdir(folder)).sort().find((entry) => /^licen[cs]e/i.test(entry));
-  const text = file ? await readFile(join(folder, file), "utf8") : "";
+  const own = (await readdir(folder)).sort().find((entry) => /^licen[cs]e/i.test(entry));
+  const file = own ? join(folder, own) : LICENCES[name] && join(here, LICENCES[name]);
+  if (!file) throw new Error(`${name} has no licence text: put one into ui/licences and name it in LICENCES`);
+  const text = await readFile(file, "utf8");
   return { name, version: about.version, licence: about.license, text };
 }
 
@@ -86,8 +91,8 @@ for (const [name, { packages }] of Object.entries(BUNDLES)) {
     const what = found.map((each) => `${each.name} ${each.version} (${each.licence})`).join(", ");
     rows.push(`| \`${file}\` | ${what} | \`${hash}\` |`);
   }
-  for (const { name: title, version, licence, text } of found) {
-    const body = text.trim().replace(/\r\n/g, "\n") || `Licence: ${licence}`;
+  for (const { name: title, version, text } of found) {
+    const body = text.trim().replace(/\r\n/g, "\n");
     licences.push(`${title} ${version}\n${"=".repeat(72)}\n\n${body}\n`);
   }
 }

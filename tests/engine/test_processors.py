@@ -58,6 +58,14 @@ def test_a_cpu_with_one_kind_of_cores_has_no_efficiency_cores(tmp_path: Path) ->
     assert Processors(read_cores(frozenset({0, 1}), root)).num_threads() == 2
 
 
+def test_efficiency_cores_where_a_process_has_no_others(tmp_path: Path) -> None:
+    found = Processors(read_cores(frozenset({4, 6, 7}), laptop(tmp_path)))
+    assert found.num_threads() == 3
+    assert found.cpus() == found.cpus(all_nodes=True) == {4, 6, 7}
+    some = Processors(read_cores(frozenset({2, 6, 7}), tmp_path))
+    assert some.cpus() == {2}
+
+
 def test_one_node_by_default(tmp_path: Path) -> None:
     found = Processors(read_cores(frozenset(range(16)), two_nodes(tmp_path)))
     assert found.nodes == (0, 1)

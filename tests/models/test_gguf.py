@@ -12,50 +12,22 @@ from typing import Any
 import gguf
 import pytest
 import torch
-import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Q
 
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
-from infer.kernels.rotary import QKRotation
 from infer.models.gguf_file import GGUFFile, readable_types
-from infer.models.model import build_model
 from tests.support.checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
-from tests.support.gguf_files import write, write_gpt2
+from tests.support.gguf_files import dense_logits, write, write_gpt2
 from tests.support.model_shapes import LINEAR, LLAMA3, YARN
 from tests.support.parity import deviation, reference, tokens_of
 
 TOLERANCE = 2e-4
-CPU = torch.device("cpu")
-
-
-@torch.inference_mode()
-def logits(file: GGUFFile, tokens: list[int]) -> torch.Tensor:
-    """Logits of the file's model with dense causal attention and the layers' windows."""
-    config = file.config
-    model = build_model(config, file.source(torch.float32, CPU), len(tokens))
-    distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
-
-    def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: QKRotation | None
-    ) -> torch.Tensor:
-        window = config.window(layer) or len(tokens)
-        if turn is not None:
-            q, k = turn(q, k)
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        seen = (distance >= 0) & (distance < window)
-        out = F.scaled_dot_product_attention(
-            q, k, v, seen, scale=config.attention_scale, enable_gqa=True
-        )
-        return out.transpose(0, 1)
-
-    hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), attend)
-    return model.logits(hidden)
 
 
 def assert_same(path: Path, theirs: Any) -> None:
     tokens = tokens_of(150)
-    assert deviation(logits(GGUFFile(path), tokens), reference(theirs, tokens)) <= TOLERANCE
+    assert deviation(dense_logits(GGUFFile(path), tokens), reference(theirs, tokens)) <= TOLERANCE
 
 
 GEMMA_LINEAR = {
@@ -224,7 +196,14 @@ WRONG_NUMBERS = {  # (name before the number, bytes between the two, number, mes
     "integers": (b"token_embd.weight", 20, 26, "m.gguf: token_embd.weight is stored as I32, which"
                  " cannot be read (these can: F32, F16, Q4_0"),
     "not UTF-8": (b"tokenizer.ggml.model", 12, 0xFFFFFFFF, "is cut short or damaged: 'utf-8'"),
-    "a type to come": (b"token_embd.weight", 20, 99, "is not a valid GGMLQuantizationType"),
+    "a type to come": (b"token_embd.weight", 20, 99,
+                       "is cut short or damaged: token_embd.weight is of the unknown type 99"),
+    "a large row": (b"token_embd.weight", 4, 1 << 62,
+                    "token_embd.weight (F32, 261 x 4611686018427387904) ends at byte"),
+    "no row": (b"token_embd.weight", 12, 0, "x 96) must have 1 to 4 dimensions, none of them 0"),
+    "part of a block": (b"token_embd.weight", 20, 12,
+                        "token_embd.weight (Q4_K, 261 x 96) must have rows of a multiple of 256"),
+    "past the end": (b"token_embd.weight", 24, 1 << 50, "token_embd.weight (F32, 261 x 96) ends"),
 }  # fmt: skip
 
 
@@ -293,4 +272,4 @@ def test_keys_that_change_the_mathematics(tmp_path: Path) -> None:
     assert "rope.scaling.yarn_attn_factor = 2.0" in message(rope_scaling_yarn_attn_factor=2.0)
     longrope = gguf.RopeScalingType.LONGROPE
     assert "'longrope' is not supported" in message(rope_scaling_type=longrope)
-    assert "one part of 3; join them" in message(uint16=("split.count", 3))
+    assert "one part of 3, and its name is not" in message(uint16=("split.count", 3))

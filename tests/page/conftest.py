@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.page_driver import Reader, Wire, chromium
+from tests.support.page_driver import Hands, Reader, Wire, chromium
 from tests.support.server_process import Served, model_server, served
 
 
@@ -48,10 +48,17 @@ def wire(server: Served) -> Iterator[Wire]:
     found.close()
 
 
+@pytest.fixture(params=["mouse", "keyboard", "touch"])
+def hands(request: pytest.FixtureRequest) -> Hands:
+    """How the readers of a journey use the page."""
+    found: Hands = request.param
+    return found
+
+
 @pytest.fixture
-def far_reader(browser: Any, wire: Wire) -> Iterator[Reader]:
+def far_reader(browser: Any, wire: Wire, hands: Hands) -> Iterator[Reader]:
     """A reader whose connection can be slow, or cut."""
-    reader = Reader(browser, f"http://127.0.0.1:{wire.port}")
+    reader = Reader(browser, f"http://127.0.0.1:{wire.port}", hands)
     yield reader
     reader.close()
 
@@ -61,8 +68,8 @@ def new_reader(browser: Any, url: str) -> Iterator[Callable[..., Reader]]:
     """Makes readers, and closes them: nothing bad may have been reported to any of them."""
     readers: list[Reader] = []
 
-    def make(**context: Any) -> Reader:
-        readers.append(Reader(browser, url, **context))
+    def make(hands: Hands = "mouse", **context: Any) -> Reader:
+        readers.append(Reader(browser, url, hands, **context))
         return readers[-1]
 
     yield make
@@ -72,4 +79,11 @@ def new_reader(browser: Any, url: str) -> Iterator[Callable[..., Reader]]:
 
 @pytest.fixture
 def reader(new_reader: Callable[..., Reader]) -> Reader:
+    """One with a mouse."""
     return new_reader()
+
+
+@pytest.fixture
+def person(new_reader: Callable[..., Reader], hands: Hands) -> Reader:
+    """One of a journey, which is made with a mouse, by keyboard alone and on a phone."""
+    return new_reader(hands)

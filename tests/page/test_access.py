@@ -60,19 +60,16 @@ def editing(reader: Reader) -> None:
 
 def happened(reader: Reader) -> None:
     answered(reader)
-    reader.page.click(".message.assistant .figures")
-    reader.page.wait_for_selector(".timeline li")
+    reader.open_happened()
 
 
 def tokens(reader: Reader) -> None:
     answered(reader)
-    reader.page.click(".message.assistant .toggle:not(.figures)")
-    reader.page.click(".tokens button >> nth=0")
-    reader.page.wait_for_selector(".alternatives")
+    reader.open_tokens(0)
 
 
 def settings(reader: Reader) -> None:
-    reader.page.click("header.topbar button:last-child")
+    reader.open_settings()
     reader.page.fill("#setting-temperature", "7")
     reader.page.keyboard.press("Tab")
     reader.page.wait_for_selector(".fault-text")
@@ -116,8 +113,7 @@ def rich(reader: Reader) -> None:
 
 
 def engine(reader: Reader) -> None:
-    reader.page.goto(f"{reader.url}/#/engine")
-    reader.page.wait_for_selector("engine-view canvas.lanes")
+    reader.open_engine()
     reader.page.check(".engine-controls input[type=checkbox]")
     reader.page.wait_for_selector("engine-table table")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,19 +39,19 @@ def server_options(folder: Path, tokens: Tokens) -> list[str]:
     return ["--api-keys", str(folder / "keys")]
 
 
-def enter(page: Any, key: str, *, remember: bool = False) -> None:
-    page.fill("key-dialog input.key", key)
+def enter(reader: Reader, key: str, *, remember: bool = False) -> None:
+    reader.write("key-dialog input.key", key)
     if remember:
-        page.check("key-dialog input.remember")
-    page.click("key-dialog footer button.main")
+        reader.use("key-dialog input.remember")
+    reader.use("key-dialog footer button.main")
 
 
-def test_a_wrong_key_is_said_and_a_right_one_opens_the_chat(reader: Reader, tokens: Tokens) -> None:
-    page = reader.page
-    page.click(".welcome button")
-    enter(page, "wrong")
-    page.wait_for_selector("key-dialog .fault-text:has-text('does not know this key')")
-    enter(page, tokens.free)
+def test_a_wrong_key_is_said_and_a_right_one_opens_the_chat(person: Reader, tokens: Tokens) -> None:
+    page, reader = person.page, person
+    reader.use(".welcome button")
+    enter(reader, "wrong")
+    page.wait_for_selector(f"key-dialog .fault-text:has-text('{reader.said('key.wrong')}')")
+    enter(reader, tokens.free)
     page.wait_for_selector("key-dialog", state="detached")
     assert reader.ask("What is 2 + 2?")
     assert "infer.key" not in page.evaluate("JSON.stringify({...sessionStorage, ...localStorage})")
@@ -64,8 +63,8 @@ def test_a_key_is_remembered_in_the_tab_if_the_reader_says_so(
     reader: Reader, tokens: Tokens
 ) -> None:
     page = reader.page
-    page.click("header.topbar button.main")
-    enter(page, tokens.free, remember=True)
+    reader.use("header.topbar button.main")
+    enter(reader, tokens.free, remember=True)
     page.wait_for_selector("key-dialog", state="detached")
     page.reload()
     page.wait_for_selector(".welcome .examples")
@@ -75,8 +74,8 @@ def test_a_key_is_remembered_in_the_tab_if_the_reader_says_so(
 
 def test_a_limit_counts_down_and_gives_the_message_back(reader: Reader, tokens: Tokens) -> None:
     page = reader.page
-    page.click("header.topbar button.main")
-    enter(page, tokens.limited)
+    reader.use("header.topbar button.main")
+    enter(reader, tokens.limited)
     page.wait_for_selector("key-dialog", state="detached")
     for number in range(4):
         reader.send(f"What is {number} + 1?")

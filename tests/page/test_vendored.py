@@ -61,5 +61,15 @@ def test_the_page_of_libraries_has_the_pinned_versions() -> None:
     assert not any("resolved" in each for each in locked.values())
 
 
+def test_every_library_has_the_text_of_its_licence() -> None:
+    texts = (VENDOR / "LICENSES.txt").read_text()
+    parts = re.split(r"(?m)^(\S+ [0-9.]+)\n=+\n", texts)
+    found = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert found.keys() == set(re.findall(r"(\S+ [0-9.]+) \(", page()))
+    for name, text in found.items():
+        assert "opyright" in text, name
+        assert len(text) > 500, f"{name} has no licence text"
+
+
 def page() -> str:
     return (VENDOR / "VENDORED.md").read_text()

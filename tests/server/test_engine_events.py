@@ -374,7 +374,10 @@ def test_an_engine_that_dies_is_an_event() -> None:
             asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
             await watcher.until(lambda: len(watcher.all("steps")) > 5)
             os.kill(pid_of(app.engine), signal.SIGKILL)
-            assert (await asking).status == 200
+            reply = await asking
+            assert reply.status == 200
+            trace = (await app.get(f"/v1/requests/{reply.json()['id']}")).json()
+            assert trace["restarts"] == 1
             await watcher.until(lambda: any(e[0] == "finished" for e in watcher.all("events")))
             [at] = [i for i, frame in enumerate(watcher.frames) if frame.get("restarted")]
             events = [event for frame in watcher.frames[at:] for event in frame.get("events", [])]

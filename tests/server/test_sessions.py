@@ -155,6 +155,36 @@ def test_only_the_new_message_is_sent(form: str, url: str) -> None:
     with_app(make_hash_llm(), use, sessions=url)
 
 
+def test_an_answer_goes_on_in_its_place(url: str) -> None:
+    """Of a session: its last answer, or one that the client has and the session does not."""
+
+    async def use(app: App) -> None:
+        session = (await call(app, "POST", ""))["id"]
+        goes_on = {"session_id": session, "continue_final_message": True, "max_tokens": 7}
+        await app.post(CHAT, question("Hi", session_id=session, max_tokens=5))
+        asked, begun = (await call(app, "GET", f"/{session}"))["messages"]
+        body = {**question(""), **goes_on, "messages": [begun]}
+        added = answer_of(await app.post(CHAT, body), "whole")[0]
+        alone = {**body, "messages": [asked, begun]}
+        del alone["session_id"]
+        assert added == answer_of(await app.post(CHAT, alone), "whole")[0]
+        longer = {"role": "assistant", "content": begun["content"] + added}
+        assert (await call(app, "GET", f"/{session}"))["messages"] == [asked, longer]
+        more = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "Sure, "}]
+        added = answer_of(await app.post(CHAT, {**body, "messages": more}), "whole")[0]
+        found = (await call(app, "GET", f"/{session}"))["messages"]
+        end = {"role": "assistant", "content": "Sure, " + added}
+        assert found == [asked, longer, more[0], end]
+        sizes.append((session, sum(len(json.dumps(each)) for each in found)))
+
+    sizes: list[tuple[str, int]] = []
+    with_app(make_hash_llm(), use, sessions=url)
+    [(session, num_bytes)] = sizes
+    store = SessionStore(url)
+    assert store.num_bytes("", session) == num_bytes
+    store.close()
+
+
 def test_what_can_be_done_with_sessions(url: str) -> None:
     async def use(app: App) -> None:
         first = (await call(app, "POST", ""))["id"]

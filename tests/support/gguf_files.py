@@ -11,9 +11,13 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Q
 from tokenizers.pre_tokenizers import ByteLevel
 
+from infer.kernels.rotary import QKRotation
+from infer.models.gguf_file import GGUFFile
+from infer.models.model import build_model
 from tests.support.checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
 
 
@@ -24,15 +28,44 @@ def row_order(heads: int, size: int) -> np.ndarray:
 
 
 def blocks(shape: tuple[int, int], kind: Q) -> np.ndarray:
-    """Random K-quant blocks; the package can read such blocks but not make them."""
+    """Random blocks of any type that has a float16 factor, as rows of bytes.
+
+    The package can read such blocks, but of K-quants and others it cannot make any.
+    """
     rng = np.random.default_rng(shape[0])
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (shape[0] * shape[1] // block, size), dtype=np.uint8)
-    if kind == Q.Q4_K:  # d and dmin first
-        raw[:, :4] = np.array([4e-4, 3e-3], dtype=np.float16).view(np.uint8)
-    else:  # Q6_K: d last
-        raw[:, -2:] = np.array([1e-4], dtype=np.float16).view(np.uint8)
+
+    def put(first: int, typical: float) -> None:
+        factors = (rng.uniform(0.5, 1.5, len(raw)) * typical).astype(np.float16)
+        raw[:, first : first + 2] = factors.view(np.uint8).reshape(-1, 2)
+
+    for first, typical in FACTORS[kind]:
+        put(first, typical)
     return raw.reshape(shape[0], -1)
+
+
+# Of each type: where the float16 factors of a block are, and how large they typically are.
+FACTORS: dict[Q, list[tuple[int, float]]] = {
+    Q.Q4_0: [(0, 1e-2)],
+    Q.Q8_0: [(0, 8e-4)],
+    Q.Q4_K: [(0, 4e-4), (2, 3e-3)],
+    Q.Q5_K: [(0, 2e-4), (2, 3e-3)],
+    Q.Q6_K: [(208, 1e-4)],
+    Q.Q4_1: [(0, 1e-2), (2, 1e-2)],
+    Q.Q5_0: [(0, 5e-3)],
+    Q.Q5_1: [(0, 5e-3), (2, 1e-2)],
+    Q.Q2_K: [(80, 2e-3), (82, 2e-3)],
+    Q.Q3_K: [(108, 5e-4)],
+    Q.IQ4_NL: [(0, 3e-4)],
+    Q.IQ4_XS: [(0, 3e-5)],
+    Q.IQ2_XXS: [(0, 3e-3)],
+    Q.IQ2_XS: [(0, 3e-3)],
+    Q.IQ2_S: [(0, 3e-3)],
+    Q.IQ3_XXS: [(0, 3e-3)],
+    Q.IQ3_S: [(0, 3e-3)],
+    Q.MXFP4: [],
+}
 
 
 def add_text(writer: gguf.GGUFWriter) -> None:
@@ -106,7 +139,7 @@ def write(
         shift = float(arch == "gemma3" and name.endswith("norm.weight"))
         stored = kind if values.ndim > 1 else Q.F32
         stored = head if name == "lm_head.weight" and head is not None else stored
-        if stored in (Q.Q4_K, Q.Q6_K):
+        if stored in (Q.Q4_K, Q.Q5_K, Q.Q6_K):
             data = blocks(values.shape, stored)
         else:
             data = gguf.quants.quantize(values + np.float32(shift), stored)
@@ -157,3 +190,39 @@ def write_gpt2(path: Path, model: Any, kind: Q = Q.F32, *, with_head: bool = Fal
     writer.write_tensors_to_file()
     writer.close()
     return model
+
+
+@torch.inference_mode()
+def dense_logits(
+    file: GGUFFile,
+    tokens: list[int],
+    dtype: torch.dtype = torch.float32,
+    *,
+    in_blocks: bool = False,
+) -> torch.Tensor:
+    """Logits of the file's model with dense causal attention and the layers' windows.
+
+    `in_blocks`: the weights stay in the blocks of the file.
+    """
+    config = file.config
+    source = file.source(dtype, torch.device("cpu"))
+    if in_blocks:
+        source = source.with_layers(None, blocks=file.block_reader())
+    model = build_model(config, source, len(tokens))
+    distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
+
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: QKRotation | None
+    ) -> torch.Tensor:
+        window = config.window(layer) or len(tokens)
+        if turn is not None:
+            q, k = turn(q, k)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        seen = (distance >= 0) & (distance < window)
+        out = F.scaled_dot_product_attention(
+            q, k, v, seen, scale=config.attention_scale, enable_gqa=True
+        )
+        return out.transpose(0, 1)
+
+    hidden = model.forward(torch.tensor(tokens), torch.arange(len(tokens)), attend)
+    return model.logits(hidden)

@@ -1,7 +1,8 @@
 """Driving the page in a real browser: a Chromium of this machine, a real server, the shipped model.
 
 `chromium` finds the browser, or skips the test where there is none. `Reader` is somebody who uses
-the page: it has what the journeys do over and over, and it collects whatever the browser reports.
+the page: with a mouse, by keyboard alone, or by touch on a phone that is set to Chinese. It has
+what the journeys do over and over, and it collects whatever the browser reports.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import pytest
@@ -33,6 +34,17 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 20_000
 PHONE = {"width": 320, "height": 640}
 DESKTOP = {"width": 1280, "height": 800}
+Hands = Literal["mouse", "keyboard", "touch"]
+MAX_TABS = 150
+"""how often the Tab key may be pressed on the way to an element"""
+ON_A_PHONE = {"viewport": PHONE, "locale": "zh-CN", "has_touch": True, "is_mobile": True}
+ON_THE_WAY = (
+    "(target) => { const now = document.activeElement;"
+    " if (target === now) return '';"
+    " return now.compareDocumentPosition(target) & Node.DOCUMENT_POSITION_FOLLOWING"
+    " ? 'Tab' : 'Shift+Tab'; }"
+)
+"""the key that leads nearer to an element; "" if it has the focus"""
 
 
 @contextmanager
@@ -97,8 +109,11 @@ class Wire:
 class Reader:
     """A person with a browser of their own (a context) and a page in it."""
 
-    def __init__(self, browser: Any, url: str, **context: Any) -> None:
+    def __init__(self, browser: Any, url: str, hands: Hands = "mouse", **context: Any) -> None:
         """`context`: of Playwright's `new_context`, such as `viewport` and `locale`."""
+        self.hands = hands
+        if hands == "touch":
+            context = {**ON_A_PHONE, **context}
         self.url = url
         self.context = browser.new_context(**{"viewport": DESKTOP, "locale": "en-GB", **context})
         self.context.set_default_timeout(WAIT_MS)
@@ -140,11 +155,98 @@ class Reader:
 
     # ---- what readers do
 
-    def send(self, text: str, page: Any = None) -> None:
-        """Write a message and send it with Enter."""
+    def reach(self, selector: str, page: Any = None) -> None:
+        """Move the focus to an element with the Tab key."""
         page = page or self.page
-        page.fill(".composer textarea", text)
-        page.press(".composer textarea", "Enter")
+        target = page.locator(selector).first
+        target.wait_for()
+        for _ in range(MAX_TABS):
+            key = target.evaluate(ON_THE_WAY)
+            if not key:
+                return
+            page.keyboard.press(key)
+        raise AssertionError(f"{selector} cannot be reached by keyboard")
+
+    def use(self, selector: str, page: Any = None) -> None:
+        """Click on an element, tap it, or reach it by keyboard and press Enter; Space for boxes
+        that are ticked."""
+        page = page or self.page
+        if self.hands != "keyboard":
+            self._show_list(selector, page)
+            self._press(selector, page)
+        else:
+            self.reach(selector, page)
+            is_box = "e => e.matches('input[type=checkbox], input[type=radio]')"
+            page.keyboard.press(
+                "Space" if page.locator(selector).first.evaluate(is_box) else "Enter"
+            )
+
+    def _press(self, selector: str, page: Any) -> None:
+        target = page.locator(selector).first
+        if self.hands == "touch":
+            target.tap()
+        else:
+            target.click()
+
+    def _show_list(self, selector: str, page: Any) -> None:
+        """In a narrow window the list of conversations is behind a button."""
+        inside = page.locator(selector).first.evaluate("e => Boolean(e.closest('.sidebar'))")
+        if inside and page.is_visible(".menu-button") and not page.locator(".app.drawer").count():
+            self._press(".menu-button", page)
+            page.wait_for_selector(".app.drawer .sidebar .search")
+
+    def write(self, selector: str, text: str, page: Any = None) -> None:
+        """Replace the text of a field."""
+        page = page or self.page
+        if self.hands == "keyboard":
+            self.reach(selector, page)
+            page.keyboard.press("Control+A")
+            page.keyboard.press("Delete")
+            page.keyboard.insert_text(text)
+        else:
+            self.use(selector, page)
+            page.fill(selector, text)
+
+    def choose(self, selector: str, value: str, page: Any = None) -> None:
+        """Choose an option of a list by its value."""
+        page = page or self.page
+        if self.hands != "keyboard":
+            page.locator(selector).first.select_option(value)
+            return
+        self.reach(selector, page)
+        options = page.locator(selector).first
+        at, to = options.evaluate(
+            "(e, value) => [e.selectedIndex, [...e.options].findIndex((o) => o.value === value)]",
+            value,
+        )
+        for _ in range(abs(to - at)):
+            page.keyboard.press("ArrowDown" if to > at else "ArrowUp")
+        assert options.input_value() == value
+
+    def give_files(self, button: str, paths: Sequence[Path], page: Any = None) -> None:
+        """Choose files in the dialog that a button opens."""
+        page = page or self.page
+        with page.expect_file_chooser() as chooser:
+            self.use(button, page)
+        chooser.value.set_files([str(path) for path in paths])
+
+    def said(self, key: str, page: Any = None, **values: Any) -> str:
+        """A text of the page's catalogue in the language that the page shows."""
+        text = "async ([key, values]) => (await import('/ui/lib/i18n.js')).t(key, values)"
+        return str((page or self.page).evaluate(text, [key, values]))
+
+    def send(self, text: str, page: Any = None) -> None:
+        """Write a message and send it: with Enter, or with the button on a phone."""
+        page = page or self.page
+        if self.hands == "keyboard":
+            self.write(".composer textarea", text, page)
+            page.keyboard.press("Enter")
+        elif self.hands == "touch":
+            page.fill(".composer textarea", text)
+            page.locator("button.send").tap()
+        else:
+            page.fill(".composer textarea", text)
+            page.press(".composer textarea", "Enter")
 
     def ask(self, text: str, page: Any = None) -> str:
         """Send a message and wait for the whole answer; returns its text."""
@@ -179,19 +281,55 @@ class Reader:
 
     def titles(self, page: Any = None) -> list[str]:
         """The titles in the side bar."""
-        found = (page or self.page).locator(".conversations button.open").all_inner_texts()
-        return [text.strip() for text in found]
+        rows = (page or self.page).locator(".conversations button.open")
+        return list(rows.evaluate_all("(found) => found.map((each) => each.title)"))
 
     def settings(self, values: Mapping[str, Any], page: Any = None) -> None:
-        """Set sampling fields by name."""
+        """Set sampling fields by name; True ticks a box."""
         page = page or self.page
-        page.click("header.topbar button:last-child")
+        self.open_settings(page)
         for name, value in values.items():
-            page.fill(f"#setting-{name}", str(value))
-        page.keyboard.press("Tab")
-        page.click("dialog footer button.main")
-        page.wait_for_selector("dialog", state="detached")
+            field = f"#setting-{name}"
+            if value is True:
+                self.use(field, page)
+            else:
+                self.write(field, str(value), page)
+        self.close_dialog(page)
 
-    def picture(self, path: Path) -> None:
-        """Save a screenshot."""
-        self.page.screenshot(path=str(path))
+    def open_settings(self, page: Any = None) -> None:
+        """Open the dialog of settings."""
+        self.use("header.topbar button:last-child", page)
+        (page or self.page).wait_for_selector("settings-dialog dialog[open]")
+
+    def open_happened(self) -> None:
+        """Open what happened during the last answer, and wait for its timeline."""
+        last = self.page.locator(".message.assistant .figures").count() - 1
+        self.use(f".message.assistant .figures >> nth={last}")
+        self.page.wait_for_selector(".timeline li")
+
+    def open_tokens(self, at: int) -> None:
+        """Open the tokens of an answer and the alternatives to one of them."""
+        self.use(".message.assistant .toggle:not(.figures)")
+        self.page.wait_for_selector(f".tokens button >> nth={at}")
+        if self.hands == "keyboard":
+            self.reach(".tokens button")
+            for _ in range(at):
+                self.page.keyboard.press("ArrowRight")
+            self.page.keyboard.press("Enter")
+        else:
+            self.use(f".tokens button >> nth={at}")
+        self.page.wait_for_selector(".alternatives")
+
+    def open_engine(self) -> None:
+        """Open the engine view."""
+        self.use(".views a[href='#/engine']")
+        self.page.wait_for_selector("engine-view canvas.lanes")
+
+    def close_dialog(self, page: Any = None) -> None:
+        """Close the open dialog."""
+        self.use("dialog footer button.main", page)
+        (page or self.page).wait_for_selector("dialog", state="detached")
+
+    def picture(self, path: Path, selector: str = "") -> None:
+        """Save a screenshot of the window, or of one element."""
+        (self.page.locator(selector) if selector else self.page).screenshot(path=str(path))

@@ -20,7 +20,7 @@ from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig
-from infer.engine.build.checkpoint import Checkpoint, find_checkpoint, text_of
+from infer.engine.build.checkpoint import Checkpoint, chosen_blocks, find_checkpoint, text_of
 from infer.engine.build.memory_plan import MemoryPlan, gib, make_plan
 from infer.errors import ConfigError
 from infer.files import reading
@@ -83,8 +83,10 @@ class CellModel:
             max_num_batched_tokens=n_ubatch,
         )
         free = machine.free_bytes(torch.device("cpu"))
-        weights = make_plan(settings, self.config, self.name, free=free).weight_bytes
-        return make_plan(settings, self.config, self.name, free=free + weights)
+        blocks = chosen_blocks(settings, self.checkpoint, torch.device("cpu"))
+        first = make_plan(settings, self.config, self.name, blocks=blocks, free=free)
+        free += first.weight_bytes
+        return make_plan(settings, self.config, self.name, blocks=blocks, free=free)
 
     def storage(self, num_cells: int) -> KVStorage:
         """A storage of `num_cells` pages of one cell, and page 0."""
@@ -143,7 +145,9 @@ def load_model(model: str | None = None, **settings: Any) -> CellModel:
         digest.update(sample.float().numpy().tobytes())
 
     with reading(f"the weights of {checkpoint.name}"):
-        source = checkpoint.source(dtype, device).with_layers(config.weight_format)
+        blocks = chosen_blocks(config, checkpoint, device)
+        source = checkpoint.source(dtype, device)
+        source = source.with_layers(config.weight_format, blocks=blocks.read if blocks else None)
         built = build_model(checkpoint.config, source.noted(note), config.max_seq_len or limit)
     return CellModel(
         model=built,

@@ -78,15 +78,30 @@ int infer_linear_runs_here(const char* isa_name);
 // The size of a packed weight, which is the same for all instruction sets.
 long infer_linear_packed_bytes(long N, long K, int bits, int gate);
 
+// The size of a panel whose columns hold their K inputs in GGUF blocks of a type (its number in GGUF files); 0: no
+// panel can be of that type.
+long infer_blocks_panel_bytes(int type, long K);
+
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are copied and
-// may be null. bits: 16, 8 or 4. gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns.
+// may be null. bits: 16, 8 or 4. gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns. `blocks` [panels]:
+// types of the GGUF blocks in which each panel holds its weights, which are to be written by
+// infer_linear_pack_blocks to memory that is zero, panel after panel; bits is then 8. Null: no blocks. A panel is 32
+// columns, with a gate 16 of each half.
 void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int bits, int gate, int float_out,
-                       const float* bias, const float* norm, float eps, void* parallel);
+                       const float* bias, const float* norm, float eps, const int* blocks, void* parallel);
 void infer_linear_free(void* layer);
 
 // Rows of a weight (bfloat16, `stride` elements apart) become columns from `column` on; the sources of a fused
 // layer come one by one. Columns that fill up the last panel stay as they are: columns do not meet in a product.
 void infer_linear_pack(void* layer, const uint16_t* source, long rows, long stride, long column, int threads);
+
+// The same for rows of a GGUF file, `stride` bytes apart, in blocks of `type`. The panels that they come to must be of
+// that type, or of one that holds the same numbers: Q5_K for Q4_K, Q8_0 for Q4_0.
+void infer_linear_pack_blocks(void* layer, const uint8_t* source, int type, long rows, long stride, long column,
+                              int threads);
+
+// Weights of some columns of a layer in blocks without a gate: y [count, K], bfloat16.
+void infer_linear_columns(void* layer, const int64_t* columns, long count, uint16_t* y, int threads);
 
 // x [M, K] → y [M, width], y = gate(norm(x) Wᵀ + bias) + residual. Strides in elements; `residual` [M, width of
 // y] may be null; y is dense.

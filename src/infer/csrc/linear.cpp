@@ -20,6 +20,26 @@ Layer layer_of(char* packed, long N, long K, int bits, int gate) {
   return layer;
 }
 
+// Where the panels of a weight in blocks begin; the last entry is its end.
+BlockPanel* panels_in_blocks(const Layer& layer, const int* types) {
+  BlockPanel* panels = new BlockPanel[layer.panels + 1]();
+  for (long i = 0; i < layer.panels; ++i) {
+    panels[i].format = block_format((BlockType)types[i]);
+    panels[i + 1].offset = panels[i].offset + infer_blocks_panel_bytes(types[i], layer.K);
+  }
+  panels[layer.panels].format = panels[layer.panels - 1].format;
+  return panels;
+}
+
+// Blocks are multiplied on vectors: tiles would spend most of their time on sums of 32 inputs.
+const Kernels* kernels_for_blocks(const IsaKernels* isa) {
+  for (const char* name : {"avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"}) {
+    if (!isa->linear->tiles) break;
+    if (const IsaKernels* other = usable_isa(name)) isa = other;
+  }
+  return isa->linear;
+}
+
 size_t round_to_line(long bytes) { return (size_t)ceil_div(bytes, 64) * 64; }
 
 }  // namespace
@@ -37,19 +57,20 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate) {
 }
 
 void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int bits, int gate, int float_out,
-                       const float* bias, const float* norm, float eps, void* parallel) {
+                       const float* bias, const float* norm, float eps, const int* blocks, void* parallel) {
   const IsaKernels* isa = usable_isa(isa_name);
   if (!isa || !isa->linear) return nullptr;
   Layer* layer = new Layer(layer_of(packed, N, K, bits, gate));
   layer->float_out = float_out != 0;
-  layer->kernels = isa->linear;
+  layer->kernels = blocks ? kernels_for_blocks(isa) : isa->linear;
+  layer->panel_blocks = blocks ? panels_in_blocks(*layer, blocks) : nullptr;
   layer->eps = eps;
   layer->norm = norm ? new float[ceil_div(K, 64) * 64]() : nullptr;
   for (long k = 0; norm && k < K; ++k) layer->norm[k / 32 * 32 + k % 2 * 16 + k % 32 / 2] = norm[k];
   layer->bias = bias ? new float[N] : nullptr;
   if (bias) std::memcpy(layer->bias, bias, (size_t)N * sizeof(float));
-  layer->scales = bits < 16 ? new float[layer->panels * SIDE]() : nullptr;
-  layer->starts = bits < 16 && isa->linear->has_starts ? new int32_t[layer->panels * SIDE]() : nullptr;
+  layer->scales = layer->whole() ? new float[layer->panels * SIDE]() : nullptr;
+  layer->starts = layer->whole() && isa->linear->has_starts ? new int32_t[layer->panels * SIDE]() : nullptr;
   layer->parallel = (Parallel)parallel;
   return layer;
 }
@@ -58,6 +79,7 @@ void infer_linear_free(void* handle) {
   Layer* layer = (Layer*)handle;
   for (float* numbers : {layer->norm, layer->bias, layer->scales}) delete[] numbers;
   delete[] layer->starts;
+  delete[] layer->panel_blocks;
   delete layer;
 }
 
@@ -82,10 +104,12 @@ void infer_linear(void* handle, const uint16_t* x, long x_stride, const uint16_t
     c.groups = ceil_div(c.M, SIDE);
     c.format = layer.kernels->row_format(layer, c.M);
     const size_t eights = c.nibbles() ? round_to_line(c.M * layer.steps * (long)sizeof(int32_t)) : 0;
+    const size_t blocks = layer.panel_blocks ? (size_t)(c.M * layer.steps * 2) * sizeof(RowGroup) : 0;
     const size_t rows = (size_t)(c.groups * layer.steps * SIDE * c.row_bytes());
-    c.row_scales = (float*)memory.reserve(MOST_ROWS * sizeof(float) + eights + rows);
+    c.row_scales = (float*)memory.reserve(MOST_ROWS * sizeof(float) + eights + round_to_line((long)blocks) + rows);
     c.eights = (int32_t*)(c.row_scales + MOST_ROWS);
-    c.packed = (char*)c.eights + eights;
+    c.row_groups = (RowGroup*)((char*)c.eights + eights);
+    c.packed = (char*)c.row_groups + round_to_line((long)blocks);
     c.num_packs = ceil_div(c.M, 16) * (16 / PACK_ROWS);
     c.row_blocks = ceil_div(c.groups, BLOCK_GROUPS);
     // Enough items that no thread waits long for another, up to as many panels as the cache holds.

@@ -18,6 +18,10 @@
 // 1 … 16 for each 64 inputs of it. multiple · (n - 8) is an int8 number, so everything behind the unpacking is
 // int8's, exact sums included.
 //
+// Blocks of GGUF files (blocks.h): each 32 numbers of a row of n(x) have a scale of their own. The sum of 32 (16)
+// products of whole numbers is exact in int32; it is multiplied by the row's scale and the weight's and added in
+// float32, in the order of K, with one rounding of each. So all instruction sets give the same bits.
+//
 // W is packed once, in one layout for all instruction sets. A panel is 32 columns; in it, for every 64 bytes of
 // inputs (a step), two tiles of 16 columns, in each 16 lines of 16 columns × 4 bytes: a panel is read in one
 // sweep. In int4 the two tiles share theirs, low halves of bytes and high ones, and a panel begins with its
@@ -26,7 +30,7 @@
 // read at x's own stride would fall into few sets of the cache.
 #pragma once
 
-#include "common.h"
+#include "blocks.h"
 
 namespace linear {
 
@@ -74,16 +78,34 @@ struct Layer {  // what does not change between calls
   float eps;
   float *norm, *bias, *scales;  // [K padded], [N], [N padded]; null: absent; norm: even indices of 32, then odd
   int32_t* starts;              // [N padded]: where sums of unsigned bytes begin
+  BlockPanel* panel_blocks;     // [panels + 1], of a weight in blocks; else null
   Parallel parallel;
 
-  bool whole() const { return bits < 16; }
+  bool whole() const { return bits < 16 && !panel_blocks; }  // whether sums are whole numbers
   long step_bytes() const { return bits == 4 ? TILE : 2 * TILE; }
   long head_bytes() const { return bits == 4 ? ceil_div(steps * SIDE, 64) * 64 : 0; }
   long panel_bytes() const { return head_bytes() + steps * step_bytes(); }
+  char* start_of(long panel) const {
+    return weight + (panel_blocks ? panel_blocks[panel].offset : panel * panel_bytes());
+  }
+  long lines(long panel) const {  // of a step, 64 bytes each
+    if (!panel_blocks) return step_bytes() / 64;
+    const BlockFormat& format = *panel_blocks[panel].format;
+    return ceil_div(format.unit_bytes(), format.unit_steps() * 64);
+  }
   char* multiples(long panel, long step) const { return weight + panel * panel_bytes() + step * SIDE; }
   char* tiles(long panel, long step) const {
+    if (panel_blocks) {
+      const BlockFormat& format = *panel_blocks[panel].format;
+      return start_of(panel) + step / format.unit_steps() * format.unit_bytes();
+    }
     return weight + panel * panel_bytes() + head_bytes() + step * step_bytes();
   }
+};
+
+struct RowGroup {            // 32 numbers of a row, times a layer in blocks
+  float scale, negated_sum;  // negated_sum: -scale · the sum of the whole numbers
+  int32_t negated[2];        // minus the sums of the first 16 and of the others
 };
 
 struct Call {  // some rows of one product
@@ -92,9 +114,10 @@ struct Call {  // some rows of one product
   char* y = nullptr;
   long M = 0, x_stride = 0;
   RowFormat format = RowFormat::PAIRS;
-  char* packed = nullptr;       // x
-  float* row_scales = nullptr;  // int8
-  int32_t* eights = nullptr;    // nibbles: [rows, steps], -8 · the sum of a row's numbers in a step
+  char* packed = nullptr;          // x
+  float* row_scales = nullptr;     // int8
+  RowGroup* row_groups = nullptr;  // blocks: [rows, 2 · steps]
+  int32_t* eights = nullptr;       // nibbles: [rows, steps], -8 · the sum of a row's numbers in a step
   long groups = 0, row_blocks = 0, item_panels = 0, num_items = 0, num_packs = 0;
   std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
 
@@ -116,7 +139,7 @@ struct Call {  // some rows of one product
   }
   const char* start_of(long item) const {  // its weights; behind the end: anything that is cached
     const long panel = item < num_items ? item / row_blocks * item_panels : 0;
-    return layer.weight + panel * layer.panel_bytes();
+    return layer.start_of(panel);
   }
 };
 

@@ -11,7 +11,7 @@ namespace {
 // Several groups: a slice of a panel stays in a near cache while the groups' rows pass by.
 void block(const Call& c, long group, long group_end, long begin, long end, float* sums, char* unpacked) {
   const Layer& layer = c.layer;
-  const long groups = group_end - group, lines = ceil_div(layer.step_bytes() / 64, groups);
+  const long groups = group_end - group;
   const long block_steps = KERNELS.block_steps;
   for (long k = 0; k < layer.steps; k += block_steps) {
     const long steps = std::min(block_steps, layer.steps - k);
@@ -20,6 +20,7 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
       return PrefetchStream{g + 1 < groups ? c.tiles(group + g + 1, k) : c.tiles(group, next_k), SIDE};
     };
     for (long panel = begin; panel < end; ++panel) {
+      const long lines = ceil_div(layer.lines(panel), groups);
       const char* b = layer.tiles(panel, k);
       const char* next = panel + 1 < end ? layer.tiles(panel + 1, k) : layer.tiles(begin, next_k);
       if (layer.bits == 4 && !c.nibbles()) b = unpack_some(layer, panel, k, steps, unpacked);
@@ -41,11 +42,11 @@ void compute(void* data) {
   char* own = memory.reserve((size_t)(sum_bytes + KERNELS.block_steps * 2 * TILE));
   long item = c.next_item.fetch_add(1);
   if (c.groups == 1)
-    for (long i = 0; i < LEAD_BYTES; i += 64) _mm_prefetch(c.start_of(item) + i, _MM_HINT_T1);
-  for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1)) pack_rows(c, pack);
+    for (long i = 0; i < LEAD_BYTES; i += 64) __builtin_prefetch(c.start_of(item) + i, 0, 2);
+  for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1)) pack_these_rows(c, pack);
   for (int tries = 0; c.done_packs.load() < c.num_packs; ++tries)
     if (tries < 4000)
-      _mm_pause();
+      relax();
     else
       std::this_thread::yield();
   const ProductState state(c);

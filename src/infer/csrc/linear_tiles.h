@@ -16,6 +16,8 @@ struct PrefetchStream {  // lines that are asked for in each step
 
 RowFormat row_format(const Layer& layer, long) { return layer.whole() ? RowFormat::BYTES : RowFormat::PAIRS; }
 
+void pack_these_rows(const Call& c, long item) { pack_rows(c, item); }
+
 void pack_weight(void* packing);
 void compute(void* call);
 const Kernels KERNELS{true, false, SLICE, ITEM_PANELS, 0, pack_weight, compute, row_format};

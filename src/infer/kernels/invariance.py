@@ -18,7 +18,10 @@ from infer.kernels.linear import (
     NativeLinear,
     PackedLinear,
     PlainLinear,
+    PlannedBlocks,
 )
+
+_KINDS = (PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear, PlannedBlocks)
 
 _ROWS = (2, 3, 17, 40, 130)
 """Numbers of rows that are compared with one row.
@@ -83,7 +86,7 @@ def invariant_sizes(model: object, sizes: Iterable[int], device: torch.device) -
 
 def linears(part: object) -> Iterator[Linear]:
     """All linear layers in an object's attributes and lists, at any depth."""
-    if isinstance(part, (PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear)):
+    if isinstance(part, _KINDS):
         yield part
     elif isinstance(part, (list, tuple)):
         for member in part:

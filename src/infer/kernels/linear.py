@@ -5,11 +5,11 @@ is held in the dtype of the activations, in int8 or in int4. In int8 each output
 each row of activations has one scale that is computed with the row; the sum of products is an exact
 integer. In int4 a weight is n · multiple · scale. n is an integer from -8 to 7, and each 64 inputs
 share an integer multiple from 1 to 16. n · multiple is an int8 number, so everything else is as in
-int8.
+int8. A weight may also be given in the blocks of a GGUF file (`kernels.blocks`), which are kept.
 
 Whether a row's result is the same, bit for bit, for every number of rows depends on the class. It
-is by construction in `NativeLinear` (bfloat16, int8 and int4 on CPUs with AVX2 and what came later:
-csrc/linear.h) and in `Int8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
+is by construction in `NativeLinear` (bfloat16, int8 and int4 in C++: csrc/linear.h) and in
+`Int8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
 in bfloat16 with AMX, where oneDNN divides a sum differently for different numbers of rows. It is
 not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on this machine.
 """
@@ -17,6 +17,7 @@ not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on
 from __future__ import annotations
 
 import functools
+import mmap
 import os
 import platform
 import weakref
@@ -29,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels import cuda, loader
+from infer.kernels.blocks import NUMBERS, BlockWeight, numbers_of, packed_bytes, panel_kinds
 
 BITS = {"int8": 8, "int4": 4}
 """Number of bits of a weight, by the name of its quantization."""
@@ -37,7 +39,7 @@ GROUP_INPUTS = 64
 MOST_MULTIPLE = 16
 """Maximum of the multiples in int4."""
 
-BFLOAT16_SETS = ("amx", "avx512_bf16")
+BFLOAT16_SETS = ("amx", "avx512_bf16", "neon_i8mm_bf16")
 """Instruction sets that multiply in bfloat16; with the others it is widened in registers."""
 
 VARIABLE = "INFER_LINEAR"
@@ -386,23 +388,25 @@ def _quantized4(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NativeLinear:
-    """A layer by the C++ kernels (csrc/linear.h), for x86 CPUs with AVX2 and what came later.
+    """A layer by the C++ kernels (csrc/linear.h).
 
     Weights of fused layers are packed one by one, without a concatenated copy.
     """
 
     def __init__(
         self,
-        weights: Sequence[Tensor],
+        weights: Sequence[Tensor] | Sequence[BlockWeight],
         bias: Tensor | None = None,
         fusion: Fusion = PRODUCT_ONLY,
         *,
         bits: int = 16,
+        packed: Tensor | None = None,
     ) -> None:
-        """`weights`: [out_i, in] bfloat16 each; their outputs are concatenated.
+        """`weights`: [out_i, in] bfloat16 each, or in blocks; their outputs are concatenated.
 
-        `bits`: the weight is held in 16 (bfloat16), 8 or 4 bits. `RuntimeError` with the reason if
-        the kernel cannot run.
+        `bits`: a weight in bfloat16 is held in 16, 8 or 4 bits. `packed`: the memory of another
+        layer in blocks with the same weights. `RuntimeError` with the reason if the kernel cannot
+        run, `ValueError` if a panel would hold blocks of two types.
         """
         if reason := native_obstacle():
             raise RuntimeError(reason)
@@ -413,29 +417,69 @@ class NativeLinear:
         self.num_weights = rows * width
         self.dtype = torch.bfloat16
         self.out_dtype = torch.float32 if fusion.float_out else torch.bfloat16
-        num_bytes = library.infer_linear_packed_bytes(rows, width, bits, gate)
-        self.packed = loader.page_aligned(num_bytes)
+        blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+        kinds = panel_kinds(blocks, gated=gate > 0) if blocks else []
+        if kinds is None:
+            raise ValueError(f"one panel cannot hold {', '.join(each.kind for each in blocks)}")
+        num_bytes = (
+            packed_bytes(kinds, width)
+            if kinds
+            else library.infer_linear_packed_bytes(rows, width, bits, gate)
+        )
+        self.packed = loader.page_aligned(num_bytes) if packed is None else packed
         bias = None if bias is None else bias.float().contiguous()
         norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
         assert norm is None or norm.shape == (width,)
         self.isa = instruction_set()
+        types = numbers_of(kinds)
         self.handle = library.infer_linear_new(
-            *(self.isa.encode(), self.packed.data_ptr(), rows, width, bits, gate),
+            *(self.isa.encode(), self.packed.data_ptr(), rows, width, 8 if kinds else bits, gate),
             fusion.float_out,
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
-            *(0.0 if fusion.norm is None else fusion.norm.eps, loader.parallel()),
+            *(0.0 if fusion.norm is None else fusion.norm.eps,),
+            *(types.buffer_info()[0] if kinds else None, loader.parallel()),
         )
         weakref.finalize(self, library.infer_linear_free, self.handle)
         column = 0
-        for part in weights:
-            assert (part.dtype, part.shape[1]) == (torch.bfloat16, width)
-            source = part if part.stride(1) == 1 else part.contiguous()
-            library.infer_linear_pack(
-                *(self.handle, source.data_ptr(), len(source), source.stride(0), column),
-                torch.get_num_threads(),
-            )
-            column += len(source)
+        for part in weights if packed is None else ():
+            self._pack(part, column)
+            column += part.shape[0]
         self._apply = library.infer_linear
+
+    def _pack(self, part: Tensor | BlockWeight, column: int) -> None:
+        """Write one of the weights as the outputs from `column` on."""
+        library, threads = loader.loaded(), torch.get_num_threads()
+        if isinstance(part, BlockWeight):
+            rows = part.rows
+            assert rows is not None
+            assert rows.strides[1] == 1
+            address, stride = rows.ctypes.data, rows.strides[0]
+            library.infer_linear_pack_blocks(
+                self.handle, address, NUMBERS[part.kind], len(rows), stride, column, threads
+            )
+            if (
+                not rows.flags.owndata
+                and not rows.flags.writeable
+                and hasattr(mmap, "MADV_DONTNEED")
+            ):
+                # Pages of the file, which would count as this process's memory. They can be read
+                # again at any time.
+                loader.advise_range(address, len(rows) * stride, mmap.MADV_DONTNEED)
+            return
+        assert (part.dtype, part.shape[1]) == (torch.bfloat16, self.in_features)
+        source = part if part.stride(1) == 1 else part.contiguous()
+        library.infer_linear_pack(
+            *(self.handle, source.data_ptr(), len(source), source.stride(0), column), threads
+        )
+
+    def columns(self, outputs: Tensor) -> Tensor:
+        """The weights [n, in], bfloat16, of n outputs of a layer in blocks without a gate."""
+        outputs = outputs.contiguous()
+        found = torch.empty((len(outputs), self.in_features), dtype=torch.bfloat16)
+        loader.loaded().infer_linear_columns(
+            self.handle, outputs.data_ptr(), len(outputs), found.data_ptr(), torch.get_num_threads()
+        )
+        return found
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, in] → [T, out]."""
@@ -453,6 +497,40 @@ class NativeLinear:
             torch.get_num_threads(),
         )
         return out
+
+
+class BlockEmbedding:
+    """An embedding [V, E] that is held in blocks; decoders look tokens up as in a tensor.
+
+    A tied output head uses the same memory.
+    """
+
+    __slots__ = ("_layer", "dtype", "weight")
+
+    def __init__(self, weight: BlockWeight) -> None:
+        self.weight = weight
+        self.dtype = torch.bfloat16
+        self._layer = None if weight.rows is None else NativeLinear([weight])
+
+    @property
+    def packed(self) -> Tensor | None:
+        """The memory of the blocks in the order of panels; None: the weight is only planned."""
+        return None if self._layer is None else self._layer.packed
+
+    def index_select(self, dim: int, tokens: Tensor) -> Tensor:
+        """The rows [T, E] of tokens [T]; `dim` is 0."""
+        assert dim == 0
+        assert self._layer is not None
+        return self._layer.columns(tokens)
+
+
+class PlannedBlocks(_Composed):
+    """The shape of a layer in blocks before the file is read, for plans of memory."""
+
+    def __init__(self, weights: Sequence[BlockWeight], fusion: Fusion = PRODUCT_ONLY) -> None:
+        rows, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        meta = torch.empty((rows, width), dtype=torch.bfloat16, device="meta")
+        super().__init__(meta, None, fusion)
 
 
 def instruction_set() -> str:
@@ -474,17 +552,22 @@ def native_obstacle() -> str | None:
     if reason is None:
         isa = instruction_set()
         if not loader.loaded().infer_linear_runs_here(isa.encode()):
-            reason = f"linear layers need AVX2 with FMA or more; {isa} has none that run here"
+            reason = f"{isa} does not run here"
     if reason and wanted not in ("", "onednn"):
         raise ValueError(f"{VARIABLE}={wanted} is not possible: {reason}")
     return f"{VARIABLE}={wanted}" if wanted == "onednn" else reason
 
 
-def products(dtype: torch.dtype, quantization: str | None) -> str:
+def products(dtype: torch.dtype, quantization: str | None, block_kinds: Sequence[str] = ()) -> str:
     """How linear layers on this CPU multiply, and why, for the log and the plan.
 
-    `dtype`: of the activations; `quantization`: int8, int4 or None.
+    `dtype`: of the activations; `quantization`: int8, int4 or None; `block_kinds`: types of the
+    GGUF blocks in which weights are held.
     """
+    if block_kinds:
+        isa = instruction_set()
+        isa = BFLOAT16_SETS[1] if isa == BFLOAT16_SETS[0] else isa  # blocks do not suit tiles
+        return f"native, {isa}, in the file's own {', '.join(block_kinds)}"
     if dtype != torch.bfloat16 or (reason := native_obstacle()) is not None:
         reason = bfloat16_obstacle() if dtype == torch.float32 else native_obstacle()
         return f"torch's products in {str(dtype).removeprefix('torch.')}" + (
@@ -553,20 +636,28 @@ def one_more(weight: Tensor) -> Tensor:
 
 
 def make_linear(
-    weight: Tensor | Sequence[Tensor],
+    weight: Tensor | BlockWeight | Sequence[Tensor] | Sequence[BlockWeight],
     bias: Tensor | None = None,
     fusion: Fusion = PRODUCT_ONLY,
     *,
     quantization: str | None = None,
     batch_invariant: bool = False,
+    packed: Tensor | None = None,
 ) -> Linear:
     """The fastest `Linear` for a weight [out, in], or for several with concatenated outputs.
 
     `quantization`: int8 or int4; None: the weight keeps its dtype. `batch_invariant`: on a GPU only
-    kernels are used that can compute a row the same way for every number of rows.
+    kernels are used that can compute a row the same way for every number of rows. `packed`: memory
+    in which a weight in blocks is already.
     """
+    several = [weight] if isinstance(weight, (Tensor, BlockWeight)) else list(weight)
+    blocks = [part for part in several if isinstance(part, BlockWeight)]
+    parts = [part for part in several if isinstance(part, Tensor)]
+    if blocks and blocks[0].rows is None:
+        return PlannedBlocks(blocks, fusion)
+    if blocks:
+        return NativeLinear(blocks, bias, fusion, packed=packed)
     bits = 16 if quantization is None else BITS[quantization]
-    parts = [weight] if isinstance(weight, Tensor) else list(weight)
     if parts[0].is_cpu and parts[0].dtype == torch.bfloat16 and native_obstacle() is None:
         return NativeLinear(parts, bias, fusion, bits=bits)
     whole = joined(parts)

@@ -25,16 +25,15 @@ import torch
 
 ISA_VARIABLE = "INFER_ISA"
 """Environment variable that names the instruction set for all kernels."""
-INSTRUCTION_SETS = (
-    *("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"),
-    "portable",
-)
-"""Names of all instruction sets, best first."""
+X86_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
+"""Names of the instruction sets of x86-64, best first."""
+ARM_SETS = ("neon_i8mm_bf16", "neon_dotprod", "neon")
+"""Names of the instruction sets of 64-bit ARM, best first."""
+INSTRUCTION_SETS = (*X86_SETS, *ARM_SETS, "portable")
+"""Names of all instruction sets, best first. `portable` runs on every CPU."""
 ABI = Path(__file__).parents[1] / "csrc" / "abi.h"
 """File with the signatures and records of the C interface."""
 
-INT8_CACHES = INSTRUCTION_SETS[:-1]
-"""Instruction sets for which there are kernels of int8 KV caches."""
 STRIP = 16
 """Number of cells of an int8 KV cache that are interleaved."""
 SCALE_BYTES = 4
@@ -88,23 +87,28 @@ def _declare(library: ctypes.CDLL) -> None:
         function.argtypes = [_type_of(parameter)[0] for parameter in parameters]
 
 
+def library_file() -> Path:
+    """The file of the compiled kernels, which may be absent."""
+    return Path(__file__).with_name("_kernels.so")
+
+
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The library, or the reason why it cannot be used."""
-    found = sorted(Path(__file__).parent.glob("_kernels*.so"))
-    if not found:
+    file = library_file()
+    if not file.exists():
         return (
             "the CPU kernels were not compiled when this package was installed (they need a C++"
             " compiler; install one and reinstall)"
         )
     try:
-        library = ctypes.CDLL(str(found[0]))
+        library = ctypes.CDLL(str(file))
         _declare(library)
         digest = library.infer_abi_digest()
     except (OSError, AttributeError) as error:
-        return f"{found[0].name} cannot be loaded: {error}; reinstall the package"
+        return f"{file.name} cannot be loaded: {error}; reinstall the package"
     if digest.decode() != hashlib.sha256(ABI.read_bytes()).hexdigest():
-        return f"{found[0].name} was built from other sources; reinstall the package"
+        return f"{file.name} was built from other sources; reinstall the package"
     return library
 
 
@@ -138,10 +142,17 @@ def advise(
     With `first_byte` and `num_bytes` only that part of the tensor is advised.
     """
     end = tensor.nbytes if num_bytes is None else min(first_byte + num_bytes, tensor.nbytes)
-    first = tensor.data_ptr() + first_byte
+    if tensor.device.type != "cpu":
+        return False
+    return advise_range(tensor.data_ptr() + first_byte, end - first_byte, advice)
+
+
+def advise_range(first: int, num_bytes: int, advice: int) -> bool:
+    """Call `madvise` for the whole pages of memory from the address `first` on; whether it
+    succeeded."""
     begin = first + -first % mmap.PAGESIZE
-    length = (tensor.data_ptr() + end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
-    if os.name != "posix" or tensor.device.type != "cpu" or length <= 0:
+    length = (first + num_bytes - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+    if os.name != "posix" or length <= 0:
         return False
     madvise = ctypes.CDLL(None).madvise
     return bool(madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), advice) == 0)
@@ -197,9 +208,7 @@ def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
         return f"int8 caches are for head sizes of 64, 128 and 256, not {head_dim}"
     if page_size % STRIP:
         return f"int8 caches are for pages of a multiple of {STRIP} tokens, not {page_size}"
-    if (reason := available()) is None and (isa := chosen_instruction_set()) not in INT8_CACHES:
-        return f"int8 caches are for CPUs with AVX2 or more; the kernels use {isa} here"
-    return reason
+    return available()
 
 
 @functools.cache

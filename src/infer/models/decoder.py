@@ -12,11 +12,15 @@ vocabulary size, R rows that are sampled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from infer.kernels.blocks import BlockWeight
 from infer.kernels.layer_stack import Parts, attends_through, stack_layers
 from infer.kernels.linear import (
     PRODUCT_ONLY,
+    BlockEmbedding,
     Fusion,
     Linear,
     Norm,
@@ -127,7 +131,7 @@ class Decoder:
         """`max_seq_len`: the number of positions, which is the length of the RoPE table."""
         self.config = config
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = source.keep("model.embed_tokens.weight", (vocab, hidden))
+        self.embedding = source.keep_embedding("model.embed_tokens.weight", (vocab, hidden))
         self.layers = [_Layer(i, config, source) for i in range(config.num_layers)]
         self.stack = stack_layers([layer.parts() for layer in self.layers])
         norm = Norm(source.keep("model.norm.weight", (hidden,)), config.norm_eps)
@@ -152,7 +156,7 @@ class Decoder:
 def output_head(
     config: ModelConfig,
     source: WeightSource,
-    embedding: Tensor,
+    embedding: Tensor | BlockEmbedding,
     norm: Norm | None,
     name: str = "lm_head.weight",
 ) -> Linear:
@@ -160,13 +164,16 @@ def output_head(
 
     With tied embeddings its weight is `embedding` [V, E]; otherwise it is the tensor `name`.
     """
+    fusion = Fusion(norm=norm, float_out=True)
     if config.tie_embeddings:
         source.drop(name)  # some checkpoints store the tied weight a second time
+        if isinstance(embedding, BlockEmbedding):
+            return make_linear(embedding.weight, fusion=fusion, packed=embedding.packed)
+        weights: Sequence[Tensor] | Sequence[BlockWeight] = [embedding]
     else:
-        embedding = source.take(name, (config.vocab_size, config.hidden_size))
-    fusion = Fusion(norm=norm, float_out=True)
+        weights = source.take_linear({name: (config.vocab_size, config.hidden_size)})
     return make_linear(
-        embedding,
+        weights,
         fusion=fusion,
         quantization=of_head(source.quantization),
         batch_invariant=source.batch_invariant,
@@ -185,7 +192,8 @@ def fused(
 
     `parts` maps each layer's name to its output size; the outputs are concatenated in that order.
     """
-    weights = [source.take(f"{name}.weight", (rows, width)) for name, rows in parts.items()]
+    shapes = {f"{name}.weight": (rows, width) for name, rows in parts.items()}
+    weights = source.take_linear(shapes, gated=fusion.gate is not None)
     biases = [source.take(f"{name}.bias", (rows,)) for name, rows in parts.items() if bias]
     return make_linear(
         weights,

@@ -54,7 +54,7 @@ class Gemma3:
         self.config = config
         root = _root(source)
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = source.keep(f"{root}embed_tokens.weight", (vocab, hidden))
+        self.embedding = source.keep_embedding(f"{root}embed_tokens.weight", (vocab, hidden))
         # Training rounded the constant to the embedding's dtype, so it is rounded here too.
         self.scale = torch.tensor(hidden**0.5).to(self.embedding.dtype).item()
         self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]

@@ -5,27 +5,39 @@ checks them. It supplies the tensors under their Hugging Face names, so that the
 change. Four conversions of llama.cpp are undone: the order of query and key rows (Llama and Mistral
 only), GPT-2's transposed weights, the `1 + w` of Gemma's norms, and Llama 3's RoPE scaling, which
 is stored as one factor per frequency. The file stays memory-mapped. A tensor is dequantised when it
-is taken, some rows at a time. The `gguf` package parses and dequantises. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+is taken, some rows at a time, or is taken in its own blocks. The `gguf` package parses and
+dequantises. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFValueType, ReaderTensor
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    ReaderTensor,
+)
 from gguf.quants import dequantize
 from torch import Tensor
 
 from infer.errors import LoadError
+from infer.kernels.blocks import BlockWeight, panel_kinds
+from infer.models.gguf_blocks import HELD_AS, as_held, held_kind
+from infer.models.hub import SPLIT_NAME
 from infer.models.model_config import ModelConfig
 from infer.models.registry import parse_model_config
-from infer.models.weights import WeightSource
+from infer.models.weights import BlockReader, WeightSource, listing
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -111,6 +123,10 @@ _MAX_ITEMS = 2_000_000
 """Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
 _MAX_ENTRIES = 65_536
 """Maximum number of keys, and maximum number of tensors."""
+_MAX_DIMENSIONS = 4
+"""Maximum number of dimensions of a tensor in the format."""
+_MAX_PARTS = 10_000
+"""Maximum number of parts of a file."""
 _ROWS_BYTES = 1 << 26
 """Size of the part of a tensor that is dequantised to float32 at a time, in bytes."""
 
@@ -127,11 +143,8 @@ class GGUFFile:
         """Raises `LoadError` if the file is damaged or holds something that is not supported."""
         self.path = path
         self.metadata, self._tensors = _open(path)
-        if self.metadata.get("split.count", 1) > 1:
-            raise LoadError(
-                f"{path} is one part of {self.metadata['split.count']}; join them with llama.cpp's"
-                " llama-gguf-split --merge"
-            )
+        if self.metadata.get("split.count") not in (None, 0, 1):
+            self.path, self.metadata, self._tensors = _open_parts(path, self.metadata)
         self._arch = str(self.metadata.get("general.architecture"))
         if self._arch not in _ARCHITECTURES:
             raise LoadError(
@@ -164,6 +177,65 @@ class GGUFFile:
         if self.config.rope.frequency_divisors:
             source.drop(_ROPE_FACTORS)
         return source
+
+    @property
+    def block_kinds(self) -> list[str]:
+        """The types of blocks in which the file's matrices can be held, most numbers first.
+
+        Empty if none of its matrices is quantised.
+        """
+        sizes: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            if len(tensor.shape) == 2 and (kind := self._held_kind(tensor)) is not None:
+                sizes[kind] += int(tensor.n_elements)
+        return [kind for kind, _ in sizes.most_common()]
+
+    def block_reader(self, *, planned: bool = False) -> BlockReader:
+        """A function that reads the weights of a linear layer in blocks.
+
+        It returns None for weights that are not quantised, do not have the expected shape, or would
+        share a panel with others that are not. `planned`: the numbers are not read.
+        """
+        stored_names = {self._hugging_face_name(name): name for name in self._tensors}
+
+        def read(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight] | None:
+            names = [stored_names.get(name, "") for name in parts]
+            found: list[BlockWeight] = []
+            for name, shape in zip(names, parts.values(), strict=True):
+                tensor = self._tensors.get(name)
+                if tensor is None or tuple(reversed(tensor.shape.tolist())) != shape:
+                    return None
+                if (kind := self._held_kind(tensor)) is None:
+                    return None
+                found.append(BlockWeight(kind, shape, None))
+            if panel_kinds(found, gated=gated) is None:
+                found = [BlockWeight(HELD_AS, each.shape, None) for each in found]
+            if planned:
+                return found
+            return [
+                dataclasses.replace(each, rows=self._block_rows(name, each))
+                for name, each in zip(names, found, strict=True)
+            ]
+
+        return read
+
+    def _held_kind(self, tensor: ReaderTensor) -> str | None:
+        return held_kind(tensor.tensor_type, int(tensor.shape[0]))
+
+    def _block_rows(self, name: str, weight: BlockWeight) -> np.ndarray:
+        tensor = self._tensors[name]
+        stored = tensor.data.reshape(weight.shape[0], -1)
+        try:
+            rows = as_held(stored, tensor.tensor_type, weight.kind, weight.shape[1])
+        except NotImplementedError:
+            raise self._unreadable(name) from None
+        return self._rows_as_in_hugging_face(name, rows)
+
+    def _unreadable(self, name: str) -> LoadError:
+        return LoadError(
+            f"{self.path}: {name} is stored as {self._tensors[name].tensor_type.name}, which cannot"
+            f" be read (these can: {', '.join(readable_types())})"
+        )
 
     def _get(self, key: str) -> Any:
         return self.metadata.get(f"{self._arch}.{key}")
@@ -289,10 +361,7 @@ class GGUFFile:
             try:
                 rows = dequantize(stored[start : start + step], tensor.tensor_type)
             except NotImplementedError:
-                raise LoadError(
-                    f"{self.path}: {name} is stored as {tensor.tensor_type.name}, which cannot be"
-                    f" read (these can: {', '.join(readable_types())})"
-                ) from None
+                raise self._unreadable(name) from None
             target[start : start + step] = torch.from_numpy(np.require(rows, requirements="W"))
         return out
 
@@ -300,14 +369,26 @@ class GGUFFile:
         """A tensor's values with the changes of llama.cpp's converter undone."""
         if self._arch == "gemma3" and name.endswith("norm.weight"):
             return values - 1.0  # the file stores 1 + w; the decoder expects w
-        heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
-        part = name.split(".")[-2]
-        if self._arch in _LLAMA_ROWS and part in heads:
-            # llama.cpp rotates neighbouring rows as a pair; the decoder rotates row i of the first
-            # half of a head with row i of the second half.
-            pairs = values.view(heads[part], -1, 2, *values.shape[1:])
+        if num_heads := self._heads_of_rows(name):
+            pairs = values.view(num_heads, -1, 2, *values.shape[1:])
             return pairs.transpose(1, 2).reshape(values.shape)
         return values
+
+    def _rows_as_in_hugging_face(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """The same for rows of a matrix in blocks."""
+        if num_heads := self._heads_of_rows(name):
+            pairs = rows.reshape(num_heads, -1, 2, rows.shape[1])
+            return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+        return rows
+
+    def _heads_of_rows(self, name: str) -> int:
+        """The number of heads whose rows the file has in another order; 0: in none.
+
+        llama.cpp rotates neighbouring rows as a pair. The decoder rotates row i of the first half
+        of a head with row i of the second half.
+        """
+        heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
+        return heads.get(name.split(".")[-2], 0) if self._arch in _LLAMA_ROWS else 0
 
 
 def readable_types() -> list[str]:
@@ -361,6 +442,31 @@ class _Reader(GGUFReader):
         self._check_count(count, "tensors")
         return super()._build_tensor_info(offs, count)
 
+    def _build_tensors(self, start_offs: int, fields: Any) -> None:
+        for field in fields:
+            self._check_tensor(int(start_offs), field)
+        super()._build_tensors(start_offs, fields)
+
+    def _check_tensor(self, start: int, field: Any) -> None:
+        """`ValueError` if a tensor's type or size cannot be; nothing is allocated before."""
+        name, dims, offset = field.name[:200], field.parts[3].tolist(), int(field.parts[5][0])
+        number = int(field.parts[4][0])
+        if number not in set(GGMLQuantizationType):
+            raise ValueError(
+                f"{name} is of the unknown type {number} (known are 0 to"
+                f" {max(GGMLQuantizationType)}, such as {', '.join(readable_types()[:4])})"
+            )
+        kind = GGMLQuantizationType(number)
+        block, size = GGML_QUANT_SIZES[kind]
+        what = f"{name} ({kind.name}, {' x '.join(str(each) for each in reversed(dims[:8]))})"
+        if not 1 <= len(dims) <= _MAX_DIMENSIONS or 0 in dims:
+            raise ValueError(f"{what} must have 1 to {_MAX_DIMENSIONS} dimensions, none of them 0")
+        if dims[0] % block:
+            raise ValueError(f"{what} must have rows of a multiple of {block} numbers")
+        end = start + offset + math.prod(dims) // block * size
+        if end > len(self.data):
+            raise ValueError(f"{what} ends at byte {end:,}, but the file has {len(self.data):,}")
+
     def _check_count(self, count: int, what: str) -> None:
         if count > _MAX_ENTRIES:
             raise ValueError(
@@ -386,3 +492,41 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     if reader.byte_order != "I":
         raise LoadError(f"{path} has another byte order than this machine")
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def _open_parts(
+    path: Path, metadata: dict[str, Any]
+) -> tuple[Path, dict[str, Any], dict[str, ReaderTensor]]:
+    """The first part, its metadata, and the tensors of all parts of a file; `path` is one of them.
+
+    The parts are beside it, as NAME-00001-of-00003.gguf.
+    """
+    name = SPLIT_NAME.fullmatch(path.name)
+    count = metadata["split.count"]
+    if not isinstance(count, int) or not 1 < count <= _MAX_PARTS:
+        raise LoadError(f"{path}: split.count = {count!r:.80} is not a number of parts")
+    if name is None or int(name[3]) != count:
+        raise LoadError(
+            f"{path} is one part of {count}, and its name is not that of a part: all parts must lie"
+            f" in one folder as NAME-00001-of-{count:05}.gguf and so on"
+        )
+    paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)]
+    if absent := [part.name for part in paths if not part.is_file()]:
+        raise LoadError(f"{path} is one part of {count}; these are missing: {listing(absent)}")
+    first: dict[str, Any] = {}
+    tensors: dict[str, ReaderTensor] = {}
+    for i, part in enumerate(paths):
+        own, own_tensors = _open(part)
+        if (own.get("split.count"), own.get("split.no")) != (count, i):
+            raise LoadError(
+                f"{part} says that it is part {own.get('split.no')!r:.80} of"
+                f" {own.get('split.count')!r:.80}, counted from 0, not {i} of {count}"
+            )
+        if twice := sorted(tensors.keys() & own_tensors.keys()):
+            raise LoadError(f"{part} holds tensors that a part before holds: {listing(twice)}")
+        first = first or own
+        tensors |= own_tensors
+    if (announced := first.get("split.tensors.count")) not in (None, len(tensors)):
+        raise LoadError(f"{paths[0]} announces {announced!r:.80} tensors in all parts; there are"
+                        f" {len(tensors)}")  # fmt: skip
+    return paths[0], first, tensors

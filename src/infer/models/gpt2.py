@@ -59,7 +59,7 @@ class GPT2:
         self.config = config
         root = "transformer." if source.has_prefix("transformer.") else ""
         hidden = config.hidden_size
-        self.embedding = source.keep(f"{root}wte.weight", (config.vocab_size, hidden))
+        self.embedding = source.keep_embedding(f"{root}wte.weight", (config.vocab_size, hidden))
         self.positions = source.keep(f"{root}wpe.weight", (config.max_seq_len, hidden))
         self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]
         self.norm = _Norm(config, source, f"{root}ln_f")
@@ -79,10 +79,10 @@ class GPT2:
 
 def _transposed(source: WeightSource, name: str, width: int, rows: int) -> Linear:
     """A linear layer from `width` to `rows` outputs, whose weight is stored as [in, out]."""
-    weight = source.take(f"{name}.weight", (width, rows))
+    weights = source.take_linear({f"{name}.weight": (rows, width)}, transposed=True)
     bias = source.take(f"{name}.bias", (rows,))
     return make_linear(
-        weight.T.contiguous(),
+        weights,
         bias,
         quantization=source.quantization,
         batch_invariant=source.batch_invariant,

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from infer.errors import LoadError
 from infer.files import MAX_INDEX_BYTES
+from infer.kernels.blocks import BlockWeight
+from infer.kernels.linear import BlockEmbedding
 from infer.kernels.loader import advise
 from infer.models.model_config import load_json
 
@@ -30,6 +32,10 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 """Name of the file that maps tensor names to files, in a checkpoint of several files."""
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
+BlockReader = Callable[[Mapping[str, tuple[int, int]], bool], list[BlockWeight] | None]
+"""(name and shape [out, in] of each weight of a linear layer, whether it has a gate) → its weights
+in blocks; None: they are not in blocks, or not in such as go together."""
+
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -47,6 +53,7 @@ class WeightSource:
         stored: Callable[[str], Tensor] | None = None,
         quantization: str | None = None,
         batch_invariant: bool = False,
+        blocks: BlockReader | None = None,
     ) -> None:
         """A source of the tensors `names`, converted to `dtype` on `device`.
 
@@ -59,6 +66,7 @@ class WeightSource:
         """Format in which linear layers hold the weights, such as int8; None: `dtype`."""
         self.batch_invariant = batch_invariant
         """Whether a row's product on a GPU must not depend on the other rows of a batch."""
+        self._blocks = blocks
         self._left = set(names)
         self._complete = complete
         self._read = read
@@ -66,10 +74,16 @@ class WeightSource:
         self._missing: list[str] = []
         self._misshapen: list[str] = []
 
-    def with_layers(self, quantization: str | None, batch_invariant: bool = False) -> WeightSource:
+    def with_layers(
+        self,
+        quantization: str | None,
+        batch_invariant: bool = False,
+        blocks: BlockReader | None = None,
+    ) -> WeightSource:
         """A source of the same tensors for linear layers of this kind.
 
-        Call it before any tensor is taken.
+        `blocks` reads the weights that are to stay in the blocks of their file. Call it before any
+        tensor is taken.
         """
         return WeightSource(
             self._left,
@@ -80,6 +94,7 @@ class WeightSource:
             stored=self._stored,
             quantization=quantization,
             batch_invariant=batch_invariant,
+            blocks=blocks,
         )
 
     def noted(self, note: Callable[[str, Tensor], None]) -> WeightSource:
@@ -93,6 +108,14 @@ class WeightSource:
             note(name, tensor)
             return tensor
 
+        def read_blocks(
+            parts: Mapping[str, tuple[int, int]], gated: bool
+        ) -> list[BlockWeight] | None:
+            found = None if self._blocks is None else self._blocks(parts, gated)
+            for name, weight in zip(parts, found or (), strict=False):
+                note(name, weight.content())
+            return found
+
         return WeightSource(
             self._left,
             read,
@@ -102,6 +125,7 @@ class WeightSource:
             stored=self._stored,
             quantization=self.quantization,
             batch_invariant=self.batch_invariant,
+            blocks=None if self._blocks is None else read_blocks,
         )
 
     def rehearsal(self) -> WeightSource | None:
@@ -133,6 +157,31 @@ class WeightSource:
         if tensor.dtype not in _FLOATS:
             self._misshapen.append(f"{name} is stored as {tensor.dtype}, which is not supported")
         return tensor.to(device=self.device, dtype=self.dtype)
+
+    def take_linear(
+        self, parts: Mapping[str, tuple[int, int]], *, gated: bool = False, transposed: bool = False
+    ) -> list[Tensor] | list[BlockWeight]:
+        """The weights of one linear layer, by name and shape [out, in].
+
+        `gated`: the layer has a gate. `transposed`: as tensors they are stored as [in, out].
+        """
+        if self._blocks is not None and (not self._complete or self._left.issuperset(parts)):
+            found = self._blocks(parts, gated)
+            if found is not None:
+                self._left.difference_update(parts)
+                return found
+        if transposed:
+            return [self.take(name, shape[::-1]).T.contiguous() for name, shape in parts.items()]
+        return [self.take(name, shape) for name, shape in parts.items()]
+
+    def keep_embedding(self, name: str, shape: tuple[int, int]) -> Tensor | BlockEmbedding:
+        """Like `keep`, for an embedding [V, E], which may be in blocks."""
+        if self._blocks is not None and (not self._complete or name in self._left):
+            found = self._blocks({name: shape}, False)
+            if found is not None:
+                self._left.discard(name)
+                return BlockEmbedding(found[0])
+        return self.keep(name, shape)
 
     def keep(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Like `take`, for a tensor that the model keeps: never in the file's mapped memory."""

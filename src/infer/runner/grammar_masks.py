@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +72,8 @@ class Masks:
     """The masks of one step, which are still being made.
 
     A mask is [V] bool on the CPU and True for forbidden tokens; None if the grammar has failed.
+    With proposed tokens it is [n, V]: one mask for the next token, and one behind each proposed
+    token that the grammar allows.
     """
 
     def __init__(
@@ -141,7 +144,8 @@ class Restrictions:
             if chunk.samples:
                 if state.begun is not None:
                     waited_for.add(sequence.request_id)
-                mask = state.begun or self._begin_mask(sequence, state)
+                # A mask that was begun for other proposals is right for the next token.
+                mask = state.begun or self._begin_mask(sequence, state, chunk.proposed)
                 state.begun = mask
                 masks[sequence.request_id] = (state, mask)
         alone = len(chunks) == len(plan) and not any(each.is_quick for each, _ in masks.values())
@@ -163,24 +167,47 @@ class Restrictions:
             return constraint
         return BehindThoughts(constraint, compiler.token_bytes(), *request.thoughts)
 
-    def _begin_mask(self, sequence: Sequence, state: _GrammarState) -> Future[_Mask]:
+    def allowed(self, sequence: Sequence, proposed: tuple[int, ...]) -> tuple[int, ...]:
+        """The leading tokens of `proposed` that the sequence's grammar allows to follow.
+
+        None of them while the grammar is compiled or slow, or a mask is being made. To be called
+        between steps.
+        """
+        state = sequence.constraint
+        if not isinstance(state, _GrammarState) or not state.is_quick or state.begun is not None:
+            return ()
+        try:
+            constraint = state.constraint.result()
+            constraint.follow(sequence.tokens[sequence.num_prompt :])
+            return proposed[: constraint.num_allowed(proposed)]
+        except Exception:  # the step's mask has the same error, with which the request ends
+            log.debug("request %s: nothing is proposed", sequence.request_id, exc_info=True)
+            return ()
+
+    def _begin_mask(
+        self, sequence: Sequence, state: _GrammarState, proposed: tuple[int, ...]
+    ) -> Future[_Mask]:
         # A copy: the sequence's own list may grow while the mask is being made.
         tokens = sequence.tokens[sequence.num_prompt :]
         thread = self._masking if state.is_quick else self._compiling
-        return thread.submit(self._mask, sequence.request_id, state, tokens)
+        return thread.submit(self._mask, sequence.request_id, state, tokens, proposed)
 
     @staticmethod
-    def _mask(request_id: str, state: _GrammarState, tokens: list[int]) -> _Mask:
+    def _mask(
+        request_id: str, state: _GrammarState, tokens: list[int], proposed: tuple[int, ...]
+    ) -> _Mask:
         try:
             constraint = state.constraint.result()
             started_s = time.thread_time()
             constraint.follow(tokens)
-            mask = torch.from_numpy(constraint.forbidden())
-            state.is_slow = time.thread_time() - started_s > SLOW_S
+            masks = [constraint.forbidden()]
+            if proposed:
+                masks += _masks_behind(constraint.copy(), masks[0], proposed)
+            state.is_slow = time.thread_time() - started_s > SLOW_S * len(masks)
         except Exception:
             log.warning("request %s: following its grammar failed", request_id, exc_info=True)
             return None
-        return mask
+        return torch.from_numpy(np.stack(masks) if proposed else masks[0])
 
     @staticmethod
     def mark_complete(
@@ -191,8 +218,8 @@ class Restrictions:
     ) -> list[Sampled]:
         """The results of a step, with `completes` set where a token completes its grammar's text.
 
-        A sequence in `late`, whose mask was not complete in time, gets a result with `is_late`; one
-        whose grammar has failed gets an error.
+        `sampled`: one verified result per sequence. A sequence in `late`, whose mask was not
+        complete in time, gets a result with `is_late`; one whose grammar has failed gets an error.
         """
         results = list(sampled)
         for row, (sequence, result) in enumerate(zip(sequences, sampled, strict=True)):
@@ -201,11 +228,43 @@ class Restrictions:
                 results[row] = Sampled(0, is_late=True)
             elif name not in forbidden or result.error:
                 continue
-            elif forbidden[name] is None or not isinstance(state, _GrammarState):
+            elif (mask := forbidden[name]) is None or not isinstance(state, _GrammarState):
                 results[row] = Sampled(0, error=FAILED, is_refused=True)
-            elif state.constraint.result().take(result.token_id):
-                results[row] = replace(result, completes=True)
+            else:
+                num_masks = len(mask) if mask.dim() == 2 else 1
+                results[row] = _taken(state.constraint.result(), result, num_masks)
         return results
+
+
+def _masks_behind(
+    trial: Constraint, first: np.ndarray, proposed: tuple[int, ...]
+) -> list[np.ndarray]:
+    """The masks [V] behind each of the proposed tokens, up to one that the grammar forbids or that
+    completes its text. `trial` is changed; `first`: the mask before the first token."""
+    masks = [first]
+    for token in proposed:
+        if masks[-1][token] or trial.take(token):
+            break
+        masks.append(trial.forbidden())
+    return masks[1:]
+
+
+def _taken(constraint: Constraint, result: Sampled, num_masks: int) -> Sampled:
+    """A verified result whose tokens the constraint has taken, up to one that completes the text.
+
+    Only the first `num_masks` tokens were sampled with a mask of their own; the others are dropped.
+    """
+    kept: list[Sampled] = []
+    for each in (result, *result.following[: num_masks - 1]):
+        kept.append(each)
+        if each.error:
+            break
+        if constraint.take(each.token_id):
+            kept[-1] = replace(each, completes=True)
+            break
+    if len(kept) == 1 and not result.following:
+        return kept[0]
+    return replace(kept[0], following=tuple(kept[1:]))
 
 
 def _lower_priority() -> None:

@@ -53,7 +53,10 @@ def _splitmix64(x: int) -> int:
 
 
 Forbidden = Mapping[str, Tensor | None]
-"""Tokens that a grammar forbids, [V] bool on the CPU, by request id; None: the grammar failed."""
+"""Tokens that a grammar forbids, bool on the CPU, by request id; None: the grammar failed.
+
+[V]; or [n, V] where tokens are proposed, with a row for each `Sequence.num_proposed` below n.
+"""
 NOTHING: Forbidden = MappingProxyType({})
 """No forbidden tokens for any request."""
 Sampler = Callable[[Tensor, Seq[Sequence], Forbidden], list[Sampled]]
@@ -97,6 +100,23 @@ def sample(
     for row in compress(range(len(dead)), dead):
         sampled[row] = Sampled(0, error=NONE_LEFT, is_refused=True)
     return sampled
+
+
+def sampler_for(vocab_size: int) -> Sampler:
+    """`sample` over `vocab_size` logits, for a model with another number of them, as draft models
+    have: logits that it lacks are -inf, and those beyond are dropped."""
+
+    def fitted(
+        logits: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING
+    ) -> list[Sampled]:
+        missing = vocab_size - logits.shape[1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        elif missing < 0:
+            logits = logits[:, :vocab_size].contiguous()
+        return sample(logits, sequences, forbidden)
+
+    return fitted
 
 
 # Log-probabilities.
@@ -229,6 +249,8 @@ def adjust(rows: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHIN
             rows[row, ids] = logits
         mask = forbidden.get(sequence.request_id)
         if mask is not None:
+            if mask.dim() == 2:  # a row behind the last mask is not used
+                mask = mask[min(sequence.num_proposed, len(mask) - 1)]
             rows[row, : len(mask)].masked_fill_(mask.to(rows.device), -torch.inf)
 
 

@@ -92,6 +92,9 @@ class Sequence:
     """what speculation knows about it; None before tokens were first proposed for it"""
     constraint: object = None
     """the runner's state of the request's grammar; a function of `tokens`, never read here"""
+    num_proposed: int = 0
+    """number of proposed tokens at the end of `tokens`; above 0 only in copies that
+    `Chunk.samplers` makes"""
 
     @classmethod
     def from_request(cls, request: Request, arrival: int) -> Sequence:
@@ -190,8 +193,8 @@ class Chunk:
         return [
             sequence,
             *(
-                replace(sequence, tokens=[*sequence.tokens, *proposed[: i + 1]])
-                for i in range(len(proposed))
+                replace(sequence, tokens=[*sequence.tokens, *proposed[:num]], num_proposed=num)
+                for num in range(1, len(proposed) + 1)
             ),
         ]
 

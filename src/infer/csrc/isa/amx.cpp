@@ -6,6 +6,7 @@
 #endif
 
 #define INFER_VECTORS "amx.h"
+#include "cpu_checks.h"
 #include "dispatch.h"
 
 TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")
@@ -18,6 +19,8 @@ TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-ti
 #include "../linear_run.h"
 
 END_TARGET
+
+#include "kernel_table.h"
 
 namespace {
 bool may_use_tiles() {  // Linux gives the tiles' memory to processes that ask
@@ -35,27 +38,15 @@ bool may_use_tiles() {  // Linux gives the tiles' memory to processes that ask
 #endif
 }
 
-bool runs_here() {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") && may_use_tiles();
+bool runs_here() { return has_avx512_bf16() && may_use_tiles(); }
+
+constexpr IsaKernels kernels() {
+  IsaKernels made = kernels_with<attention::Tiles, attention::Bytes>("amx", runs_here);
+  made.save_tiles = save_tiles;
+  made.restore_tiles = restore_tiles;
+  return made;
 }
 }  // namespace
 
 extern const IsaKernels amx_kernels;
-const IsaKernels amx_kernels = {
-    "amx",
-    runs_here,
-    attention::run_item<attention::Float32<float>>,
-    attention::run_item<attention::Tiles>,
-    attention::run_item<attention::Bytes>,
-    nullptr,
-    attention::write_bytes,
-    nullptr,
-    &linear::KERNELS,
-    sampling::draw,
-    rotary::rotate_heads,
-    save_tiles,
-    restore_tiles,
-};
+constexpr IsaKernels amx_kernels = kernels();

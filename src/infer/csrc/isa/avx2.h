@@ -199,6 +199,15 @@ INLINE int sum_of_bytes64(const char* from) {
   return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
 }
 
+// The sums of 16 bytes with a sign, of 64 in all.
+INLINE void sums_of_16(const char* from, int32_t* to) {
+  for (int i = 0; i < 4; ++i) {
+    const __m128i bytes = _mm_xor_si128(_mm_loadu_si128((const __m128i*)(from + i * 16)), _mm_set1_epi8((char)0x80));
+    const __m128i two = _mm_sad_epu8(bytes, _mm_setzero_si128());
+    to[i] = _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_unpackhi_epi64(two, two))) - 16 * 128;
+  }
+}
+
 // Sums and differences of lanes 1, 2, 4 or 8 apart; the upper lane of two has the difference.
 INLINE __m256 with_sign_bits(__m256 x, int lanes) {
   const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -279,6 +288,12 @@ INLINE vb add_words(vb a, vb b) { return _mm256_add_epi16(a, b); }
 INLINE vb multiply_lanes(vb a, vb b) { return _mm256_mullo_epi32(a, b); }
 INLINE vb low_nibbles(vb bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 INLINE vb high_nibbles(vb bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15)); }
+INLINE vb words_left(vb words, int by) { return _mm256_slli_epi16(words, by); }
+INLINE vb words_right(vb words, int by) { return _mm256_srli_epi16(words, by); }
+INLINE vb lanes_left(vb lanes, int by) { return _mm256_slli_epi32(lanes, by); }
+INLINE vf half_floats(const void* from) {  // W numbers in float16
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+}
 INLINE vb times_256(vb lanes) { return _mm256_slli_epi32(lanes, 8); }
 INLINE vb subtract_lanes(vb a, vb b) { return _mm256_sub_epi32(a, b); }
 INLINE vf float_lanes(vb a) { return _mm256_cvtepi32_ps(a); }

@@ -1,12 +1,13 @@
 // Kernels for AVX2 with VNNI of 256 bits: Intel since 2021 (12th generation), AMD since 2024.
 
 #define INFER_VECTORS "avx2_vnni.h"
+#include "cpu_checks.h"
 #include "dispatch.h"
 
 #ifdef INFER_EVEX_VNNI
 TARGET("avx2,fma,avx512f,avx512vl,avx512vnni")
 #else
-TARGET("avx2,fma,avxvnni")
+TARGET("avx2,fma,f16c,avxvnni")
 #endif
 
 #include "../attention_item.h"
@@ -18,33 +19,17 @@ TARGET("avx2,fma,avxvnni")
 
 END_TARGET
 
+#include "kernel_table.h"
+
 namespace {
 bool runs_here() {
-  __builtin_cpu_init();
 #ifdef INFER_EVEX_VNNI
-  return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl");
+  return has_avx512_vnni();
 #else
-  // CPUID.7.1.EAX bit 4, for which compilers have names only since late.
-  unsigned a = 7, b, c = 1, d;
-  __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && (a >> 4 & 1);
+  return has_avx_vnni();
 #endif
 }
 }  // namespace
 
 extern const IsaKernels avx2_vnni_kernels;
-const IsaKernels avx2_vnni_kernels = {
-    "avx2_vnni",
-    runs_here,
-    attention::run_item<attention::Float32<float>>,
-    attention::run_item<attention::Float32<uint16_t>>,
-    attention::run_item<attention::ByteVectors<attention::Float32<uint16_t>>>,
-    nullptr,
-    attention::write_bytes,
-    nullptr,
-    &linear::KERNELS,
-    sampling::draw,
-    rotary::rotate_heads,
-    nullptr,
-    nullptr,
-};
+constexpr IsaKernels avx2_vnni_kernels = float32_kernels<attention::ByteVectors>("avx2_vnni", runs_here);

@@ -142,6 +142,15 @@ INLINE int sum_of_bytes64(const char* from) {
   return _mm512_reduce_add_epi32(_mm512_madd_epi16(_mm512_add_epi16(low, high), ones));
 }
 
+// The sums of 16 bytes with a sign, of 64 in all.
+INLINE void sums_of_16(const char* from, int32_t* to) {
+  for (int i = 0; i < 4; ++i) {
+    const __m128i bytes = _mm_xor_si128(_mm_loadu_si128((const __m128i*)(from + i * 16)), _mm_set1_epi8((char)0x80));
+    const __m128i two = _mm_sad_epu8(bytes, _mm_setzero_si128());
+    to[i] = _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_unpackhi_epi64(two, two))) - 16 * 128;
+  }
+}
+
 // Sums and differences of lanes 1, 2, 4 or 8 apart; the upper lane of two has the difference.
 INLINE F16 butterfly1(F16 x) {
   return fma(x, _mm512_mask_mov_ps(splat(1.f), 0xaaaa, splat(-1.f)), _mm512_permute_ps(x, 0xb1));
@@ -219,6 +228,17 @@ INLINE vb add_words(vb a, vb b) { return _mm512_add_epi16(a, b); }
 INLINE vb multiply_lanes(vb a, vb b) { return _mm512_mullo_epi32(a, b); }
 INLINE vb low_nibbles(vb bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 INLINE vb high_nibbles(vb bytes) { return _mm512_and_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15)); }
+INLINE vb words_left(vb words, int by) { return _mm512_slli_epi16(words, (unsigned)by); }
+INLINE vb words_right(vb words, int by) { return _mm512_srli_epi16(words, (unsigned)by); }
+INLINE vb lanes_left(vb lanes, int by) { return _mm512_slli_epi32(lanes, (unsigned)by); }
+INLINE vf half_floats(const void* from) {  // W numbers in float16
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+}
+[[maybe_unused]] INLINE vb magnitudes_of(vb bytes) { return _mm512_abs_epi8(bytes); }  // without a sign: of -128, 128
+// Bytes with the signs of others.
+[[maybe_unused]] INLINE vb with_signs(vb bytes, vb of) {
+  return _mm512_mask_sub_epi8(bytes, _mm512_movepi8_mask(of), _mm512_setzero_si512(), bytes);
+}
 INLINE vb times_256(vb lanes) { return _mm512_slli_epi32(lanes, 8); }
 INLINE vb subtract_lanes(vb a, vb b) { return _mm512_sub_epi32(a, b); }
 INLINE vf float_lanes(vb a) { return _mm512_cvtepi32_ps(a); }

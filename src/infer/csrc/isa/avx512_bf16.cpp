@@ -1,6 +1,7 @@
 // Kernels for AVX-512 with BF16 and VNNI: AMD since Zen 4, Intel Cooper Lake.
 
 #define INFER_VECTORS "avx512_bf16.h"
+#include "cpu_checks.h"
 #include "dispatch.h"
 
 TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
@@ -15,28 +16,17 @@ TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
 
 END_TARGET
 
+#include "kernel_table.h"
+
 namespace {
-bool runs_here() {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+constexpr IsaKernels kernels() {
+  using attention::Pairs, attention::Strips;
+  IsaKernels made = kernels_with<Pairs, attention::ByteVectors<Pairs>>("avx512_bf16", has_avx512_bf16);
+  made.strips = attention::run_item<Strips>;
+  made.write_strip = Strips::write;
+  return made;
 }
 }  // namespace
 
 extern const IsaKernels avx512_bf16_kernels;
-const IsaKernels avx512_bf16_kernels = {
-    "avx512_bf16",
-    runs_here,
-    attention::run_item<attention::Float32<float>>,
-    attention::run_item<attention::Pairs>,
-    attention::run_item<attention::ByteVectors<attention::Pairs>>,
-    attention::run_item<attention::Strips>,
-    attention::write_bytes,
-    attention::Strips::write,
-    &linear::KERNELS,
-    sampling::draw,
-    rotary::rotate_heads,
-    nullptr,
-    nullptr,
-};
+constexpr IsaKernels avx512_bf16_kernels = kernels();

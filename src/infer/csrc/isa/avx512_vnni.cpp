@@ -1,6 +1,7 @@
 // Kernels for AVX-512 with VNNI: Intel since Cascade Lake and Ice Lake.
 
 #define INFER_VECTORS "avx512_vnni.h"
+#include "cpu_checks.h"
 #include "dispatch.h"
 
 TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
@@ -14,28 +15,7 @@ TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 
 END_TARGET
 
-namespace {
-bool runs_here() {
-  __builtin_cpu_init();
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni");
-}
-}  // namespace
+#include "kernel_table.h"
 
 extern const IsaKernels avx512_vnni_kernels;
-const IsaKernels avx512_vnni_kernels = {
-    "avx512_vnni",
-    runs_here,
-    attention::run_item<attention::Float32<float>>,
-    attention::run_item<attention::Float32<uint16_t>>,
-    attention::run_item<attention::ByteVectors<attention::Float32<uint16_t>>>,
-    nullptr,
-    attention::write_bytes,
-    nullptr,
-    &linear::KERNELS,
-    sampling::draw,
-    rotary::rotate_heads,
-    nullptr,
-    nullptr,
-};
+constexpr IsaKernels avx512_vnni_kernels = float32_kernels<attention::ByteVectors>("avx512_vnni", has_avx512_vnni);

@@ -17,14 +17,27 @@ import torch
 from infer.config import EngineConfig
 from infer.errors import ConfigError, LoadError
 from infer.files import MAX_CONFIG_BYTES, read_text, reading
+from infer.kernels.linear import native_obstacle
 from infer.models.gguf_file import GGUFFile
 from infer.models.hub import SHIPPED_FOLDER, locate
 from infer.models.model_config import ModelConfig
 from infer.models.registry import read_model_config
-from infer.models.weights import WeightSource, dummy_source, open_checkpoint
+from infer.models.weights import BlockReader, WeightSource, dummy_source, open_checkpoint
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.gguf_vocab import text_files
 from infer.text.trial import try_patterns
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointBlocks:
+    """Weights that linear layers can hold in the blocks of their file."""
+
+    kinds: tuple[str, ...]
+    """types of the blocks, most numbers first"""
+    read: BlockReader
+    """reads weights in blocks"""
+    plan: BlockReader
+    """gives their types and shapes only"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,8 @@ class Checkpoint:
     """reads tokenizer and chat templates"""
     source: Callable[[torch.dtype, torch.device], WeightSource]
     """opens the weights, as tensors of a dtype on a device"""
+    blocks: CheckpointBlocks | None = None
+    """the blocks of a GGUF file with quantised weights; else None"""
 
 
 def find_checkpoint(
@@ -54,11 +69,15 @@ def find_checkpoint(
 def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
     if path.is_file():
         file = GGUFFile(path)
+        kinds = () if dummy else tuple(file.block_kinds)
         return Checkpoint(
             name,
             file.config,
             text=lambda: text_files(file.metadata, str(path)),
             source=dummy_source if dummy else file.source,
+            blocks=CheckpointBlocks(kinds, file.block_reader(), file.block_reader(planned=True))
+            if kinds
+            else None,
         )
     # With random weights any tokenizer will do, so a folder without one gets the shipped one.
     borrows = dummy and not (path / "tokenizer.json").is_file()
@@ -68,6 +87,19 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
         text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
         source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
     )
+
+
+def chosen_blocks(
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device
+) -> CheckpointBlocks | None:
+    """The blocks in which the linear layers hold their weights.
+
+    None: the settings ask for a dtype, the file has none, or there are no kernels for them.
+    """
+    is_open = config.dtype == "auto" and config.quantization is None
+    if not is_open or device.type != "cpu" or native_obstacle() is not None:
+        return None
+    return checkpoint.blocks
 
 
 def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:

@@ -7,13 +7,15 @@ the KV cache follows from the settings. Activations are the peak of one full ste
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
+from infer.engine.build.checkpoint import CheckpointBlocks
 from infer.engine.build.hardware import (
     choose_cache_dtype,
     choose_device,
@@ -22,9 +24,11 @@ from infer.engine.build.hardware import (
     free_bytes,
 )
 from infer.errors import ConfigError
+from infer.kernels.blocks import BlockWeight, packed_bytes, panel_kinds
 from infer.kernels.invariance import linears
 from infer.kernels.linear import (
     BFLOAT16_SETS,
+    PlannedBlocks,
     can_pack,
     held_bytes,
     instruction_set,
@@ -34,7 +38,7 @@ from infer.kernels.linear import (
 from infer.kernels.loader import STRIP, cell_bytes
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
-from infer.models.weights import WeightSource
+from infer.models.weights import BlockReader, WeightSource
 
 SHARE_OF_FREE_MEMORY = 0.8
 """fraction of the memory left by weights and activations that the KV cache may take"""
@@ -47,6 +51,33 @@ CUDA_TOKENS_BESIDE_STREAMS = 2048
 """default limit of tokens in a step with running streams on a GPU"""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
 """sequence lengths, in tokens, for which a plan says how many fit"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """Sizes of the draft model of speculation, in bytes, and counts."""
+
+    model: str
+    num_parameters: int
+    weight_bytes: int
+    activation_bytes: int
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
+    page_size: int
+    num_pages: int
+    """number of pages, page 0 not counted; they hold as many tokens as the model's"""
+    max_seq_len: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache, page 0 included."""
+        return (self.num_pages + 1) * self.page_size * self.kv_bytes_per_token
+
+    def beside(self, cache: _CacheSize) -> DraftPlan:
+        """This plan with as many tokens in the cache as the model's cache has."""
+        num_pages = -(-cache.num_pages * cache.page_size // self.page_size)
+        max_seq_len = min(cache.max_seq_len, self.max_seq_len)
+        return replace(self, num_pages=num_pages, max_seq_len=max_seq_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +107,13 @@ class MemoryPlan:
     """the setting to change if the plan does not fit"""
     advice: str
     """what would fit if the plan does not, for the user; else empty"""
+    draft: DraftPlan | None = None
+    """draft model of speculation; None: there is none"""
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft model's weights and cache."""
+        return 0 if self.draft is None else self.draft.weight_bytes + self.draft.kv_bytes
 
     @property
     def num_cached_tokens(self) -> int:
@@ -98,6 +136,7 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str]]:
         """The plan as a table of (name, value)."""
         left = self.free_bytes - self.weight_bytes - self.activation_bytes - self.kv_bytes
+        left -= self.draft_bytes
         fit = ", ".join(f"{count} x {n:,}" for n, count in self.sequences_that_fit().items())
         return [
             ("model", f"{self.model}, {self.num_parameters / 1e6:,.1f} M parameters"),
@@ -110,6 +149,7 @@ class MemoryPlan:
             ("KV cache a token", f"{self.kv_bytes_per_token:,} bytes, {self.kv_cache_dtype}"),
             ("KV cache", f"{gib(self.kv_bytes)}: {self.num_pages:,} pages of {self.page_size}"
              f" tokens, {self.num_cached_tokens:,} tokens"),
+            *([("draft model", _draft_row(self.draft))] if self.draft else []),
             ("sequences that fit", f"{fit} tokens (seats: {self.max_batch_size})"),
             ("left over", gib(left) if left >= 0 else f"{gib(-left)} too little"),
             ("verdict", "fits" if self.fits else f"does not fit: {self.advice}"),
@@ -121,46 +161,62 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def _draft_row(draft: DraftPlan) -> str:
+    return (
+        f"{draft.model}, {draft.num_parameters / 1e6:,.1f} M parameters: weights"
+        f" {gib(draft.weight_bytes)}, KV cache {gib(draft.kv_bytes)}"
+        f" ({draft.kv_bytes_per_token:,} bytes a token, {draft.kv_cache_dtype})"
+    )
+
+
 def make_plan(
-    config: EngineConfig, model: ModelConfig, name: str, *, free: int | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    name: str,
+    *,
+    blocks: CheckpointBlocks | None = None,
+    free: int | None = None,
+    draft: tuple[ModelConfig, str] | None = None,
 ) -> MemoryPlan:
     """The plan for these settings; its `fits` says whether the memory suffices.
 
-    `name`: the model's name in the plan. `free`: bytes to plan with instead of what the device has
-    free. Raises `ConfigError` for settings that are impossible for this model or device.
+    `name`: the model's name in the plan. `blocks`: those in which weights are held. `free`: bytes
+    to plan with instead of what the device has free. `draft`: configuration and name of the draft
+    model. Raises `ConfigError` for settings that are impossible for this model or device.
     """
     device = choose_device(config)
     dtype = choose_dtype(config, model, device)
-    if config.max_seq_len is not None and config.max_seq_len > model.max_seq_len:
-        raise ConfigError(
-            "max_seq_len", f"{config.max_seq_len} exceeds the model's own limit {model.max_seq_len}"
-        )
+    _check_max_seq_len(config, model)
     free = free_bytes(device) if free is None else free
     batched = step_tokens(config, model, device, dtype)
-    seats = config.max_batch_size or default_seats(device)
-    seats = 1 if config.batching_mode == "sequential" else seats
-    parameters, weights = count_weights(model, dtype, device, config.weight_format)
+    seats = _num_seats(config, device)
+    parameters, weights = count_weights(
+        model, dtype, device, config.weight_format, blocks.plan if blocks else None
+    )
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     page_size = page_size_for(config, model)
     cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
-    heads = 2 * model.num_layers * model.num_kv_heads
-    token_bytes = heads * cell_bytes(model.head_dim, cache_dtype)
-    given = config.kv_cache_memory_bytes
-    if config.kv_cache_pages is not None:
-        given = (config.kv_cache_pages + 1) * page_size * token_bytes
+    token_bytes = _kv_bytes_per_token(model, cache_dtype)
+    drafts = draft and _draft_plan(config, *draft, device, rows=seats)
+    if drafts:
+        activations = max(activations, drafts.activation_bytes)
+    left = free - weights - activations - (drafts.weight_bytes if drafts else 0)
+    draft_token_bytes = drafts.kv_bytes_per_token if drafts else 0
     cache = _CacheSize(
         config,
         page=(page_size, token_bytes),
         model_max=model.max_seq_len,
         seats=seats,
-        budget=given or max(0, int((free - weights - activations) * SHARE_OF_FREE_MEMORY)),
+        budget=_cache_budget(config, left, page_size, token_bytes, draft_token_bytes),
     )
-    need = weights + activations + cache.kv_bytes
+    drafts = drafts and drafts.beside(cache)
     return MemoryPlan(
         model=name,
         device=device.type,
         dtype=config.weight_format or str(dtype).removeprefix("torch."),
-        products=products(dtype, config.weight_format) if device.type == "cpu" else "",
+        products=products(dtype, config.weight_format, blocks.kinds if blocks else ())
+        if device.type == "cpu"
+        else "",
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
@@ -173,19 +229,75 @@ def make_plan(
         max_seq_len=cache.max_seq_len,
         max_batch_size=seats,
         max_num_batched_tokens=batched,
-        fits=cache.advice == "" and need <= free,
+        fits=cache.advice == "" and left >= cache.kv_bytes + (drafts.kv_bytes if drafts else 0),
         field=cache.field,
-        advice=_advice(free - weights - activations, cache, dtype),
+        advice=_advice(left, cache, dtype, draft_token_bytes),
+        draft=drafts,
     )
 
 
-def replicas_that_fit(config: EngineConfig, model: ModelConfig, free: int, most: int) -> int:
+def _check_max_seq_len(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError` for a longer sequence than the model can have."""
+    if config.max_seq_len is not None and config.max_seq_len > model.max_seq_len:
+        raise ConfigError(
+            "max_seq_len", f"{config.max_seq_len} exceeds the model's own limit {model.max_seq_len}"
+        )
+
+
+def _num_seats(config: EngineConfig, device: torch.device) -> int:
+    if config.batching_mode == "sequential":
+        return 1
+    return config.max_batch_size or default_seats(device)
+
+
+def _kv_bytes_per_token(model: ModelConfig, cache_dtype: torch.dtype) -> int:
+    heads = 2 * model.num_layers * model.num_kv_heads
+    return heads * cell_bytes(model.head_dim, cache_dtype)
+
+
+def _cache_budget(
+    config: EngineConfig, left: int, page_size: int, token_bytes: int, draft_token_bytes: int
+) -> int:
+    """Bytes for the model's cache: as the settings say, else a share of those that are `left`, of
+    which the draft model's cache gets its part."""
+    if config.kv_cache_pages is not None:
+        return (config.kv_cache_pages + 1) * page_size * token_bytes
+    share = SHARE_OF_FREE_MEMORY * token_bytes / (token_bytes + draft_token_bytes)
+    return config.kv_cache_memory_bytes or max(0, int(left * share))
+
+
+def _draft_plan(
+    config: EngineConfig, model: ModelConfig, name: str, device: torch.device, *, rows: int
+) -> DraftPlan:
+    """The draft model's plan, without pages yet. `rows`: rows that are sampled in a pass."""
+    settings = config.of_draft_model()
+    assert settings is not None
+    dtype = choose_dtype(settings, model, device)
+    parameters, weights = count_weights(model, dtype, device, settings.weight_format)
+    cache_dtype = choose_cache_dtype(settings, model, dtype, device, DEFAULT_PAGE_SIZE)
+    return DraftPlan(
+        model=name,
+        num_parameters=parameters,
+        weight_bytes=weights,
+        activation_bytes=activation_bytes(
+            model, dtype, tokens=CPU_TOKENS_BESIDE_STREAMS, rows=rows
+        ),
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        kv_bytes_per_token=_kv_bytes_per_token(model, cache_dtype),
+        page_size=DEFAULT_PAGE_SIZE,
+        num_pages=0,
+        max_seq_len=model.max_seq_len,
+    )
+
+
+def replicas_that_fit(plan_with: Callable[..., MemoryPlan], free: int, most: int) -> int:
     """The largest number of engines, up to `most`, that fit into `free` bytes of main memory when
-    each gets the same part; 0 if not even one does."""
+    each gets the same part; 0 if not even one does. `plan_with`: `make_plan` of one engine, which
+    takes `free`."""
     low, high = 0, most
     while low < high:  # fewer fit whenever more do
         middle = (low + high + 1) // 2
-        if make_plan(config, model, "", free=free // middle).fits:
+        if plan_with(free=free // middle).fits:
             low = middle
         else:
             high = middle - 1
@@ -279,10 +391,13 @@ class _CacheSize:
         return (self.num_pages + 1) * self.page_size * self.token_bytes
 
 
-def _advice(left: int, cache: _CacheSize, dtype: torch.dtype) -> str:
-    """What would fit if the plan does not; `left`: bytes beside weights and activations."""
-    tokens = left // cache.token_bytes
-    if tokens >= cache.page_size and (cache.advice or left >= cache.kv_bytes):
+def _advice(left: int, cache: _CacheSize, dtype: torch.dtype, draft_token_bytes: int) -> str:
+    """What would fit if the plan does not; `left`: bytes beside weights and activations.
+    `draft_token_bytes`: bytes of a token in the draft model's cache."""
+    token_bytes = cache.token_bytes + draft_token_bytes
+    tokens = left // token_bytes
+    need = cache.kv_bytes * token_bytes // cache.token_bytes
+    if tokens >= cache.page_size and (cache.advice or left >= need):
         return cache.advice
     if tokens < cache.page_size:
         narrower = ", or dtype='bfloat16'" if dtype == torch.float32 else ""
@@ -294,14 +409,19 @@ def _advice(left: int, cache: _CacheSize, dtype: torch.dtype) -> str:
 
 
 def count_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
+    blocks: BlockReader | None = None,
 ) -> tuple[int, int]:
     """(number of parameters, bytes in memory), counted by building the model without memory.
 
     A tied embedding counts twice in bytes if linear layers are packed: once for looking up tokens,
-    once in the packed layout for the logits.
+    once in the packed layout for the logits. In blocks it counts once. `blocks` gives the types of
+    weights that are held in blocks.
     """
-    count = 0
+    count = num_in_blocks = block_bytes = 0
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         nonlocal count
@@ -309,14 +429,24 @@ def count_weights(
         count += tensor.numel()
         return tensor
 
-    source = WeightSource((), read, dtype=dtype, device=torch.device("meta"), complete=False)
-    model = build_model(config, source, max_seq_len=1)
-    numbers = count
-    if config.tie_embeddings and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
+    def plan_blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight] | None:
+        nonlocal num_in_blocks, block_bytes
+        found = None if blocks is None else blocks(parts, gated)
+        if found:
+            num_in_blocks += sum(weight.num_weights for weight in found)
+            block_bytes += packed_bytes(panel_kinds(found, gated=gated) or (), found[0].shape[1])
+        return found
+
+    meta = torch.device("meta")
+    source = WeightSource((), read, dtype=dtype, device=meta, complete=False)
+    model = build_model(config, source.with_layers(None, blocks=plan_blocks), max_seq_len=1)
+    layers = [layer for layer in linears(model) if not isinstance(layer, PlannedBlocks)]
+    numbers = count - sum(layer.num_weights for layer in layers)
+    is_tied = config.tie_embeddings and model.lm_head in layers
+    if is_tied and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
         numbers += config.vocab_size * config.hidden_size
-    layers = list(linears(model))
-    numbers -= sum(layer.num_weights for layer in layers)
-    return count, numbers * dtype.itemsize + held_bytes(layers, model.lm_head, quantization)
+    held = held_bytes(layers, model.lm_head, quantization)
+    return count + num_in_blocks, numbers * dtype.itemsize + held + block_bytes
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:

@@ -53,8 +53,9 @@ class Processors:
 
     def chosen(self, *, all_nodes: bool = False) -> tuple[Core, ...]:
         """The cores that an engine uses by default: the performance cores of the NUMA node that has
-        most of them, or those of all nodes."""
-        fast = [core for core in self.cores if not core.is_efficient]
+        most of them, or those of all nodes. A process that may use efficiency cores only uses
+        these."""
+        fast = [core for core in self.cores if not core.is_efficient] or self.cores
         counts = Counter(core.node for core in fast)
         if all_nodes or not counts:
             return tuple(fast)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -159,6 +159,12 @@ class RequestTrace:
     def num_preemptions(self) -> int:
         """Number of recorded preemptions of its choices."""
         return sum(event["event"] == "preempted" for event in self.events)
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of recorded restarts of the engine that one of its choices survived."""
+        resumed = (event.get("choice", 0) for event in self.events if event["event"] == "resumed")
+        return max(Counter(resumed).values(), default=0)
 
     def ms(self, time_s: float | None) -> float | None:
         """Milliseconds from the arrival of the request to a time on the monotonic clock."""
@@ -529,6 +535,7 @@ def summary(trace: RequestTrace) -> dict[str, Any]:
         "completion_tokens": trace.sum_of("num_tokens"),
         "max_tokens": trace.max_tokens,
         "preemptions": trace.num_preemptions,
+        "restarts": trace.num_restarts,
         "admitted_ms": trace.ms(trace.earliest("admitted_s")),
         "first_token_ms": trace.ms(trace.earliest("first_s")),
         "total_ms": trace.ms(trace.ended_s),

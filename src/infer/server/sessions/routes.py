@@ -2,7 +2,10 @@
 
 A chat completion with a `session_id` gets the session's messages before its own. The turn is
 written when its answer is complete, before the client gets the end of it. An answer that is aborted
-leaves the session unchanged, so the same message can be sent again.
+leaves the session unchanged, so the same message can be sent again. With `continue_final_message`
+the turn's last message and the answer are one message. If the turn is that message alone and the
+session ends with an answer, it takes that answer's place: so an answer that reached its limit goes
+on.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,13 +69,20 @@ class SessionTurn:
         name: str,
         before: int,
         asked: Any,
+        *,
+        continues: bool = False,
+        replaces: bool = False,
     ) -> None:
         """`owner`: id of the key. `name`: id of the session. `before`: number of its messages
-        before this turn. `asked`: the messages of the request."""
+        before this turn. `asked`: the messages of the request. `continues`: whether the answer is
+        the end of the last of them. `replaces`: whether the turn takes the place of the session's
+        last message."""
         self._sessions = sessions
         self._threads = threads
         self._where = (owner, name, before)
         self._asked: list[Message] = asked
+        self._begun: Message | None = asked[-1] if continues else None
+        self._num_replaced = int(replaces)
         self._texts: list[str] = []
         self._calls: list[dict[str, Any]] = []
 
@@ -87,11 +98,15 @@ class SessionTurn:
         whole = [call for call in self._calls if _is_whole(call)]
         # An incomplete call would be invalid in a later request's history, so it is kept as text.
         text += "".join(_as_text(call) for call in self._calls if call not in whole)
-        answer: Message = {"role": "assistant", "content": text}
+        asked = self._asked
+        answer: Message = {"role": "assistant"}
+        if self._begun is not None:
+            asked, answer, text = asked[:-1], self._begun, _text_of(self._begun) + text
+        answer = {**answer, "content": text}
         if whole:
             answer = {**answer, "content": text or None, "tool_calls": whole}
-        turn = [*self._asked, answer]
-        await self._threads.call(self._sessions.add_turn, *self._where, turn)
+        turn = [*asked, answer]
+        await self._threads.call(self._sessions.add_turn, *self._where, turn, self._num_replaced)
 
 
 def _is_whole(call: dict[str, Any]) -> bool:
@@ -104,6 +119,16 @@ def _is_whole(call: dict[str, Any]) -> bool:
 def _as_text(call: dict[str, Any]) -> str:
     function = call["function"]
     return f'{{"name": {json.dumps(function["name"])}, "arguments": {function["arguments"]}'
+
+
+def _ends_with_answer(messages: Sequence[Any]) -> bool:
+    last = messages[-1] if messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
+
+
+def _text_of(message: Message) -> str:
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def default_url() -> str:
@@ -179,10 +204,18 @@ class SessionRoutes:
             raise busy()
         self._busy.add(name)
         RequestContext.of(http.scope).cleanup.callback(self._busy.discard, name)
-        body["messages"] = [*found.messages, *asked]
+        continues = body.get("continue_final_message") is True and _ends_with_answer(asked)
+        replaces = continues and len(asked) == 1 and _ends_with_answer(found.messages)
+        body["messages"] = [*(found.messages[:-1] if replaces else found.messages), *asked]
         # Further work on the body takes as long as if all these messages had been sent.
         http.scope[NUM_BYTES] = num_new + found.num_bytes
-        return SessionTurn(self._sessions, self._threads, owner, name, len(found.messages), asked)
+        return SessionTurn(
+            self._sessions,
+            self._threads,
+            *(owner, name, len(found.messages), asked),
+            continues=continues,
+            replaces=replaces,
+        )
 
     @takes(SessionBody, refuses=(429,))
     async def _create(self, http: HttpRequest) -> Response:

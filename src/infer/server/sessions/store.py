@@ -202,16 +202,24 @@ class SessionStore:
         return self.create(owner, found["title"], messages[:num_messages])
 
     def add_turn(
-        self, owner: str, session_id: str, num_before: int, messages: Sequence[Message]
+        self,
+        owner: str,
+        session_id: str,
+        num_before: int,
+        messages: Sequence[Message],
+        num_replaced: int = 0,
     ) -> None:
-        """Append a turn. Raises `HttpError` (409) if the session does not have `num_before`
-        messages, because another turn was written since."""
+        """Append a turn, in place of the last `num_replaced` messages. Raises `HttpError` (409) if
+        the session does not have `num_before` messages, because another turn was written since."""
         try:
             with self._engine.begin() as db:
                 _owned_session(db, owner, session_id)
-                if len(_history(db, session_id)) != num_before:
+                history = _history(db, session_id)
+                if len(history) != num_before:
                     raise busy()
-                _append(db, session_id, num_before, messages)
+                num_kept = num_before - num_replaced
+                _remove(db, session_id, num_kept, history[num_kept:])
+                _append(db, session_id, num_kept, messages)
                 now = sql.update(_sessions).where(_sessions.c.id == session_id)
                 db.execute(now.values(updated=int(time.time())))
         except IntegrityError:  # another server has written a turn meanwhile
@@ -272,6 +280,17 @@ def _append(db: sql.Connection, session_id: str, start: int, messages: Sequence[
         size = sql.update(_sizes).where(_sizes.c.session == session_id)
         more = {"messages": _sizes.c.messages + len(rows), "bytes": _sizes.c.bytes + num_bytes}
         db.execute(size.values(more))
+
+
+def _remove(db: sql.Connection, session_id: str, start: int, messages: Sequence[Message]) -> None:
+    """Remove the messages from position `start` on, which are `messages`."""
+    if messages:
+        later = (_messages.c.session == session_id) & (_messages.c.position >= start)
+        db.execute(sql.delete(_messages).where(later))
+        num_bytes = sum(len(json.dumps(message)) for message in messages)
+        size = sql.update(_sizes).where(_sizes.c.session == session_id)
+        less = {"messages": _sizes.c.messages - len(messages), "bytes": _sizes.c.bytes - num_bytes}
+        db.execute(size.values(less))
 
 
 def _num_bytes(db: sql.Connection, session_id: str) -> int:

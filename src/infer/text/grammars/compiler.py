@@ -144,6 +144,16 @@ class Constraint:
         self._num_taken += 1
         return self._matcher.is_stopped()
 
+    def copy(self) -> Constraint:
+        """A constraint in the same state; tokens that it takes are not seen by this one."""
+        copied = Constraint(self._matcher.deep_copy(), self._width)
+        copied._num_taken = self._num_taken
+        return copied
+
+    def num_allowed(self, tokens: Iterable[int]) -> int:
+        """Number of leading `tokens` that may follow; the state does not change."""
+        return self._matcher.validate_tokens(list(tokens))
+
     def forbidden(self) -> np.ndarray:
         """A mask of the tokens that may not be next, [V] bool."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)

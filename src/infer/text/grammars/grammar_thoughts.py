@@ -9,6 +9,9 @@ are compared.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable
+
 import numpy as np
 
 from infer.text.grammars.compiler import Constraint, TokenBytes
@@ -69,6 +72,25 @@ class BehindThoughts(Constraint):
         else:
             self._state = "answer"
         return False
+
+    def copy(self) -> BehindThoughts:
+        """See `Constraint`."""
+        copied = copy.copy(self)
+        copied._answer = self._answer.copy()
+        return copied
+
+    def num_allowed(self, tokens: Iterable[int]) -> int:
+        """See `Constraint`."""
+        if self._state == "answer":
+            return self._answer.num_allowed(tokens)
+        trial, count = self.copy(), 0
+        for token in tokens:
+            if trial.forbidden()[token]:
+                break
+            count += 1
+            if trial.take(token):
+                break
+        return count
 
     def _take_first(self, token: int) -> bool:
         completes = False

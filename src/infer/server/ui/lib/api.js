@@ -175,7 +175,7 @@ class Server extends EventTarget {
     try {
       this.models = (await askJson("/v1/models")).data;
       this.error = null;
-      if (!Object.keys(this.fields).length) await this._readFields();
+      if (!Object.keys(this.fields).length) void this._readFields();
     } catch (error) {
       this.error = error instanceof ApiError ? error : new ApiError("failed", String(error));
     }
@@ -187,9 +187,14 @@ class Server extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
+  /** The document is long, so nothing waits for it: only the settings show it. */
   async _readFields() {
-    const schemas = (await askJson("/openapi.json")).components.schemas;
-    this.fields = schemas.ChatBody.properties;
+    try {
+      this.fields = (await askJson("/openapi.json")).components.schemas.ChatBody.properties;
+      this.dispatchEvent(new Event("change"));
+    } catch {
+      // The next refresh tries again; until then the server alone checks the settings.
+    }
   }
 }
 

@@ -4,7 +4,7 @@ import { ApiError, askJson, server } from "./api.js";
 import { Generation } from "./generation.js";
 import { Tree, newConversation, newId, titleOf } from "./records.js";
 import { chatBody, completionBody, modelOf, parsed, streaming } from "./request.js";
-import { addTurn, forkSession, listSessions, readSession, removeSession, renameSession, startSession } from "./sessions.js";
+import { addTurn, listSessions, noteKept, prepareSession, readSession, removeSession, renameSession } from "./sessions.js";
 import { storage } from "./storage.js";
 import { keep, recall } from "./local.js";
 import { settledIds } from "./token_text.js";
@@ -223,12 +223,7 @@ class Chats extends EventTarget {
   async _answer(tree, question, undo) {
     const { conversation } = tree;
     if (conversation.session || (recall("newOnServer", false) && !this.all.has(conversation.id))) {
-      const isReady = await this._prepareSession(tree, question).catch((error) => {
-        undo();
-        this._refused(conversation, error);
-        return false;
-      });
-      if (!isReady) return;
+      if (!(await this._isReady(tree, question, undo))) return;
     }
     const path = tree.pathTo(question);
     const body = { ...chatBody(conversation, path), ...streaming(conversation.sampling.stream !== false) };
@@ -237,21 +232,18 @@ class Chats extends EventTarget {
     await this._run(tree, message, "/v1/chat/completions", body, 0, path.slice(-2), undo);
   }
 
-  /** A session of the server is a line: before another branch it is forked.
-   * @param {Tree} tree @param {Message} question */
-  async _prepareSession(tree, question) {
-    const { conversation } = tree;
-    if (!conversation.session) {
-      await startSession(conversation);
-      conversation.id = `s-${conversation.session}`;
-      for (const each of tree.byId.values()) each.conversation = conversation.id;
-    } else if (tree.pathTo(question).length <= tree.byId.size - 1) {
-      const fork = await forkSession(conversation, tree.pathTo(question).length - 1);
-      this.all.set(fork.id, fork);
-      Object.assign(tree, new Tree(fork, tree.pathTo(question).map((each) => ({ ...each, conversation: fork.id }))));
+  /** Whether the session of a conversation can take what ends with a message.
+   * @param {Tree} tree @param {Message} last @param {() => void} undo */
+  async _isReady(tree, last, undo) {
+    try {
+      await prepareSession(tree, last);
+      this.all.set(tree.conversation.id, tree.conversation);
+      return true;
+    } catch (error) {
+      undo();
+      this._refused(tree.conversation, error);
+      return false;
     }
-    this.all.set(tree.conversation.id, tree.conversation);
-    return true;
   }
 
   /** Go on where an answer broke off, or from token ids of the reader's choice, as a sibling.
@@ -265,10 +257,7 @@ class Chats extends EventTarget {
     if (from && !isExact) return;
     const undo = () => tree.choose(answer);
     if (!isExact) {
-      const path = tree.pathTo(answer);
-      const body = { ...chatBody(conversation, path), ...streaming(true), continue_final_message: true };
-      const message = this._new(tree, answer.parent, "assistant", { content: answer.content });
-      await this._run(tree, message, "/v1/chat/completions", body, 0, [], undo);
+      await this._goOnFromText(tree, answer, undo);
       return;
     }
     const prompt = /** @type {number[]} */ (answer.promptIds);
@@ -284,9 +273,23 @@ class Chats extends EventTarget {
     await this._run(tree, message, "/v1/completions", body, ids.length, [], undo);
   }
 
+  /** Go on where the text of an answer ends. A session has one version of it.
+   * @param {Tree} tree @param {Message} answer @param {() => void} undo */
+  async _goOnFromText(tree, answer, undo) {
+    if (tree.conversation.session && !(await this._isReady(tree, answer, undo))) return;
+    const { conversation } = tree;
+    const path = tree.pathTo(answer);
+    const body = { ...chatBody(conversation, path), ...streaming(true), continue_final_message: true };
+    if (conversation.session) addTurn(conversation, body, path);
+    const message = this._new(tree, answer.parent, "assistant", { content: answer.content });
+    const begun = conversation.session ? () => tree.remove(tree.byId.get(answer.id) ?? answer) : undefined;
+    await this._run(tree, message, "/v1/chat/completions", body, 0, [], undo, begun);
+  }
+
   /** @param {Tree} tree @param {Message} message @param {string} path @param {Record<string, any>} body
-   * @param {number} numGiven @param {Message[]} before messages to keep with it @param {() => void} undo */
-  async _run(tree, message, path, body, numGiven, before, undo) {
+   * @param {number} numGiven @param {Message[]} before messages to keep with it @param {() => void} undo
+   * @param {() => void} [begun] what is done once the server has taken the request */
+  async _run(tree, message, path, body, numGiven, before, undo, begun) {
     const { conversation } = tree;
     const generation = new Generation(message, path, body, (each) => void this._write(null, [each]));
     generation.numGiven = numGiven;
@@ -295,6 +298,7 @@ class Chats extends EventTarget {
     this._busy.set(conversation.id, tree);
     this.errors.delete(conversation.id);
     generation.addEventListener("begin", () => {
+      begun?.();
       conversation.updated = Date.now();
       this.all.set(conversation.id, conversation);
       void this._write(conversation, [...before, message]);
@@ -306,7 +310,8 @@ class Chats extends EventTarget {
       if (navigator.locks) await navigator.locks.request(`infer-${message.id}`, run);
       else await run();
       if (!generation.hasBegun) this._takeBack(tree, message, undo);
-      else void this._readSpeed(message);
+      else void this._readTrace(message);
+      if (conversation.session) noteKept(tree, message);
     } catch (error) {
       this._takeBack(tree, message, undo);
       this._refused(conversation, error);
@@ -319,9 +324,10 @@ class Chats extends EventTarget {
     }
   }
 
-  /** Take the time of decoding from the server's trace: the browser's clock sees when pieces were
-   * read, which is late and all at once while the page is busy. @param {Message} message */
-  async _readSpeed(message) {
+  /** Take the time of decoding and the restarts from the server's trace: the browser's clock sees
+   * when pieces were read, which is late and all at once while the page is busy.
+   * @param {Message} message */
+  async _readTrace(message) {
     const { figures } = message;
     if (!figures?.requestId) return;
     const query = figures.model ? `?model=${encodeURIComponent(figures.model)}` : "";
@@ -331,8 +337,9 @@ class Chats extends EventTarget {
       await new Promise((done) => setTimeout(done, 200));
       trace = await read();
     }
-    if (!trace?.first_token_ms || !trace.total_ms) return;
-    figures.decodeMs = trace.total_ms - trace.first_token_ms;
+    if (!trace) return;
+    if (trace.first_token_ms && trace.total_ms) figures.decodeMs = trace.total_ms - trace.first_token_ms;
+    if (trace.restarts) figures.restarts = trace.restarts;
     await this._write(null, [message]);
     this.changed();
   }

@@ -5,8 +5,8 @@
 /** @typedef {{id: string, type: "function", function: {name: string, arguments: string}}} ToolCall */
 /** @typedef {{requestId: string, model: string, promptTokens: number, cachedTokens: number,
  *   completionTokens: number, firstMs: number | null, totalMs: number | null,
- *   decodeMs?: number, startedAt: number}} Figures decodeMs: from the first to the last token, by the
- *   server's clock */
+ *   decodeMs?: number, restarts?: number, startedAt: number}} Figures decodeMs: from the first to the
+ *   last token, by the server's clock; restarts: of the engine, which the answer survived */
 /**
  * @typedef {object} Message
  * @property {string} id
@@ -25,6 +25,7 @@
  * @property {string} [problem] what the server said where the answer broke off
  * @property {Figures} [figures]
  * @property {object | null} [schema] the JSON schema that the answer was to fit
+ * @property {boolean} [isKept] whether the server's session has it
  */
 /**
  * @typedef {object} Conversation
@@ -69,6 +70,10 @@ export class Tree {
     this.byId = new Map();
     /** @type {Map<string, Message[]>} */
     this._children = new Map();
+    /** Number of messages of the server's session, without the system prompt. */
+    this.numKept = messages.filter((each) => each.isKept).length;
+    /** Whether an answer of the session broke off, so that the server may have it or not. */
+    this.isUnsure = false;
     for (const message of [...messages].sort((a, b) => a.created - b.created || (a.id < b.id ? -1 : 1))) {
       this.add(message);
     }

@@ -93,14 +93,25 @@ export function samplingOf(conversation) {
   return extra && typeof extra === "object" && !Array.isArray(extra) ? { ...body, ...extra } : body;
 }
 
-/** Messages of a path as the API has them. @param {Message[]} path */
+/** Whether a call was written to its end. @param {import("./records.js").ToolCall} call */
+export function isWhole(call) {
+  const value = parsed(call.function.arguments);
+  return value !== null && typeof value === "object" && !Array.isArray(value);
+}
+
+/** Messages of a path as the API has them. A call that was cut goes as text: the server would refuse
+ * its arguments. @param {Message[]} path */
 export function messagesOf(path) {
   return path.map((message) => {
     /** @type {Record<string, any>} */
     const each = { role: message.role, content: contentOf(message) };
     if (message.role === "tool") each.tool_call_id = message.toolCallId;
-    if (message.toolCalls?.length) {
-      each.tool_calls = message.toolCalls;
+    const whole = (message.toolCalls ?? []).filter(isWhole);
+    for (const { function: cut } of (message.toolCalls ?? []).filter((call) => !isWhole(call))) {
+      each.content += `{"name": ${JSON.stringify(cut.name)}, "arguments": ${cut.arguments}`;
+    }
+    if (whole.length) {
+      each.tool_calls = whole;
       each.content ||= null;
     }
     return each;

@@ -2,7 +2,7 @@
 
 import { askJson } from "./api.js";
 import { keep, recall } from "./local.js";
-import { newConversation } from "./records.js";
+import { Tree, newConversation } from "./records.js";
 
 /** @typedef {import("./records.js").Conversation} Conversation */
 /** @typedef {import("./records.js").Message} Message */
@@ -38,7 +38,7 @@ export async function readSession(conversation) {
     messages.push({
       id: `${conversation.id}-${messages.length}`, conversation: conversation.id,
       parent: messages.at(-1)?.id ?? null, role: each.role, content: String(content ?? ""),
-      created: conversation.created + messages.length,
+      created: conversation.created + messages.length, isKept: true,
       ...(each.tool_calls ? { toolCalls: each.tool_calls } : {}),
       ...(each.tool_call_id ? { toolCallId: each.tool_call_id } : {}),
     });
@@ -47,7 +47,7 @@ export async function readSession(conversation) {
 }
 
 /** Make a session for a conversation that has none. @param {Conversation} conversation */
-export async function startSession(conversation) {
+async function startSession(conversation) {
   const messages = conversation.system ? [{ role: "system", content: conversation.system }] : [];
   const made = await askJson("/v1/sessions", { body: { title: conversation.title, messages } });
   keep("hasSessions", true);
@@ -56,19 +56,68 @@ export async function startSession(conversation) {
 
 /** A session with the first messages of another one. @param {Conversation} conversation
  * @param {number} numMessages without the system prompt @returns {Promise<Conversation>} */
-export async function forkSession(conversation, numMessages) {
+async function forkSession(conversation, numMessages) {
   const at = numMessages + (conversation.system ? 1 : 0);
   const path = `/v1/sessions/${encodeURIComponent(conversation.session ?? "")}/fork`;
   const made = await askJson(path, { body: { at } });
   return { ...conversation, ...conversationOf(made), title: conversation.title, system: conversation.system, sampling: conversation.sampling };
 }
 
+/** Let the session of a conversation take what ends with a message. A session is a line: before
+ * another branch it is forked.
+ * @param {Tree} tree @param {Message} last what is answered, or the answer that goes on */
+export async function prepareSession(tree, last) {
+  const { conversation } = tree;
+  if (!conversation.session) {
+    await startSession(conversation);
+    conversation.id = `s-${conversation.session}`;
+    for (const each of tree.byId.values()) each.conversation = conversation.id;
+    return;
+  }
+  if (tree.isUnsure) await settle(tree);
+  const path = tree.pathTo(last);
+  // An answer that goes on takes the place of the session's last one.
+  const numTaken = last.role === "assistant" && tree.numKept === path.length ? 1 : 0;
+  if (numSame(path) === tree.numKept - numTaken) return;
+  const fork = await forkSession(conversation, numSame(path));
+  const copies = path.map((each, i) => ({ ...each, conversation: fork.id, isKept: i < numSame(path) }));
+  Object.assign(tree, new Tree(fork, copies));
+}
+
+/** Ask the server which messages of a session it has, after an answer that broke off.
+ * @param {Tree} tree */
+async function settle(tree) {
+  const found = await readSession(tree.conversation);
+  for (const [i, each] of tree.path().entries()) {
+    each.isKept = found[i]?.role === each.role && (each.role !== "assistant" || found[i].content === each.content);
+    if (!each.isKept) break;
+  }
+  tree.numKept = found.length;
+  tree.isUnsure = false;
+}
+
+/** The server writes a turn of a session when the answer is whole. @param {Tree} tree @param {Message} answer */
+export function noteKept(tree, answer) {
+  if (["stopped", "lost", "error"].includes(answer.finish ?? "")) {
+    tree.isUnsure = true;
+    return;
+  }
+  const path = tree.pathTo(answer);
+  for (const each of path) each.isKept = true;
+  tree.numKept = path.length;
+}
+
+/** The number of messages at the begin of a path that the session has; the last one is to be sent.
+ * @param {Message[]} path */
+function numSame(path) {
+  const at = path.findIndex((each) => !each.isKept);
+  return Math.min(at < 0 ? path.length : at, path.length - 1);
+}
+
 /** Let a body name the session, with its new messages only.
  * @param {Conversation} conversation @param {Record<string, any>} body @param {Message[]} path */
 export function addTurn(conversation, body, path) {
-  let numNew = 0;
-  while (numNew < path.length && path.at(-1 - numNew)?.role !== "assistant") numNew++;
-  body.messages = body.messages.slice(-numNew);
+  body.messages = body.messages.slice(numSame(path) - path.length);
   body.session_id = conversation.session;
 }
 

@@ -62,6 +62,7 @@ class WhatHappened extends PageElement {
       ["happened.model", plainLine(figures.model)],
       ["happened.id", figures.requestId],
       ...(this.trace?.preemptions ? [["happened.preemptions", number(this.trace.preemptions)]] : []),
+      ...(this.trace?.restarts ? [["happened.restarts-label", number(this.trace.restarts)]] : []),
     ];
     return html`<dl class="figures-list">${rows.map(([key, value]) => html`<div class=${key === "happened.id" ? "wide" : ""}><dt>${t(key)}</dt><dd>${value}</dd></div>`)}</dl>`;
   }
@@ -95,7 +96,7 @@ function said(event) {
   const key = `happened.event.${event.event}`;
   const text = t(key, {
     before: event.waiting_before ?? 0, running: event.running ?? 0, cached: event.cached_tokens ?? 0, of: event.of_tokens ?? 0,
-    tokens: event.tokens ?? 0, from: event.from_token ?? 0, lost: event.lost_tokens ?? 0, outcome: String(event.outcome ?? ""),
+    tokens: event.tokens ?? 0, from: event.from_token ?? 0, lost: event.lost_tokens ?? 0, proposed: event.proposed ?? 0, accepted: event.accepted ?? 0, outcome: String(event.outcome ?? ""),
   });
   if (text === key) return plainLine(String(event.event));
   const names = (event.behind ?? event.needed_by ?? []).slice(0, 3).join(", ");

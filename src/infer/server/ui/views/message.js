@@ -128,7 +128,7 @@ class ChatMessage extends PageElement {
     const key = texts[message.finish ?? ""];
     const said = !key ? nothing : html`<p class="ending ${message.finish === "lost" || message.finish === "error" ? "bad" : "quiet"} small">
       ${t(key, { problem: plainLine(message.problem ?? "") })}
-      ${chats.current?.session ? nothing : html`<button class="plain" @click=${() => chats.goOn(message)}>${t("act.continue")}</button>`}</p>`;
+      <button class="plain" @click=${() => chats.goOn(message)}>${t("act.continue")}</button></p>`;
     const verdict = !this.verdict ? nothing : html`<p class="small ${this.verdict.fits ? "fits" : "bad"}">
       ${this.verdict.fits ? t("schema.fits") : t("schema.differs", { why: this.verdict.why })}</p>`;
     return html`${said}${verdict}`;
@@ -204,6 +204,7 @@ class ChatMessage extends PageElement {
     if (speed !== null) parts.push(t("happened.rate", { rate: rate(speed) }));
     if (firstMs !== null) parts.push(t("happened.first", { time: duration(firstMs) }));
     if (cachedTokens) parts.push(t("happened.cached", { n: cachedTokens, of: number(promptTokens) }));
+    if (figures.restarts) parts.push(t("happened.restarts", { n: figures.restarts }));
     return parts.join(" · ");
   }
 

@@ -5,7 +5,7 @@ import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { t } from "../lib/i18n.js";
 import { plainLine } from "../lib/records.js";
-import { parsed } from "../lib/request.js";
+import { isWhole, parsed } from "../lib/request.js";
 
 class ToolCalls extends PageElement {
   static properties = { message: { attribute: false } };
@@ -20,7 +20,7 @@ class ToolCalls extends PageElement {
   render() {
     const calls = this.message?.toolCalls ?? [];
     const isAnswered = chats.tree?.children(this.message?.id ?? null).length;
-    const canAnswer = !isAnswered && this.message?.finish !== "running" && !chats.isBusy(this.message?.conversation ?? "");
+    const canAnswer = calls.every(isWhole) && !isAnswered && this.message?.finish !== "running" && !chats.isBusy(this.message?.conversation ?? "");
     return html`<div class="stack">${calls.map((call, i) => {
       const value = parsed(call.function.arguments);
       const name = plainLine(call.function.name);

@@ -1,0 +1,76 @@
+"""`BlockWeight`: rows of a weight in the blocks of a GGUF file
+
+Linear layers hold such weights in the file's own codes and scales (csrc/blocks.h), so nothing is
+rounded a second time, and multiply them in integers. Panels of 32 outputs have one type each. The
+sources of a fused layer may therefore have several types if each begins with a new panel.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from infer.kernels import loader
+
+NUMBERS = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+"""Number in GGUF files of each type of blocks that linear layers can hold, by its name."""
+PANEL = 32
+"""Number of outputs in a panel; with a gate there are 16 of each half."""
+_WIDER = {frozenset(("Q4_K", "Q5_K")): "Q5_K", frozenset(("Q4_0", "Q8_0")): "Q8_0"}
+"""Types of which one can hold the numbers of the other without rounding."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockWeight:
+    """A weight [out, in] in blocks of one type, which begin anew with each row."""
+
+    kind: str
+    """Name of the type, one of `NUMBERS`."""
+    shape: tuple[int, int]
+    """Number of outputs and inputs."""
+    rows: np.ndarray | None
+    """Bytes of the rows, [out, bytes of a row]; None: the weight is only planned."""
+
+    @property
+    def num_weights(self) -> int:
+        """Number of elements."""
+        return self.shape[0] * self.shape[1]
+
+    def content(self) -> torch.Tensor:
+        """The bytes of the rows as a tensor, for a digest of a model's weights."""
+        assert self.rows is not None
+        return torch.from_numpy(self.rows[:: max(1, len(self.rows) // 64)].copy())
+
+
+def panel_kinds(weights: Sequence[BlockWeight], *, gated: bool) -> list[str] | None:
+    """The type of each panel of a layer with these weights as its outputs, in their order.
+
+    None if a panel would have outputs of two types that no type can hold.
+    """
+    kinds = {weight.kind for weight in weights}
+    starts = np.cumsum([0, *(weight.shape[0] for weight in weights)])
+    if len(kinds) == 1 or frozenset(kinds) in _WIDER:
+        one = weights[0].kind if len(kinds) == 1 else _WIDER[frozenset(kinds)]
+        num_outputs = int(starts[-1])
+        return [one] * (
+            -(-(num_outputs // 2) // (PANEL // 2)) if gated else -(-num_outputs // PANEL)
+        )
+    if gated or any(start % PANEL for start in starts[:-1]):
+        return None
+    return [weight.kind for weight in weights for _ in range(-(-weight.shape[0] // PANEL))]
+
+
+def packed_bytes(kinds: Sequence[str], width: int) -> int:
+    """The size in bytes of panels of these types with `width` inputs."""
+    library = loader.loaded()
+    sizes = {kind: library.infer_blocks_panel_bytes(NUMBERS[kind], width) for kind in set(kinds)}
+    return sum(sizes[kind] for kind in kinds)
+
+
+def numbers_of(kinds: Sequence[str]) -> array[int]:
+    """The types of panels as the library reads them."""
+    return array("i", [NUMBERS[kind] for kind in kinds])

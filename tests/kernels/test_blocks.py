@@ -1,0 +1,190 @@
+"""Tests of linear layers that hold the blocks of GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Q
+from torch import Tensor
+
+from infer.kernels import linear, loader
+from infer.kernels.blocks import NUMBERS, BlockWeight, packed_bytes
+from infer.kernels.invariance import batch_invariance_problem
+from infer.kernels.linear import BlockEmbedding, Fusion, NativeLinear, Norm, make_linear
+from tests.support.gguf_files import blocks
+
+SHAPES = [  # outputs, inputs
+    (1, 256),
+    (33, 256),
+    (70, 768),
+    (96, 2048),
+    (257, 1280),
+]
+OF_32 = [(5, 32), (40, 96), (33, 352)]
+"""Shapes for blocks of 32 inputs only."""
+CASES = [(kind, *shape) for kind in NUMBERS for shape in SHAPES]
+CASES += [(kind, *shape) for kind in ("Q4_0", "Q8_0") for shape in OF_32]
+ROWS = [*range(1, 41), 64, 65, 100, 257]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def made(kind: str, n: int, k: int) -> tuple[BlockWeight, Tensor]:
+    """A weight in blocks, and its numbers [n, k] as the `gguf` package reads them."""
+    rows = blocks((n, k), Q[kind])
+    numbers = gguf.quants.dequantize(rows, Q[kind]).reshape(n, k)
+    return BlockWeight(kind, (n, k), rows), torch.from_numpy(numbers.copy())
+
+
+def inputs(num: int, k: int) -> Tensor:
+    return torch.randn((num, k), generator=torch.Generator().manual_seed(num)).bfloat16()
+
+
+def quantized(x: Tensor) -> Tensor:
+    """Rows [T, k] as the layers multiply them: each 32 numbers rounded to whole multiples."""
+    padded = F.pad(x.float(), (0, -x.shape[1] % 32)).view(len(x), -1, 32)
+    most = padded.abs().amax(dim=2, keepdim=True)
+    # A number divided by a tensor would be rounded twice.
+    inverse = torch.where(most > 0, torch.full_like(most, 127) / most, 0.0)
+    return ((padded * inverse).round() * (most / 127)).view(len(x), -1)[:, : x.shape[1]]
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("kind", "n", "k"), CASES)
+def test_it_multiplies_the_numbers_of_the_file(kind: str, n: int, k: int) -> None:
+    weight, numbers = made(kind, n, k)
+    layer = NativeLinear([weight], fusion=Fusion(float_out=True))
+    for num_rows in (1, 7, 33):
+        x = inputs(num_rows, k)
+        exact = quantized(x).double() @ numbers.double().T
+        terms = quantized(x).double().abs() @ numbers.double().abs().T
+        # Rounding of float32 sums; with minima two large terms almost cancel.
+        assert ((layer(x) - exact).abs() <= 2**-18 * (terms + 1)).all(), num_rows
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize(("n", "k"), [(33, 256), (96, 2048)])
+def test_a_row_is_the_same_in_any_company(kind: str, n: int, k: int) -> None:
+    weight, _ = made(kind, n, k)
+    layer, x = NativeLinear([weight]), inputs(300, k)
+    torch.set_num_threads(1)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for num_rows in ROWS:
+            first = num_rows * 7 % (300 - num_rows)
+            some = layer(x[first : first + num_rows])
+            assert torch.equal(some, alone[first : first + num_rows]), (threads, num_rows)
+    assert batch_invariance_problem([layer]) is None
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_all_instruction_sets_give_the_same_bits(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except the portable ones, which round products before they are added."""
+    weight, _ = made(kind, 70, 768)
+    sets = [name for name in loader.instruction_sets() if name != "portable"]
+    if len(sets) < 2:
+        pytest.skip("one instruction set only")
+    found = []
+    for name in sets:
+        monkeypatch.setenv(linear.VARIABLE, name)
+        layer = NativeLinear([weight], fusion=Fusion(float_out=True))
+        found.append(torch.cat([layer(inputs(rows, 768)) for rows in (1, 2, 3, 5, 40)]))
+    assert found[0].any()
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+def test_with_norm_gate_bias_and_residual(kind: str, gate: str | None) -> None:
+    (one, first), (two, second) = made(kind, 72, 512), made(kind, 72, 512)
+    made_by = torch.Generator().manual_seed(3)
+    norm = Norm(1 + torch.rand(512, generator=made_by), 1e-5)
+    bias = torch.randn(144, generator=made_by)
+    x = inputs(19, 512)
+    residual = inputs(19, 72 if gate else 144)
+    got = make_linear([one, two], bias, Fusion(norm=norm, gate=gate))(x, residual)
+    scale = (x.double().pow(2).mean(1, keepdim=True) + 1e-5).rsqrt()
+    read = quantized(x.float() * norm.weight).double() * scale
+    y = read @ torch.cat([first, second]).double().T + bias
+    if gate:
+        half, other = y.chunk(2, dim=1)
+        y = (F.silu(half) if gate == "silu" else F.gelu(half, approximate="tanh")) * other
+    torch.testing.assert_close(got.double(), y + residual, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(
+    ("kinds", "gated"),
+    [
+        (("Q4_K", "Q4_K", "Q6_K"), False),
+        (("Q8_0", "Q6_K", "Q4_0"), False),
+        (("Q4_K", "Q5_K", "Q4_K"), False),
+        (("Q4_K", "Q5_K"), True),
+        (("Q8_0", "Q4_0"), True),
+    ],
+)
+def test_the_sources_of_a_layer_may_differ(kinds: Sequence[str], gated: bool) -> None:
+    """A layer of several types has the results of one layer each."""
+    sizes = (64, 32, 40) if not gated else (48, 48)
+    parts = [made(kind, size, 256)[0] for kind, size in zip(kinds, sizes, strict=True)]
+    x = inputs(20, 256)
+    together = NativeLinear(parts, fusion=Fusion(float_out=True, gate="silu" if gated else None))
+    separate = [NativeLinear([part], fusion=Fusion(float_out=True))(x) for part in parts]
+    if gated:
+        expected = F.silu(separate[0]) * separate[1]
+        torch.testing.assert_close(together(x), expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(together(x), torch.cat(separate, dim=1))
+
+
+@pytest.mark.usefixtures("isa")
+def test_types_that_no_panel_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="one panel cannot hold Q4_K, Q6_K"):
+        NativeLinear([made("Q4_K", 40, 256)[0], made("Q6_K", 40, 256)[0]])
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("kind", "n", "k"), CASES)
+def test_an_embedding_looks_up_the_numbers_of_the_file(kind: str, n: int, k: int) -> None:
+    weight, numbers = made(kind, n, k)
+    embedding = BlockEmbedding(weight)
+    tokens = torch.arange(n).flip(0)
+    assert torch.equal(embedding.index_select(0, tokens), numbers.flip(0).bfloat16())
+    head = make_linear(weight, packed=embedding.packed)
+    x = inputs(3, k)
+    assert torch.equal(head(x), NativeLinear([weight])(x))
+
+
+@pytest.mark.usefixtures("isa")
+def test_a_bad_row_harms_no_other() -> None:
+    layer, x = NativeLinear([made("Q4_K", 40, 256)[0]]), inputs(40, 256)
+    expected = layer(x)
+    x[7, 3], x[33, 200] = torch.inf, torch.nan
+    some = layer(x)
+    assert not some[[7, 33]].isfinite().any()
+    good = [i for i in range(40) if i not in (7, 33)]
+    assert torch.equal(some[good], expected[good])
+    assert layer(torch.zeros((1, 256)).bfloat16()).abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_a_weight_takes_the_room_of_its_file(kind: str) -> None:
+    if reason := loader.available():
+        pytest.skip(reason)
+    in_file = np.prod(blocks((32, 2048), Q[kind]).shape)
+    assert packed_bytes([kind], 2048) <= 1.03 * in_file
