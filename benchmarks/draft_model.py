@@ -27,7 +27,7 @@ from infer import LLM, SamplingParams
 from infer.models.hub import SHIPPED_FOLDER
 
 AGREEMENT = 0.8
-NUM_TOKENS, NUM_PAIRS = 64, 3
+NUM_TOKENS, NUM_PAIRS = 48, 2
 WIDTH, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCAB, LAYERS = 2048, 8192, 32, 8, 64, 128256, 16
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -104,7 +104,7 @@ def rate(llm: LLM, num_streams: int, number: int, speculation: bool) -> float:
         temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, speculation=speculation
     )
     prompts = [
-        {"prompt_token_ids": [(7919 * (100 * number + i) + 31 * j) % VOCAB for j in range(32)]}
+        {"prompt_token_ids": [(7919 * (100 * number + i) + 31 * j) % VOCAB for j in range(16)]}
         for i in range(num_streams)
     ]
     started_s = time.perf_counter()
@@ -132,10 +132,10 @@ def main() -> None:
         for num_streams, pairs in ((1, NUM_PAIRS), (32, 1)):
             rates: dict[bool, list[float]] = {True: [], False: []}
             before = llm.stats()
-            for number in range(-1, pairs):
+            for number in range(-1 if num_streams == 1 else 0, pairs):
                 for speculation in (False, True) if number % 2 else (True, False):
                     found = rate(llm, num_streams, number + 1, speculation)
-                    if number >= 0 or num_streams > 1:
+                    if number >= 0:
                         rates[speculation].append(found)
             ratios = [a / b for a, b in zip(rates[True], rates[False], strict=True)]
             stats = llm.stats()

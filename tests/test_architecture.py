@@ -72,10 +72,10 @@ LEVELS = (
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
         " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint"
-        " engine.fleet.routing",
+        " engine.build.fingerprints engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
         " viewers; which prompts wait for a seat; what fits into memory; the draft model on the"
-        " disk; where the pages are",
+        " disk; which bits an engine computes; where the pages are",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
@@ -432,7 +432,8 @@ REACHES: dict[str, tuple[int | None, str]] = {
     "bench/test_bench_report.py": (5, "measures little memory, and shapes that no model has"),
     "engine/test_draft_model.py": (3, "drafts at any cost; its errors are not contained"),
     "engine/test_grammar_waits.py": (2, "a prompt whose reasoning has begun; a longer patience"),
-    "engine/test_speculation_grammar.py": (2, "no patience with masks"),
+    "engine/test_speculation_grammar.py": (None, MUTANTS),
+    "engine/test_speculation_equality.py": (1, "drafts at any cost"),
     "engine/test_threads.py": (1, "a model counts as small by its bytes"),
     "gpu/test_attention_kernels.py": (2, ON_A_GPU),
     "gpu/test_compiled.py": (2, ON_A_GPU),

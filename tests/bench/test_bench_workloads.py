@@ -124,8 +124,8 @@ def test_texts_that_speculation_is_measured_with() -> None:
         assert {each.temperature for each in planned} == {0.8 if name == "chat" else 0.0}
     for each in plan("copy"):
         assert isinstance(each.prompt, str)
-        third = len(each.prompt) // 3
-        assert each.prompt == 3 * each.prompt[:third]
+        repeated = each.prompt.partition("\n\n")[2]
+        assert repeated == 4 * repeated[: len(repeated) // 4]
 
 
 def test_a_trace(tmp_path: Path) -> None:

@@ -176,10 +176,7 @@ def multi_turn(
     ]
 
 
-_STORY = (
-    "Once upon a time there was a small fox who lived near the river. One day the fox found the"
-    " red ball number {} under a stone, and did not know what it was for. "
-)
+_QUESTION = "What is 10 * 10?\n\n10 * 10 = 100\n\n"
 _CODE = """def sum_of_{0}(values):
     total = 0
     for value in values:
@@ -201,9 +198,9 @@ def largest_of_{0}(values):
 
 
 def copy(draw: Draw, *, num_requests: int = 8, output_len: int = 128) -> list[Planned]:
-    """8 at once: a text three times in the prompt, which the answer goes on with; greedy"""
-    texts = (_STORY.format(draw.number()) for _ in range(num_requests))
-    return [Planned(0.0, 3 * text, output_len) for text in texts]
+    """8 at once: a question and its answer four times, which the model repeats; greedy"""
+    texts = (f"{draw.number()}\n\n{4 * _QUESTION}" for _ in range(num_requests))
+    return [Planned(0.0, text, output_len) for text in texts]
 
 
 def chat(draw: Draw, *, num_requests: int = 8, output_len: int = 128) -> list[Planned]:

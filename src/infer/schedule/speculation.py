@@ -310,7 +310,8 @@ class Speculator:
             predicted = sequence.request.prediction_token_ids
             prediction = Prediction(predicted, least, most) if predicted else None
             index = NgramIndex(least, most)
-            first = self._usual.rate if self._drafter is not None else 1.0
+            # A prediction is trusted at first; else what others have had is the best estimate.
+            first = 1.0 if prediction else self._usual.rate
             sequence.guesses = Guesses(index, prediction, first)
         return sequence.guesses
 
