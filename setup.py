@@ -26,9 +26,10 @@ except ImportError:  # an older setuptools, which only builds in place
 CSRC = Path("src/infer/csrc")
 SOURCES = [*sorted(CSRC.glob("*.cpp")), CSRC / "isa/dispatch.cpp", CSRC / "isa/portable.cpp"]
 X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+ARM = ("neon", "neon_dotprod", "neon_i8mm_bf16")
 # What is built for, which is not always the machine that builds: an arm64 Mac builds for x86_64.
 MACHINE = sysconfig.get_platform().rsplit("-", 1)[-1].replace("universal2", platform.machine())
-INSTRUCTION_SETS = {"x86_64": X86}.get(MACHINE, ())
+INSTRUCTION_SETS = {"x86_64": X86, "aarch64": ARM, "arm64": ARM}.get(MACHINE, ())
 if sysconfig.get_platform().endswith("universal2"):
     os.environ.setdefault("ARCHFLAGS", f"-arch {MACHINE}")
 REQUIRED = os.environ.get("INFER_REQUIRE_KERNELS") == "1"

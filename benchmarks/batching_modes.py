@@ -51,7 +51,9 @@ class AnswerRecorder:
     def prompt(self, planned: Prompt) -> Prompt:
         return self._target.prompt(planned)
 
-    async def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
+    async def send(
+        self, prompt: Prompt, output_len: int, temperature: float = 0.0
+    ) -> AsyncGenerator[Piece, None]:
         answer = self._answers[prompt] = []
         async with contextlib.aclosing(self._target.send(prompt, output_len)) as pieces:
             async for piece in pieces:

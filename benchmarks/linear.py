@@ -1,9 +1,10 @@
 """Linear layers: our kernels beside oneDNN and memory: `python benchmarks/linear.py [ROWS ...]`.
 
 For each shape and number of rows these are measured in turns, and medians are printed: oneDNN's
-packed product in float32 and, where the CPU has it, in bfloat16; our kernels in bfloat16, int8 and
-int4; and a plain loop that reads as many bytes as each weight has, from which comes the share of
-the read rate. The weights take turns in 300 MB, so that no cache holds them.
+packed product in float32 and, where the CPU has it, in bfloat16; our kernels in bfloat16, int8,
+int4 and the blocks of GGUF files; and a plain loop that reads as many bytes as each weight has,
+from which comes the share of the read rate. The weights take turns in 300 MB, so that no cache
+holds them.
 
 OMP_NUM_THREADS sets the number of threads. `INFER_ISA=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 ATEN_CPU_CAPABILITY=avx2` keeps both sides to AVX2. Nothing else may run at the same time.
@@ -16,10 +17,13 @@ import statistics
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from infer.kernels import loader
+from infer.kernels.blocks import NUMBERS, PANEL, BlockWeight, packed_bytes
 from infer.kernels.linear import (
     Linear,
     NativeLinear,
@@ -62,6 +66,13 @@ def reading(memory: Tensor) -> Callable[[], object]:
     return lambda: loader.loaded().infer_read(memory.data_ptr(), *arguments)
 
 
+def block_weight(kind: str, n: int, k: int) -> BlockWeight:
+    """A weight of random codes; its factors, in which no time is spent, are random too."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    rows = np.random.default_rng(0).integers(0, 256, (64, k // block * size), dtype=np.uint8)
+    return BlockWeight(kind, (n, k), np.tile(rows, (-(-n // 64), 1))[:n])
+
+
 def kinds(
     shapes: Shapes, wanted: list[str], rotate: float
 ) -> dict[str, tuple[float, list[Linear]]]:
@@ -73,9 +84,14 @@ def kinds(
             continue
         quantization = name if name.startswith("int") else None
         each = 4.0 if name == "onednn32" else weight_bytes(quantization, torch.bfloat16)
+        if name in NUMBERS:
+            each = packed_bytes([name], 1024) / (PANEL * 1024)
         layers: list[Linear] = []
         for _ in range(max(2, round(rotate / (each * num_weights)))):
             for k, n in shapes:
+                if name in NUMBERS:
+                    layers.append(NativeLinear([block_weight(name, n, k)]))
+                    continue
                 weight = torch.randn(64, k).mul_(k**-0.5).repeat(-(-n // 64), 1)[:n]
                 if name.startswith("onednn"):
                     layers.append(PackedLinear(weight if each == 4 else weight.bfloat16(), None))
@@ -115,7 +131,7 @@ def main() -> None:
     parser.add_argument("rows", type=int, nargs="*", default=ROWS)
     parser.add_argument("--shapes", default="", help="as 2048x8192,8192x2048 (K x N)")
     parser.add_argument("--layers", default="", help="a model's, of " + ", ".join(DECODER_LAYERS))
-    parser.add_argument("--kinds", default="onednn32,onednn16,bfloat16,int8,int4")
+    parser.add_argument("--kinds", default="onednn32,onednn16,bfloat16,int8,int4,Q8_0,Q4_K,Q6_K")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--rotate-mb", type=int, default=300)
     options = parser.parse_args()

@@ -244,7 +244,13 @@ class Load:
 
     def _ask(self, number: int) -> None:
         connection = http.client.HTTPConnection(self._place.hostname or "", self._place.port)
-        body = {"prompt": "Once upon a time", "max_tokens": 900, "ignore_eos": True, "stream": True}
+        # Of different lengths: streams that begin again at once would make windows differ.
+        body = {
+            "prompt": "Once upon a time",
+            "max_tokens": 200 + 37 * (number * 7 % NUM_STREAMS),
+            "ignore_eos": True,
+            "stream": True,
+        }
         while not self._is_over:
             data = json.dumps({**body, "seed": number})
             connection.request(
@@ -306,7 +312,7 @@ def tabs(browser: Any, url: str) -> Iterator[None]:
 def watch(url: str, viewers: Callable[[], Any]) -> dict[str, Any]:
     """Pairs of windows without and with viewers, each pair in the other order."""
     load = Load(url)
-    time.sleep(3)
+    time.sleep(8)  # until the streams have drifted apart
 
     def rate() -> float:
         time.sleep(0.3)

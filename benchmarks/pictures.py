@@ -28,6 +28,7 @@ from tests.support.server_process import ENV  # noqa: E402
 
 PHONE = {"width": 390, "height": 780}
 DESKTOP = {"width": 1280, "height": 860}
+TALL = {"width": 1280, "height": 1400}
 
 
 @contextmanager
@@ -119,8 +120,6 @@ def comparison(reader: Reader) -> None:
     reader.open_engine()
     reader.page.click(".compare-run")
     reader.page.wait_for_selector(".comparison table", timeout=150_000)
-    reader.page.locator(".comparison").scroll_into_view_if_needed()
-    reader.page.evaluate("document.querySelector('.comparison').scrollIntoView()")
 
 
 PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
@@ -131,9 +130,12 @@ PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
     "dark": (conversation, {"color_scheme": "dark"}),
     "chinese": (conversation, {"locale": "zh-CN"}),
     "phone": (conversation, {"viewport": PHONE}),
-    "comparison": (comparison, {}),
+    "comparison": (comparison, {"viewport": TALL}),
     "engine": (engine, {}),
 }
+
+ELEMENTS = {"comparison": ".comparison"}
+"""what is pictured, where it is not the whole window"""
 
 
 def main() -> None:
@@ -156,7 +158,7 @@ def main() -> None:
             prepare(reader)
             reader.page.mouse.move(0, 0)
             reader.page.wait_for_timeout(300)
-            reader.picture(given.out / f"{name}.png")
+            reader.picture(given.out / f"{name}.png", ELEMENTS.get(name, ""))
             reader.close()
             print(given.out / f"{name}.png")
 

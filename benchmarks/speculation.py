@@ -1,8 +1,8 @@
 """Tokens a second with and without speculation, in alternating pairs of one engine.
 
 `python benchmarks/speculation.py [MODEL]` prints a line of JSON for each workload and number of
-streams. The requests of a pair are equal except for `speculation`. `copy` asks for a text that is
-in the prompt three times, `chat` for stories that are drawn. Nothing else may run meanwhile.
+streams. The requests of a pair are equal except for `speculation`. `copy` goes on with a text that
+is in the prompt four times, `chat` with stories that are drawn. Nothing else may run meanwhile.
 """
 
 from __future__ import annotations
@@ -14,11 +14,8 @@ import time
 
 from infer import LLM, SamplingParams
 
-STORY = (
-    "Once upon a time there was a small fox who lived near the river. One day the fox found a red"
-    " ball under a stone, and did not know what it was for. "
-)
-NUM_TOKENS, NUM_PAIRS = 128, 5
+QUESTION = "What is 10 * 10?\n\n10 * 10 = 100\n\n"
+NUM_TOKENS, NUM_PAIRS = 128, 7
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 8}'
 
 
@@ -26,7 +23,7 @@ def rate(llm: LLM, workload: str, num_streams: int, number: int, speculation: bo
     """Tokens a second of one round."""
     prompts, each = [], []
     for i in range(num_streams):
-        text = STORY * 3 if workload == "copy" else f"One day, number {number} met {i}. "
+        text = QUESTION * 4 if workload == "copy" else f"One day, number {number} met {i}. "
         prompts.append(text)
         each.append(
             SamplingParams(

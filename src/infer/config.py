@@ -165,8 +165,13 @@ def check_fields(config: Any) -> None:
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of speculation; `EngineConfig.speculative_config` holds them as JSON."""
 
-    method: Literal["ngram"]
-    """Source of proposals: ngram = what followed the same tokens before, in prompt and output."""
+    method: Literal["ngram", "draft_model"]
+    """Source of proposals: ngram = what followed the same tokens before, in prompt and output;
+    draft_model = a smaller model of the same vocabulary."""
+    model: str | None = None
+    """Draft model: a folder, a GGUF file or a hub id."""
+    quantization: Quantization | None = None
+    """How the linear layers of the draft model are stored; None: as those of the model."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 8
     """The most tokens that are proposed for a sequence in a step."""
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 2
@@ -183,6 +188,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         except msgspec.MsgspecError as error:
             form = '{"method": "ngram", "num_speculative_tokens": 8}'
             raise ConfigError(name, f"{error}; it must be JSON such as {form}") from None
+        if config.method == "draft_model" and not config.model:
+            raise ConfigError(name, "method 'draft_model' needs `model`: a folder, file or hub id")
+        if config.method == "ngram" and (config.model or config.quantization):
+            field_name = "model" if config.model else "quantization"
+            raise ConfigError(
+                name, f"`{field_name}` is for method 'draft_model'; leave it out with 'ngram'"
+            )
         if config.prompt_lookup_min > config.prompt_lookup_max:
             raise ConfigError(
                 name,
@@ -236,7 +248,8 @@ class EngineConfig:
     dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"] = option(
         "auto",
         "Weights and computation; auto = the checkpoint's (float32 on CPUs without bfloat16"
-        " arithmetic); int8, int4 = the same as --quantization.",
+        " arithmetic; quantised weights of a GGUF file stay in its own bits); int8, int4 = the same"
+        " as --quantization.",
     )
     quantization: Quantization | None = option(
         None,
@@ -339,7 +352,8 @@ class EngineConfig:
     speculative_config: Annotated[str, name_or_pattern("^[{]", "a JSON object")] | None = option(
         None,
         "Proposes tokens that one step verifies, which changes no token (CPU): JSON such as"
-        ' {"method": "ngram", "num_speculative_tokens": 8}.',
+        ' {"method": "ngram", "num_speculative_tokens": 8} or'
+        ' {"method": "draft_model", "model": PATH}.',
     )
     batch_invariant: bool = option(
         False,
@@ -437,6 +451,24 @@ class EngineConfig:
         if self.speculative_config is None:
             return None
         return SpeculativeConfig.from_json(self.speculative_config)
+
+    def of_draft_model(self) -> EngineConfig | None:
+        """The settings with which the draft model of speculation is loaded; None: there is none."""
+        speculative = self.speculative
+        if speculative is None or speculative.model is None:
+            return None
+        quantization = speculative.quantization or self.weight_format
+        dtype = "auto" if quantization else self.dtype
+        return EngineConfig(
+            model=speculative.model,
+            quantization=quantization,  # type: ignore[arg-type]
+            dtype=dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+            attention_backend=self.attention_backend,
+            load_format=self.load_format,
+            device=self.device,
+            page_size=DEFAULT_PAGE_SIZE,
+        )
 
     @property
     def weight_format(self) -> str | None:

@@ -26,7 +26,7 @@ from tests.support.attention_worlds import (
 INT8 = torch.int8
 
 
-@pytest.fixture(params=loader.INT8_CACHES, autouse=True)
+@pytest.fixture(params=loader.INSTRUCTION_SETS, autouse=True)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param not in loader.instruction_sets():
         pytest.skip(f"no {request.param} here")
@@ -195,5 +195,5 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert "not 80" in str(obstacle(80, INT8, cpu))
     assert "not 5" in str(obstacle(64, INT8, cpu, 5))
-    monkeypatch.setenv(loader.ISA_VARIABLE, "portable")
-    assert "AVX2 or more; the kernels use portable" in str(obstacle(64, INT8, cpu))
+    monkeypatch.setenv(loader.ISA_VARIABLE, "avx1024")
+    assert "does not run here" in str(obstacle(64, INT8, cpu))

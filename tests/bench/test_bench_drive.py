@@ -27,7 +27,9 @@ class Echo:
     def prompt(self, planned: Prompt) -> Prompt:
         return planned
 
-    async def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
+    async def send(
+        self, prompt: Prompt, output_len: int, temperature: float = 0.0
+    ) -> AsyncGenerator[Piece, None]:
         number = len(self.seen)
         self.seen.append(prompt)
         self._now += 1

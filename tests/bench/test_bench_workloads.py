@@ -21,6 +21,7 @@ def shape(planned: list[Planned]) -> list[tuple[float, int, int]]:
     return [(each.arrival_s, len(each.prompt), each.output_len) for each in planned]
 
 
+TEXTS = ["copy", "chat", "code"]
 GENERATED = sorted(set(WORKLOADS) - {"trace"})
 
 
@@ -38,7 +39,7 @@ def test_another_seed_has_other_lengths(name: str) -> None:
     assert shape(plan(name, seed=1)) != shape(plan(name))
 
 
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", sorted(set(GENERATED) - set(TEXTS)))
 def test_tokens_are_in_every_vocabulary(name: str) -> None:
     for vocab_size in (262, 2048, 128256):
         for each in WORKLOADS[name](Draw(0, 0, vocab_size), **resolve_options(name, {})):
@@ -113,6 +114,18 @@ def test_a_turn_follows_the_one_before_it_in_its_conversation() -> None:
     planned = plan("multi_turn", num_requests=3, num_turns=3)
     assert [each.after for each in planned] == [None, None, None, 0, 1, 2, 3, 4, 5]
     assert [each.continues for each in planned] == [False] * 3 + [True] * 6
+
+
+def test_texts_that_speculation_is_measured_with() -> None:
+    for name in TEXTS:
+        planned = plan(name, num_requests=3, output_len=9)
+        assert [(each.arrival_s, each.output_len) for each in planned] == [(0.0, 9)] * 3
+        assert len({each.prompt for each in planned}) == 3
+        assert {each.temperature for each in planned} == {0.8 if name == "chat" else 0.0}
+    for each in plan("copy"):
+        assert isinstance(each.prompt, str)
+        repeated = each.prompt.partition("\n\n")[2]
+        assert repeated == 4 * repeated[: len(repeated) // 4]
 
 
 def test_a_trace(tmp_path: Path) -> None:

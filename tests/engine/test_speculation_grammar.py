@@ -116,6 +116,7 @@ class Watched:
         self._execute = llm.core.runner.execute
         self.num_proposed = 0
         self.num_at = Counter[int]()
+        self.problems: list[str] = []
 
     def _fresh(self, request: Request) -> Constraint:
         grammar = request.sampling.grammar
@@ -132,21 +133,27 @@ class Watched:
                 constraint = self._fresh(sequence.request)
                 constraint.follow(sequence.tokens[sequence.num_prompt :])
                 for place, token in enumerate(chunk.proposed, 1):
-                    assert not constraint.forbidden()[token], "a forbidden token is computed"
+                    if constraint.forbidden()[token]:
+                        self.problems.append("a forbidden token is computed")
+                        break
                     self.num_proposed += 1
                     self.num_at[place] += 1
-                    if constraint.take(token):
-                        assert place == len(chunk.proposed), "a token behind the end is computed"
+                    if constraint.take(token) and place < len(chunk.proposed):
+                        self.problems.append("a token behind the end is computed")
+                        break
         return self._execute(plan)
 
 
 @pytest.fixture
-def watched(llm: LLM, plain: dict[str, Answer], monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(
+    llm: LLM, plain: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Watched]:
     monkeypatch.setattr(NgramIndex, "propose", propose_from(plain, llm, 3))
     monkeypatch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
     watched = Watched(llm)
     monkeypatch.setattr(llm.core.runner, "execute", watched.execute)
-    return watched
+    yield watched
+    assert not watched.problems
 
 
 def equal(found: dict[str, Answer], plain: dict[str, Answer], llm: LLM) -> None:
@@ -248,3 +255,66 @@ def test_what_thoughts_allow_is_counted_without_a_trace(llm: LLM, opening: str) 
                 break
         assert count == expected
         assert (count == len(tokens)) == text.endswith("yes!")
+
+
+# Faults planted on purpose.
+
+
+def shows_proposals_to_the_grammar(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Constraint, "copy", lambda self: self)
+    patch.setattr(Constraint, "follow", lambda self, tokens: None)
+
+
+def one_mask_for_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        grammar_masks, "_masks_behind", lambda trial, first, proposed: [first] * len(proposed)
+    )
+
+
+def masks_of_the_row_before(patch: pytest.MonkeyPatch) -> None:
+    real = grammar_masks._masks_behind
+    patch.setattr(
+        grammar_masks,
+        "_masks_behind",
+        lambda trial, first, proposed: [first, *real(trial, first, proposed)[:-1]],
+    )
+
+
+def cuts_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(grammar_masks.Restrictions, "allowed", lambda self, sequence, proposed: proposed)
+
+
+def does_not_see_the_end(patch: pytest.MonkeyPatch) -> None:
+    def taken(constraint: Constraint, result: Any, num_masks: int) -> Any:
+        constraint.take(result.token_id)
+        return result
+
+    patch.setattr(grammar_masks, "_taken", taken)
+
+
+FAULTS = [
+    shows_proposals_to_the_grammar,
+    one_mask_for_all,
+    masks_of_the_row_before,
+    cuts_nothing,
+    does_not_see_the_end,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_noticed(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    plain: dict[str, Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fault(monkeypatch)
+    with LLM(max_seq_len=256, speculative_config=CONFIG) as llm:
+        monkeypatch.setattr(NgramIndex, "propose", propose_from(plain, llm, 3))
+        monkeypatch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+        watched = Watched(llm)
+        monkeypatch.setattr(llm.core.runner, "execute", watched.execute)
+        found = answers(llm.core, requests(llm))
+        same = all(found[name][0] == plain[name][0] for name in plain)
+        ends = all(found[name][2] == plain[name][2] for name in plain)
+        assert watched.problems or not (same and ends)

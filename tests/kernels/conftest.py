@@ -6,9 +6,6 @@ import pytest
 
 from infer.kernels import linear, loader
 
-LINEAR_SETS = [name for name in loader.INSTRUCTION_SETS if name != "portable"]
-"""Instruction sets that have linear layers."""
-
 
 @pytest.fixture
 def ask_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
@@ -26,7 +23,7 @@ def ask_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return ask
 
 
-@pytest.fixture(params=LINEAR_SETS)
+@pytest.fixture(params=loader.INSTRUCTION_SETS)
 def isa(request: pytest.FixtureRequest, ask_for: Callable[[str], None]) -> str:
     """Each instruction set of NativeLinear."""
     name: str = request.param

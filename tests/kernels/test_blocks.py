@@ -16,7 +16,6 @@ from infer.kernels import linear, loader
 from infer.kernels.blocks import NUMBERS, BlockWeight, packed_bytes
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.linear import BlockEmbedding, Fusion, NativeLinear, Norm, make_linear
-from tests.kernels.conftest import LINEAR_SETS
 from tests.support.gguf_files import blocks
 
 SHAPES = [  # outputs, inputs
@@ -94,8 +93,9 @@ def test_a_row_is_the_same_in_any_company(kind: str, n: int, k: int) -> None:
 def test_all_instruction_sets_give_the_same_bits(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Except the portable ones, which round products before they are added."""
     weight, _ = made(kind, 70, 768)
-    sets = [name for name in LINEAR_SETS if name in loader.instruction_sets()]
+    sets = [name for name in loader.instruction_sets() if name != "portable"]
     if len(sets) < 2:
         pytest.skip("one instruction set only")
     found = []

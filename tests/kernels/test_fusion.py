@@ -22,7 +22,6 @@ from infer.kernels.linear import (
     PlainLinear,
     make_linear,
 )
-from tests.kernels.conftest import LINEAR_SETS
 
 SHAPES = [(16, 2), (33, 34), (64, 64), (100, 258), (513, 96), (2048, 160), (8192, 32)]  # K, N
 
@@ -47,7 +46,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 Make = Callable[..., linear.Linear]
 
 
-@pytest.fixture(params=[*LINEAR_SETS, "onednn", "onednn, in halves"])
+@pytest.fixture(params=[*loader.INSTRUCTION_SETS, "onednn", "onednn, in halves"])
 def make(
     request: pytest.FixtureRequest,
     ask_for: Callable[[str], None],
@@ -247,7 +246,7 @@ def test_all_instruction_sets_agree_in_whole_numbers(
     bits: int, k: int, ask_for: Callable[[str], None]
 ) -> None:
     """Packed weights and results have the same bits, and so have the norm, the bias and the sum."""
-    sets = [name for name in loader.instruction_sets() if name in LINEAR_SETS]
+    sets = loader.instruction_sets()
     norm = Norm(1 + random(k, seed=3) / 4, 1e-5)
     layers = []
     for isa in sets:

@@ -11,7 +11,7 @@ import torch
 from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
 from infer.kernels import linear, loader
-from infer.kernels.linear import Norm, native_obstacle
+from infer.kernels.linear import NativeLinear, Norm, native_obstacle
 from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Sequence
@@ -91,12 +91,10 @@ def test_a_key_is_turned_to_the_same_bits_with_every_instruction_set(
 @pytest.mark.parametrize("isa", ISAS)
 def test_linear_layers_keep_to_it(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use(isa, monkeypatch)
-    obstacle = native_obstacle()
-    if isa == "portable":
-        assert obstacle is not None
-        assert isa in obstacle
-    else:
-        assert obstacle is None
+    assert native_obstacle() is None
+    layer = NativeLinear([torch.ones((2, 8)).bfloat16()], None)
+    assert layer.isa == isa
+    assert torch.equal(layer(torch.ones((1, 8)).bfloat16()), torch.full((1, 2), 8).bfloat16())
 
 
 def test_an_instruction_set_that_is_not_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,16 +66,16 @@ def test_it_multiplies(k: int, n: int, bias: bool, num_rows: int) -> None:
     assert (error <= 2**-8 * exact.abs() + 2**-20 * (terms + 1)).all()
 
 
-@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("k", "n", "bias"), SHAPES)
-def test_a_row_is_the_same_in_any_company(k: int, n: int, bias: bool) -> None:
+def test_a_row_is_the_same_in_any_company(isa: str, k: int, n: int, bias: bool) -> None:
+    some_rows = ROWS[::9] if isa == "portable" and k * n > 10**5 else ROWS  # it is slow
     weight, b = layer(k, n, bias)
     product, x = NativeLinear([weight], b), rows(600, k)
     torch.set_num_threads(1)
     alone = torch.cat([product(row[None]) for row in x])
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        for num_rows in ROWS:
+        for num_rows in some_rows:
             first = num_rows * 7 % (600 - num_rows)
             some = product(x[first : first + num_rows])
             assert torch.equal(some, alone[first : first + num_rows]), (threads, num_rows)
@@ -169,11 +169,11 @@ def test_without_it_torch_multiplies(cause: str, monkeypatch: pytest.MonkeyPatch
     product = make_linear(weight.split([8, 12]), b)
     assert not isinstance(product, NativeLinear)
     torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, b))
-    reason = MISSING if cause == "library" else "linear layers need AVX2 with FMA or more"
+    reason = MISSING if cause == "library" else "does not run here"
     with pytest.raises(RuntimeError, match=reason):
         NativeLinear([weight], b)
     monkeypatch.setenv(linear.VARIABLE, "avx512")
-    with pytest.raises(ValueError, match=f"avx512 is not possible: {reason}"):
+    with pytest.raises(ValueError, match=f"avx512 is not possible: .*{reason}"):
         make_linear(weight, b)
 
 

@@ -196,7 +196,14 @@ WRONG_NUMBERS = {  # (name before the number, bytes between the two, number, mes
     "integers": (b"token_embd.weight", 20, 26, "m.gguf: token_embd.weight is stored as I32, which"
                  " cannot be read (these can: F32, F16, Q4_0"),
     "not UTF-8": (b"tokenizer.ggml.model", 12, 0xFFFFFFFF, "is cut short or damaged: 'utf-8'"),
-    "a type to come": (b"token_embd.weight", 20, 99, "is not a valid GGMLQuantizationType"),
+    "a type to come": (b"token_embd.weight", 20, 99,
+                       "is cut short or damaged: token_embd.weight is of the unknown type 99"),
+    "a large row": (b"token_embd.weight", 4, 1 << 62,
+                    "token_embd.weight (F32, 262 x 4611686018427387904) ends at byte"),
+    "no row": (b"token_embd.weight", 12, 0, "x 96) must have 1 to 4 dimensions, none of them 0"),
+    "part of a block": (b"token_embd.weight", 20, 12,
+                        "token_embd.weight (Q4_K, 262 x 96) must have rows of a multiple of 256"),
+    "past the end": (b"token_embd.weight", 24, 1 << 50, "token_embd.weight (F32, 262 x 96) ends"),
 }  # fmt: skip
 
 

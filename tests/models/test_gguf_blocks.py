@@ -6,6 +6,8 @@ package, in float32.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +78,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_blocks_are_kept_by_default(mixed: Path) -> None:
     with LLM(str(mixed), max_seq_len=128) as llm:
         runner: Any = llm.core.runner
-        model = runner.model
+        model: Any = runner.model
         assert isinstance(model.embedding, BlockEmbedding)
         assert {type(layer) for layer in linears(model)} == {NativeLinear}
         assert model.stack is not None
         (answer,) = llm.generate(["abc"], SamplingParams(max_tokens=8, temperature=0))
         assert len(answer.token_ids) == 8
-    held = sum(layer.packed.nbytes for layer in linears(model)) + model.embedding.packed.nbytes
+    layers: list[Any] = [*linears(model), model.embedding]
+    held = sum(layer.packed.nbytes for layer in layers)
     assert held <= 1.1 * mixed.stat().st_size
     plan = plan_for(EngineConfig(model=str(mixed), device="cpu"))
     assert held <= plan.weight_bytes <= held + 20_000
@@ -97,6 +100,83 @@ def test_a_dtype_overrides_them(dtype: Any, mixed: Path) -> None:
     with LLM(str(mixed), max_seq_len=64, dtype=dtype) as llm:
         runner: Any = llm.core.runner
         assert isinstance(runner.model.embedding, torch.Tensor)
+
+
+MUTATE = """
+import random, sys, warnings
+from pathlib import Path
+import torch
+from infer.errors import LoadError
+from infer.files import reading
+from infer.models.gguf_file import GGUFFile
+from infer.models.model import build_model
+
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+good, bad, seed, count = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+content = good.read_bytes()
+first = content.index(b"general.architecture")
+last = content.rindex(b"output_norm.weight") + 64
+vocabulary = content.index(b"tokenizer.ggml.tokens"), content.index(b"tokenizer.ggml.bos_token_id")
+numbers = [0, 1, 2, 3, 31, 32, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]
+made = random.Random(seed)
+refused = 0
+for i in range(count):
+    data = bytearray(content)
+    for _ in range(made.randint(1, 3)):
+        at = made.randrange(0, last)
+        if vocabulary[0] < at < vocabulary[1]:
+            at = made.randrange(vocabulary[1], last)
+        how = made.randrange(4)
+        width = made.choice([4, 8])
+        if how == 0:
+            data[at] ^= 1 << made.randrange(8)
+        elif how == 1:
+            data[at:at + width] = (made.choice(numbers) % 256**width).to_bytes(width, "little")
+        elif how == 2:
+            data[at] = made.randrange(256)
+        else:
+            del data[at:at + made.choice([1, 4, 8, 1000])]
+    bad.write_bytes(data)
+    print(i, flush=True)
+    try:
+        with reading(str(bad)):
+            file = GGUFFile(bad)
+            source = file.source(torch.bfloat16, torch.device("cpu"))
+            source = source.with_layers(None, blocks=file.block_reader())
+            build_model(file.config, source, 16)
+    except LoadError as error:
+        assert len(str(error)) < 4000
+        refused += 1
+print("refused", refused)
+"""
+
+
+def mutate(path: Path, folder: Path, seed: int, count: int) -> None:
+    command = [sys.executable, "-c", MUTATE, str(path), str(folder / "bad.gguf"), str(seed)]
+    done = subprocess.run([*command, str(count)], capture_output=True, text=True, timeout=1200)
+    reached = done.stdout.splitlines()[-1:] or ["nothing"]
+    assert done.returncode == 0, f"mutation {reached[0]} of seed {seed}: {done.stderr[-2000:]}"
+    assert reached[0].startswith("refused")
+    assert int(reached[0].split()[1]) > count // 3
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    write(path, "llama", make_model("llama", **shape), Q.Q4_K, Q.Q6_K)
+    return path
+
+
+def test_changed_headers_are_refused_or_load(small: Path, tmp_path: Path) -> None:
+    mutate(small, tmp_path, seed=1, count=300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_many_changed_headers_are_refused_or_load(small: Path, tmp_path: Path) -> None:
+    mutate(small, tmp_path, seed=2, count=10_000)
 
 
 def split(path: Path, folder: Path, count: int = 3) -> list[Path]:

@@ -28,6 +28,7 @@ from infer.engine.fleet.fleet import Fleet
 from infer.engine.loop import Blueprint, EngineThread
 from infer.engine.process.launch import launch_factory
 from infer.engine.process.supervisor import EngineProcess
+from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import PENDING, Plan, Sampled, Sequence, verified
@@ -208,6 +209,66 @@ class AheadHashRunner(HashRunner):
         return token
 
 
+def drafts_of(
+    sequence: Sequence, count: int, vocab_size: int, wrong: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """What a `HashDraftRunner` drafts behind a sequence's tokens, computed without a cache."""
+    cell, found = _ROOT, []
+    for token in sequence.tokens:
+        cell = hash_cell(cell, token)
+    for _ in range(count):
+        token = sample_cell(cell, sequence.request, vocab_size)
+        found.append((token + wrong(cell)) % vocab_size)
+        cell = hash_cell(cell, found[-1])
+    return tuple(found)
+
+
+class HashDraftRunner(HashRunner):
+    """A draft model that agrees with `HashRunner` except behind some cells."""
+
+    def __init__(self, *args: Any, wrong: Callable[[int], bool] = lambda cell: False) -> None:
+        """`wrong`: whether another token is sampled behind a cell."""
+        super().__init__(*args)
+        self.wrong = wrong
+        self.num_cells = 0
+        """number of cells that were computed"""
+
+    def execute(self, plan: Plan) -> Seq[Sampled]:
+        for chunk in plan:
+            assert not chunk.proposed
+            assert chunk.sequence.request.sampling.logprobs is None
+            self.num_cells += chunk.num_tokens
+        return super().execute(plan)
+
+    def _sample(self, cell: int, request: Request) -> Sampled:
+        sampled = super()._sample(cell, request)
+        if self.wrong(cell):
+            sampled.token_id = (sampled.token_id + 1) % self.vocab_size
+        return sampled
+
+
+def make_hash_drafter(
+    vocab_size: int = VOCAB_SIZE,
+    *,
+    num_pages: int = 400,
+    page_size: int = 4,
+    max_tokens: int = 64,
+    max_seq_len: int = 512,
+    wrong: Callable[[int], bool] = lambda cell: False,
+    clock: Callable[[], float] = time.monotonic,
+    runner: type[HashDraftRunner] = HashDraftRunner,
+) -> Drafter:
+    """A drafter over a `HashDraftRunner` with a cache of its own."""
+    return Drafter(
+        runner(num_pages, page_size, vocab_size, wrong=wrong),
+        PageAllocator(num_pages, page_size),
+        clock,
+        vocab_size=vocab_size,
+        max_seq_len=max_seq_len,
+        max_tokens=max_tokens,
+    )
+
+
 @lru_cache
 def small_text_files() -> TextFiles:
     """A byte-level tokenizer with a chat template: see `checkpoints.write_tokenizer`."""
@@ -231,12 +292,13 @@ def make_hash_core(
     step_s: float = 0.0,
     runner: type[HashRunner] = HashRunner,
     announce: Callable[[str | None], None] = lambda request_id: None,
+    drafter: Drafter | None = None,
     **settings: Any,
 ) -> EngineCore:
     """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
     values = {"max_batch_size": 8, "max_num_batched_tokens": 64, "max_seq_len": 512, **settings}
     allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
-    scheduler = Scheduler(SchedulerConfig(**values), allocator, clock)
+    scheduler = Scheduler(SchedulerConfig(**values), allocator, clock, drafter=drafter)
     return EngineCore(scheduler, runner(num_pages, page_size, vocab_size, step_s=step_s), announce)
 
 

@@ -330,6 +330,6 @@ class Reader:
         self.use("dialog footer button.main", page)
         (page or self.page).wait_for_selector("dialog", state="detached")
 
-    def picture(self, path: Path) -> None:
-        """Save a screenshot."""
-        self.page.screenshot(path=str(path))
+    def picture(self, path: Path, selector: str = "") -> None:
+        """Save a screenshot of the window, or of one element."""
+        (self.page.locator(selector) if selector else self.page).screenshot(path=str(path))

@@ -20,6 +20,7 @@ from infer.config import (
 )
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
+from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
@@ -57,9 +58,15 @@ class Workload:
     """The engine and the requests of one seed."""
 
     def __init__(
-        self, seed: int, *, ahead: bool = False, speculative: SpeculativeConfig | None = None
+        self,
+        seed: int,
+        *,
+        ahead: bool = False,
+        speculative: SpeculativeConfig | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        """`ahead`: the runner works one step ahead. `speculative`: settings of speculation."""
+        """`ahead`: the runner works one step ahead. `speculative`: settings of speculation.
+        `drafter`: its draft model."""
         self.random = r = random.Random(seed)
         self.ahead = ahead
         mode = r.choice(BATCHING_MODES)
@@ -94,7 +101,7 @@ class Workload:
         )
         caching = backend == "paged" and r.random() < 0.8
         self.allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=caching)
-        self.scheduler = Scheduler(config, self.allocator, self._clock)
+        self.scheduler = Scheduler(config, self.allocator, self._clock, drafter=drafter)
         kind = AheadHashRunner if ahead else HashRunner
         self.runner = kind(num_pages, page_size, VOCAB_SIZE)
         self.core = EngineCore(self.scheduler, self.runner)

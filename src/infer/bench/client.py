@@ -127,13 +127,15 @@ class ServerTarget:
         chosen = (planned[min(int(i * per_word), len(planned) - 1)] for i in range(count))
         return "".join(f" {_WORDS[token % len(_WORDS)]}" for token in chosen)
 
-    async def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
+    async def send(
+        self, prompt: Prompt, output_len: int, temperature: float = 0.0
+    ) -> AsyncGenerator[Piece, None]:
         """The answer, in one piece for each event."""
         body = {
             "model": self.model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": output_len,
-            "temperature": 0,
+            "temperature": temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -52,7 +52,9 @@ class Target(Protocol):
     def prompt(self, planned: Prompt) -> Prompt:
         """A planned prompt in the form that this target takes. Two of them can be added with +."""
 
-    def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
+    def send(
+        self, prompt: Prompt, output_len: int, temperature: float = 0.0
+    ) -> AsyncGenerator[Piece, None]:
         """The pieces of an answer as they come. Raises `InferError` where its end does not come."""
 
 
@@ -180,7 +182,7 @@ class Drive:
             talk.prompt = before.prompt + before.answer + talk.prompt  # type: ignore[operator]
         if not isinstance(talk.prompt, str):
             record.prompt_tokens = len(talk.prompt)
-        pieces = self._target.send(talk.prompt, planned.output_len)
+        pieces = self._target.send(talk.prompt, planned.output_len, planned.temperature)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 self._note(piece, record, talk)

@@ -34,9 +34,13 @@ class EngineTarget:
             return self.llm.make_request(planned, SamplingParams(max_tokens=1)).prompt_token_ids
         return planned
 
-    async def send(self, prompt: Prompt, output_len: int) -> AsyncGenerator[Piece, None]:
+    async def send(
+        self, prompt: Prompt, output_len: int, temperature: float = 0.0
+    ) -> AsyncGenerator[Piece, None]:
         """The answer, in one piece for each token."""
-        sampling = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=self._ignore_eos)
+        sampling = SamplingParams(
+            temperature=temperature, max_tokens=output_len, ignore_eos=self._ignore_eos
+        )
         request = self.llm.make_request(prompt, sampling)
         if self._recorder is not None:
             self._recorder.add(request)

@@ -27,6 +27,7 @@ PERCENTILES = (50, 95, 99)
 COUNTED = (
     *("num_steps", "num_computed_tokens", "num_sampled_tokens", "num_prompt_tokens"),
     *("num_cached_tokens", "num_preemptions", "num_evictions"),
+    *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
     *("num_batches", "num_batch_tokens", "num_padded_tokens"),
 )
 """the counters of the engine that are in a summary, those of batches in static mode"""

@@ -43,6 +43,8 @@ class Planned:
     """The number of tokens of request `after` that are waited for; None: all of them."""
     continues: bool = False
     """Whether the prompt comes after the prompt and the answer of request `after`."""
+    temperature: float = 0.0
+    """The temperature with which the answer is sampled; 0: greedy."""
 
 
 class Draw:
@@ -66,6 +68,10 @@ class Draw:
         """`count` random token ids."""
         low = self._vocab_size // 2
         return tuple(self._tokens.choices(range(low, self._vocab_size), k=count))
+
+    def number(self) -> int:
+        """A random number of six digits, for texts that must differ."""
+        return self._tokens.randrange(100_000, 1_000_000)
 
     def times(self, count: int, rate: float | None, arrivals: str) -> list[float]:
         """The arrival times in seconds, at `rate` requests a second; all 0 without a rate."""
@@ -170,6 +176,46 @@ def multi_turn(
     ]
 
 
+_QUESTION = "What is 10 * 10?\n\n10 * 10 = 100\n\n"
+_CODE = """def sum_of_{0}(values):
+    total = 0
+    for value in values:
+        total = total + value
+    return total
+
+
+def product_of_{0}(values):
+    total = 1
+    for value in values:
+        total = total * value
+    return total
+
+
+def largest_of_{0}(values):
+    total = values[0]
+    for value in values:
+"""
+
+
+def copy(draw: Draw, *, num_requests: int = 8, output_len: int = 128) -> list[Planned]:
+    """8 at once: a question and its answer four times, which the model repeats; greedy"""
+    texts = (f"{draw.number()}\n\n{4 * _QUESTION}" for _ in range(num_requests))
+    return [Planned(0.0, text, output_len) for text in texts]
+
+
+def chat(draw: Draw, *, num_requests: int = 8, output_len: int = 128) -> list[Planned]:
+    """8 at once: stories, sampled at temperature 0.8"""
+    return [
+        Planned(0.0, f"One day, number {draw.number()} met a ", output_len, temperature=0.8)
+        for _ in range(num_requests)
+    ]
+
+
+def code(draw: Draw, *, num_requests: int = 8, output_len: int = 128) -> list[Planned]:
+    """8 at once: functions that are alike, of which the answer writes more; greedy"""
+    return [Planned(0.0, _CODE.format(draw.number()), output_len) for _ in range(num_requests)]
+
+
 class _TraceRow(msgspec.Struct):
     """A line of a trace, which is one request."""
 
@@ -222,7 +268,7 @@ WORKLOADS: Mapping[str, Callable[..., list[Planned]]] = {
     made.__name__: made
     for made in (
         *(single, mixed, continuous_batching, burst, long_tail),
-        *(long_prompt, shared_prefix, multi_turn, trace),
+        *(long_prompt, shared_prefix, multi_turn, copy, chat, code, trace),
     )
 }
 

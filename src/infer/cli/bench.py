@@ -217,6 +217,11 @@ def _engine_lines(engine: dict[str, Any]) -> list[str]:
         f" {engine['num_cached_tokens']} prompt tokens from the cache,"
         f" {engine['num_preemptions']} preemptions"
     ]
+    if engine.get("num_draft_tokens"):
+        lines.append(
+            f"speculation: {engine['num_accepted_tokens']} of {engine['num_draft_tokens']} proposed"
+            " tokens accepted"
+        )
     if "mean_wait_ms" in engine:
         found = [f"{name} {engine[f'{name}_wait_ms']:,.1f}" for name in ("mean", "p50", "p99")]
         lines.append(f"wait for a seat, ms: {', '.join(found)}")

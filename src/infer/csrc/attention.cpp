@@ -16,26 +16,18 @@ namespace {
 
 using namespace attention;
 
-// Denormal numbers count as zero, as they always do for vdpbf16ps and tiles; else they would be slow.
 class FloatMode {
  public:
-  explicit FloatMode(const IsaKernels& isa) : isa_(isa) {
-#ifdef X86
-    mode_ = _mm_getcsr();
-    _mm_setcsr(mode_ | 0x8040);
-#endif
+  explicit FloatMode(const IsaKernels& isa) : isa_(isa), flush_(true) {
     if (isa_.save_tiles) isa_.save_tiles(&config_);
   }
   ~FloatMode() {  // others on this thread (oneDNN) may count on the tiles' shape
-#ifdef X86
-    _mm_setcsr(mode_);
-#endif
     if (isa_.restore_tiles) isa_.restore_tiles(&config_);
   }
 
  private:
   const IsaKernels& isa_;
-  [[maybe_unused]] unsigned mode_ = 0;
+  const FlushDenormals flush_;
   alignas(64) TileConfig config_;
 };
 

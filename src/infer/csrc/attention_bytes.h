@@ -23,8 +23,10 @@ template <bool EXACT>
 INLINE F16 exp2_16(F16 x) {
 #if VECTOR_WIDTH == 16
   return exp2_vf<EXACT>(x);
-#else
+#elif VECTOR_WIDTH == 8
   return {exp2_vf<EXACT>(x.lo), exp2_vf<EXACT>(x.hi)};
+#else
+  return {{exp2_vf<EXACT>(x.of[0]), exp2_vf<EXACT>(x.of[1]), exp2_vf<EXACT>(x.of[2]), exp2_vf<EXACT>(x.of[3])}};
 #endif
 }
 

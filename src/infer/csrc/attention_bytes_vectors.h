@@ -1,7 +1,8 @@
 // Attention over a cache in int8 on vectors. `Products`: the way to multiply bfloat16.
 //
-// Bytes without a sign are multiplied by bytes with one: queries are 128 too large, and what that adds, 128 times
-// the sum of a key's numbers, is found beside the products. Sums are exact, and so the same with VNNI and without.
+// Of x86 bytes without a sign are multiplied by bytes with one: queries are 128 too large, and what that adds, 128
+// times the sum of a key's numbers, is found beside the products. Elsewhere (HAS_SIGNED_PRODUCTS) both have signs, and
+// so have both digits of P. Sums are exact, and so the same with all.
 #pragma once
 
 #include "attention_bytes.h"
@@ -12,7 +13,8 @@ namespace {
 template <class Products>
 struct ByteVectors : WholeNumbers<Products> {
   using Shared = WholeNumbers<Products>;
-  static constexpr int SPAN = 2 * W;  // keys or dims whose sums are in registers
+  static constexpr int VECTORS = W < 8 ? 4 : 2;  // of keys or dims whose sums are in registers
+  static constexpr int SPAN = VECTORS * W;
 #if VECTOR_WIDTH == 16
   static constexpr int SCORED = 8, MIXED = 6;  // rows of such sums
 #else
@@ -24,7 +26,9 @@ struct ByteVectors : WholeNumbers<Products> {
   static void begin(int) {}
   static void pack_query(const char* from, int d, uint32_t* to) {
     with_head(d, (const uint16_t*)from, [=](auto head) ALWAYS_INLINE { head.put_query((char*)to); });
+#ifndef HAS_SIGNED_PRODUCTS
     for (int i = 0; i < d / 4; ++i) to[i] ^= 0x80808080;
+#endif
   }
   static void copy_values(const LayerCall& call, const Cells& cells, const char* heads, int key, uint32_t*,
                           uint32_t* digits) {
@@ -36,25 +40,32 @@ struct ByteVectors : WholeNumbers<Products> {
   NOINLINE static void some_scores(const LayerCall& call, const uint32_t* queries, const char* const* strips,
                                    float* out) {
     const int words = Shared::key_words(call.D);
-    vb sums[R][2], too_much[2] = {no_bytes(), no_bytes()};
+    vb sums[R][VECTORS];
+    [[maybe_unused]] vb too_much[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
+      too_much[v] = no_bytes();
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = no_bytes();
+      for (int r = 0; r < R; ++r) sums[r][v] = no_bytes();
+    }
     for (int line = 0; line < call.D / 4; ++line) {
-      ByteOperand keys[2];
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
+      ByteOperand keys[VECTORS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) {
         keys[v] = load_bytes(strips[v * W / 16] + v * W % 16 * 4 + 64 * line);
+#ifndef HAS_SIGNED_PRODUCTS
         add_products(too_much[v], all_bytes((char)128), keys[v]);
+#endif
       }
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const vb four = four_bytes(queries + r * words + line);
-#pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) add_products(sums[r][v], four, keys[v]);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; ++v) add_products(sums[r][v], four, keys[v]);
       }
     }
-#pragma GCC unroll 2
-    for (int v = 0; v < 2; ++v) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; ++v) {
       const vf scales = bits(strips[v * W / 16] + v * W % 16 * 4 + call.D * 16);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r)
@@ -65,28 +76,30 @@ struct ByteVectors : WholeNumbers<Products> {
   template <int R>
   NOINLINE static void some_mix(const LayerCall& call, const RowBlock& some, int row, int dim,
                                 const char* const* strips, const Digits& digits, const float* alpha) {
-    vb sums[R][2][2];  // columns; high and low digits
+    vb sums[R][VECTORS][2];  // columns; high and low digits
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) sums[r][j / 2][j % 2] = no_bytes();
+#pragma GCC unroll 8
+      for (int j = 0; j < 2 * VECTORS; ++j) sums[r][j / 2][j % 2] = no_bytes();
     for (int at = 0; at < some.keys / 4; ++at) {  // 4 keys of a strip
       const char* from = strips[at / 4] + dim * 16 + at % 4 * 64;
-      const ByteOperand values[2] = {load_bytes(from), load_bytes(from + line_place(1))};
+      ByteOperand values[VECTORS];
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v) values[v] = load_bytes(from + line_place(v));
       const int place = at / 16 * 64 + (at % 4 * 4 + at / 4 % 4) * 4;
 #pragma GCC unroll 6
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
         for (int digit = 0; digit < 2; ++digit) {
           const vb four = four_bytes(digits.of[row + r][digit] + place);
-#pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) add_products(sums[r][v][digit], four, values[v]);
+#pragma GCC unroll 4
+          for (int v = 0; v < VECTORS; ++v) add_products(sums[r][v][digit], four, values[v]);
         }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; ++v)
         Shared::add_digits(some.state + (row + r) * call.state_words + dim + v * W, sums[r][v][0], sums[r][v][1],
                            set1(digits.units[row + r]), set1(alpha[row + r]));
   }

@@ -19,6 +19,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define X86 1
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#define ARM64 1
 #endif
 
 #include "abi.h"
@@ -55,6 +58,46 @@ using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgo
 }
 
 constexpr long ceil_div(long n, long by) { return (n + by - 1) / by; }
+
+INLINE void relax() {  // between two looks at what another thread writes
+#if defined(X86)
+  _mm_pause();
+#elif defined(ARM64)
+  __asm__ volatile("yield");
+#endif
+}
+
+// Denormal numbers count as zero on this thread, as they always do for vdpbf16ps and tiles; else they would be slow.
+class FlushDenormals {
+ public:
+  explicit FlushDenormals(bool wanted) : before_(mode()) {
+    if (wanted) set_mode(before_ | FLUSH);
+  }
+  ~FlushDenormals() { set_mode(before_); }
+
+ private:
+#if defined(X86)
+  using Mode = unsigned;
+  static constexpr Mode FLUSH = 0x8040;
+  static Mode mode() { return _mm_getcsr(); }
+  static void set_mode(Mode mode) { _mm_setcsr(mode); }
+#elif defined(ARM64)
+  using Mode = uint64_t;
+  static constexpr Mode FLUSH = 1 << 24;
+  static Mode mode() {
+    Mode mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+  }
+  static void set_mode(Mode mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+  using Mode = int;
+  static constexpr Mode FLUSH = 0;
+  static Mode mode() { return 0; }
+  static void set_mode(Mode) {}
+#endif
+  const Mode before_;
+};
 
 constexpr size_t HUGE_PAGE = 1 << 21;
 

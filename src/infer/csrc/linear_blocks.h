@@ -3,7 +3,8 @@
 // The lanes of a vector are columns, as in all products here. The codes of some lines are multiplied by a row's
 // numbers and summed in whole numbers until the multiple of the weights changes, 32 or 16 inputs later.
 //
-//   VNNI   four products in one instruction, into sums that begin at minus the offset times the row's sum
+//   VNNI   four products in one instruction, into sums that begin at minus the offset times the row's sum; products
+//          with signs on both sides (NEON) take codes of 8 bits without their offset
 //   else   products in pairs of 16 bits: of 4 bits 8 lines fit (8 · 2 · 15 · 127 < 2¹⁵), of 5 bits 4, of 6 bits 2;
 //          of 8 bits, without the offset, magnitudes times numbers that take over their signs
 #pragma once
@@ -84,7 +85,12 @@ template <BlockType TYPE>
 struct Blocks {
   static constexpr BlockFormat F = *block_format(TYPE);
   static constexpr int GROUPS = 64 / F.group, LINES = F.group / 4;
-  static constexpr bool HAS_OFFSET = F.offset_bits >= 0;
+#ifdef HAS_SIGNED_PRODUCTS
+  static constexpr bool HAS_SIGNS = F.bits == 8;  // codes are multiplied without their offset
+#else
+  static constexpr bool HAS_SIGNS = false;
+#endif
+  static constexpr bool HAS_OFFSET = F.offset_bits >= 0 && !HAS_SIGNS;
 #ifndef HAS_BYTE_PRODUCTS
   static constexpr int WORD_LINES = F.bits == 8 ? 1 : 1 << (7 - F.bits);  // whose sums fit 16 bits
 #endif
@@ -137,6 +143,7 @@ struct Blocks {
       if (i % 4 == 0) ahead.quarter<R>();
       vb some[2];
       codes_of(codes, line, some);
+      for (int v = 0; HAS_SIGNS && v < 2; ++v) some[v] = some[v] ^ all_bytes((char)0x80);
 #ifndef HAS_BYTE_PRODUCTS
       vb most[2];
       for (int v = 0; v < 2; ++v) {
@@ -213,8 +220,8 @@ struct Blocks {
             for (int v = 0; v < 2; ++v) {
               float* at = sums + r * 16 + v * 256;
               vf total = KEEP ? kept[r][v] : load(at);
-              total = fma(float_lanes(sum[r][v]) * set1(own.scale), by[v], total);
-              if constexpr (F.has_minima) total = fma(minimum[v], set1(own.negated_sum), total);
+              total = fused(float_lanes(sum[r][v]) * set1(own.scale), by[v], total);
+              if constexpr (F.has_minima) total = fused(minimum[v], set1(own.negated_sum), total);
               if (KEEP)
                 kept[r][v] = total;
               else
@@ -264,6 +271,8 @@ int block_rows(long left) {
   return 1;
 }
 
+constexpr int PASSES_OF_BLOCKS = 16 / W;  // a vector of each half of a panel in each
+
 // A group × some steps of a panel in blocks, which lie at `b`.
 void multiply_blocks(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
                      PrefetchStream one, PrefetchStream two) {
@@ -272,8 +281,8 @@ void multiply_blocks(const Call& c, long group, const char* b, long panel, long 
   const long rows = c.rows_in(group);
   long parts = 0;
   for (long row = 0; row < rows; ++parts) row += block_rows(std::min(rows, row / 16 * 16 + 16) - row);
-  one.lines = ceil_div(one.lines, parts * PASSES), two.lines = ceil_div(two.lines, parts * PASSES);
-  for (long pass = 0; pass < PASSES; ++pass)
+  one.lines = ceil_div(one.lines, parts * PASSES_OF_BLOCKS), two.lines = ceil_div(two.lines, parts * PASSES_OF_BLOCKS);
+  for (long pass = 0; pass < PASSES_OF_BLOCKS; ++pass)
     for (long row = 0; row < rows;) {
       const int count = block_rows(std::min(rows, row / 16 * 16 + 16) - row);
       const BlockRows some{c.tiles(group, k) + row * 64, c.step_bytes(group),

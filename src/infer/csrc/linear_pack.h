@@ -219,7 +219,7 @@ void pack_some_rows(const Call& c, long first) {
       } else {
 #ifdef HAS_BFLOAT16
         if constexpr (NORM)
-          _mm512_storeu_si512(to, rounded(part(0)));
+          put_rounded32(to, part(0));
         else
           copy32(to, x, left);
 #endif

@@ -42,11 +42,11 @@ void compute(void* data) {
   char* own = memory.reserve((size_t)(sum_bytes + KERNELS.block_steps * 2 * TILE));
   long item = c.next_item.fetch_add(1);
   if (c.groups == 1)
-    for (long i = 0; i < LEAD_BYTES; i += 64) _mm_prefetch(c.start_of(item) + i, _MM_HINT_T1);
+    for (long i = 0; i < LEAD_BYTES; i += 64) __builtin_prefetch(c.start_of(item) + i, 0, 2);
   for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1)) pack_these_rows(c, pack);
   for (int tries = 0; c.done_packs.load() < c.num_packs; ++tries)
     if (tries < 4000)
-      _mm_pause();
+      relax();
     else
       std::this_thread::yield();
   const ProductState state(c);

@@ -5,7 +5,8 @@
 // over a vector and multiplied by it:
 //
 //   bfloat16   as pairs (BF16); else both numbers of a lane are widened and multiplied in float32, one by one
-//   int8       four products in one instruction (VNNI); else as numbers of 16 bits, in pairs, whose sums of 32
+//   int8       four products in one instruction (VNNI; NEON's take bytes with signs on both sides), or eight for each of
+//              2 rows and 2 columns (i8mm); else as numbers of 16 bits, in pairs, whose sums of 32
 //              bits are exact. Few rows of AVX2 are multiplied as bytes: without signs, which move to the row's
 //              numbers, so two products fit 16 bits (2 · 128 · 127 < 2¹⁵), as 255 · 127 would not.
 //   int4       as n in 0 … 15, sums beginning at -8 times the row's numbers; the multiple comes in when a step is
@@ -26,8 +27,9 @@ struct PrefetchStream {  // asks for a line 16 times a step and goes on by so ma
 };
 
 constexpr int WHOLE_PANEL = SIDE / W;       // vectors
-constexpr int SOME = 2;                     // vectors of a pass
+constexpr int SOME = W < 8 ? 4 : 2;         // vectors of a pass: 16 columns or 32
 constexpr int PASSES = WHOLE_PANEL / SOME;  // over a panel, of rows that are not few
+constexpr int PAIRED = SOME / 2 * W;        // columns of each half of a panel in a pass over int4
 
 INLINE float* place(float* sums, long row, int half) {  // as tiles leave them
   return sums + (row >> 4) * 512 + half * 256 + (row & 15) * 16;
@@ -38,7 +40,7 @@ INLINE float* sum_place(float* sums, long row, int v) { return place(sums, row, 
 
 template <int R>  // One or two rows wait for memory alone, and ask it into the L1 cache.
 INLINE void ask(const char* line) {
-  _mm_prefetch(line, R > 2 ? _MM_HINT_T1 : _MM_HINT_T0);
+  __builtin_prefetch(line, 0, R > 2 ? 2 : 3);
 }
 
 }  // namespace
@@ -77,7 +79,7 @@ INLINE vb add_line(vb sum, vb x, vb line) {
   if constexpr (WHOLE) return dot_bytes(sum, x, line);
 #ifdef HAS_BFLOAT16
   else
-    return (vb)_mm512_dpbf16_ps((vf)sum, (__m512bh)x, (__m512bh)line);
+    return (vb)dot_pairs((vf)sum, x, line);
 #else
   else
     return sum;
@@ -94,8 +96,7 @@ struct Direct {
     begin<R, C, FIRST>(sum, sums, row, start);
     for (long step = 0; step < steps; ++step, a += a_step, b += 2 * TILE) {
       if (!FIRST && step < R)  // the next group's sums
-        for (int half = 0; half < 2; ++half)
-          _mm_prefetch((const char*)(place(sums, row + step, half) + SUMS), _MM_HINT_T0);
+        for (int half = 0; half < 2; ++half) __builtin_prefetch(place(sums, row + step, half) + SUMS, 0, 3);
 #pragma GCC unroll 2
       for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
         ask<R>(one.next);
@@ -112,6 +113,53 @@ struct Direct {
       }
     }
     end<R, C>(sum, sums, row);
+  }
+};
+#endif
+
+#ifdef HAS_MATRIX_PRODUCTS
+// int8 by products of matrices: 2 rows × 2 columns, of 8 inputs.
+struct Matrices {
+  template <int R, int C, bool FIRST>
+  static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row,
+                       const int32_t* start, PrefetchStream one, PrefetchStream two) {
+    if constexpr (R == 1) return Direct<true>::multiply<1, C, FIRST>(a, a_step, b, steps, sums, row, start, one, two);
+    constexpr int PAIRS = (R + 1) / 2;
+    vf sum[PAIRS][C][2];  // two columns each
+#pragma GCC unroll 4
+    for (int p = 0; p < PAIRS; ++p)
+#pragma GCC unroll 4
+      for (int v = 0; v < C; ++v) {
+        const vf first = FIRST ? set1(0.f) : load(sum_place(sums, row + 2 * p, v));
+        const vf second = FIRST || 2 * p + 1 == R ? set1(0.f) : load(sum_place(sums, row + 2 * p + 1, v));
+        sum[p][v][0] = low_pairs(first, second), sum[p][v][1] = high_pairs(first, second);
+      }
+    for (long step = 0; step < steps; ++step, a += a_step, b += 2 * TILE)
+      for (long i = 0; i < 64; i += 8, one.next += one.lines * 8, two.next += two.lines * 8) {
+        ask<R>(one.next);
+        ask<R>(two.next);
+        vb x[PAIRS];
+#pragma GCC unroll 4
+        for (int p = 0; p < PAIRS; ++p)
+          x[p] = two_rows(a + 2 * p * 64 + i, a + (2 * p + 1 == R ? 2 * p : 2 * p + 1) * 64 + i);
+#pragma GCC unroll 4
+        for (int v = 0; v < C; ++v) {
+          const vf line = bits(b + line_place(v) + i * 16), next = bits(b + line_place(v) + (i + 4) * 16);
+          const vb low = (vb)low_words(line, next), high = (vb)high_words(line, next);
+#pragma GCC unroll 4
+          for (int p = 0; p < PAIRS; ++p) {
+            sum[p][v][0] = (vf)matrix_products((vb)sum[p][v][0], x[p], low);
+            sum[p][v][1] = (vf)matrix_products((vb)sum[p][v][1], x[p], high);
+          }
+        }
+      }
+#pragma GCC unroll 4
+    for (int p = 0; p < PAIRS; ++p)
+#pragma GCC unroll 4
+      for (int v = 0; v < C; ++v) {
+        store(sum_place(sums, row + 2 * p, v), low_pairs(sum[p][v][0], sum[p][v][1]));
+        if (2 * p + 1 < R) store(sum_place(sums, row + 2 * p + 1, v), high_pairs(sum[p][v][0], sum[p][v][1]));
+      }
   }
 };
 #endif
@@ -361,7 +409,9 @@ bool is_few(long rows) { return FEW_VECTOR_ROWS && rows <= FEW_VECTOR_ROWS; }
 template <bool FIRST>
 Multiply product_for(const Layer& layer, bool few, long rows) {
   (void)few;
-#ifdef HAS_BYTE_PRODUCTS
+#if defined(HAS_MATRIX_PRODUCTS)
+  using Whole = Matrices;
+#elif defined(HAS_BYTE_PRODUCTS)
   using Whole = Direct<true>;
 #else
   using Whole = Words;
@@ -382,7 +432,9 @@ Multiply product_for(const Layer& layer, bool few, long rows) {
 
 RowFormat row_format(const Layer& layer, long M) {
   (void)M;
-#ifdef HAS_BYTE_PRODUCTS
+#if defined(HAS_SIGNED_PRODUCTS)
+  if (layer.panel_blocks || layer.whole()) return RowFormat::BYTES;
+#elif defined(HAS_BYTE_PRODUCTS)
   if (layer.panel_blocks || (layer.bits == 4 && M <= VECTOR_ROWS)) return RowFormat::BYTES;
   if (layer.whole()) return RowFormat::UNSIGNED_BYTES;
 #else
@@ -396,7 +448,7 @@ RowFormat row_format(const Layer& layer, long M) {
 #endif
 }
 
-#ifdef HAS_BYTE_PRODUCTS
+#if defined(HAS_BYTE_PRODUCTS) && !defined(HAS_SIGNED_PRODUCTS)
 constexpr bool HAS_STARTS = true;
 #else
 constexpr bool HAS_STARTS = false;
@@ -428,8 +480,8 @@ void multiply_panel(const Call& c, long group, const char* b, long panel, long k
       const char* a = c.tiles(group, k) + row * row_bytes;
       if (c.nibbles())
         (few ? nibbles_of_few_rows : nibbles_of_rows)(count)(
-            a, c.step_bytes(group), b + pass * W * 4, steps, sums + pass * W, row,
-            c.eights + (group * SIDE + row) * layer.steps + k, layer.steps, layer.multiples(panel, k) + pass * W,
+            a, c.step_bytes(group), b + pass * PAIRED * 4, steps, sums + pass * PAIRED, row,
+            c.eights + (group * SIDE + row) * layer.steps + k, layer.steps, layer.multiples(panel, k) + pass * PAIRED,
             k == 0, one);
       else
         (k ? product_for<false> : product_for<true>)(layer, few, count)(a, c.step_bytes(group), b + pass * TILE, steps,
@@ -460,19 +512,16 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
   }
 }
 
-class ProductState {  // Denormal numbers count as zero in bfloat16, as vdpbf16ps has it; else they would be slow.
+class ProductState {
  public:
-  explicit ProductState(const Call& c) : mode_(_mm_getcsr()) {
-#ifndef HAS_BFLOAT16
-    if (c.layer.bits == 16) _mm_setcsr(mode_ | 0x8040);
+#ifdef HAS_BFLOAT16
+  explicit ProductState(const Call&) : flush_(false) {}
 #else
-    (void)c;
+  explicit ProductState(const Call& c) : flush_(c.layer.bits == 16) {}  // as vdpbf16ps has it
 #endif
-  }
-  ~ProductState() { _mm_setcsr(mode_); }
 
  private:
-  unsigned mode_;
+  const FlushDenormals flush_;
 };
 
 }  // namespace

@@ -8,8 +8,8 @@ share an integer multiple from 1 to 16. n · multiple is an int8 number, so ever
 int8. A weight may also be given in the blocks of a GGUF file (`kernels.blocks`), which are kept.
 
 Whether a row's result is the same, bit for bit, for every number of rows depends on the class. It
-is by construction in `NativeLinear` (bfloat16, int8 and int4 on CPUs with AVX2 and what came later:
-csrc/linear.h) and in `Int8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
+is by construction in `NativeLinear` (bfloat16, int8 and int4 in C++: csrc/linear.h) and in
+`Int8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
 in bfloat16 with AMX, where oneDNN divides a sum differently for different numbers of rows. It is
 not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on this machine.
 """
@@ -39,7 +39,7 @@ GROUP_INPUTS = 64
 MOST_MULTIPLE = 16
 """Maximum of the multiples in int4."""
 
-BFLOAT16_SETS = ("amx", "avx512_bf16")
+BFLOAT16_SETS = ("amx", "avx512_bf16", "neon_i8mm_bf16")
 """Instruction sets that multiply in bfloat16; with the others it is widened in registers."""
 
 VARIABLE = "INFER_LINEAR"
@@ -388,7 +388,7 @@ def _quantized4(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class NativeLinear:
-    """A layer by the C++ kernels (csrc/linear.h), for x86 CPUs with AVX2 and what came later.
+    """A layer by the C++ kernels (csrc/linear.h).
 
     Weights of fused layers are packed one by one, without a concatenated copy.
     """
@@ -552,7 +552,7 @@ def native_obstacle() -> str | None:
     if reason is None:
         isa = instruction_set()
         if not loader.loaded().infer_linear_runs_here(isa.encode()):
-            reason = f"linear layers need AVX2 with FMA or more; {isa} has none that run here"
+            reason = f"{isa} does not run here"
     if reason and wanted not in ("", "onednn"):
         raise ValueError(f"{VARIABLE}={wanted} is not possible: {reason}")
     return f"{VARIABLE}={wanted}" if wanted == "onednn" else reason

@@ -25,16 +25,15 @@ import torch
 
 ISA_VARIABLE = "INFER_ISA"
 """Environment variable that names the instruction set for all kernels."""
-INSTRUCTION_SETS = (
-    *("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"),
-    "portable",
-)
-"""Names of all instruction sets, best first."""
+X86_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
+"""Names of the instruction sets of x86-64, best first."""
+ARM_SETS = ("neon_i8mm_bf16", "neon_dotprod", "neon")
+"""Names of the instruction sets of 64-bit ARM, best first."""
+INSTRUCTION_SETS = (*X86_SETS, *ARM_SETS, "portable")
+"""Names of all instruction sets, best first. `portable` runs on every CPU."""
 ABI = Path(__file__).parents[1] / "csrc" / "abi.h"
 """File with the signatures and records of the C interface."""
 
-INT8_CACHES = INSTRUCTION_SETS[:-1]
-"""Instruction sets for which there are kernels of int8 KV caches."""
 STRIP = 16
 """Number of cells of an int8 KV cache that are interleaved."""
 SCALE_BYTES = 4
@@ -88,10 +87,15 @@ def _declare(library: ctypes.CDLL) -> None:
         function.argtypes = [_type_of(parameter)[0] for parameter in parameters]
 
 
+def library_file() -> Path:
+    """The file of the compiled kernels, which may be absent."""
+    return Path(__file__).with_name("_kernels.so")
+
+
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The library, or the reason why it cannot be used."""
-    file = Path(__file__).with_name("_kernels.so")
+    file = library_file()
     if not file.exists():
         return (
             "the CPU kernels were not compiled when this package was installed (they need a C++"
@@ -204,9 +208,7 @@ def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
         return f"int8 caches are for head sizes of 64, 128 and 256, not {head_dim}"
     if page_size % STRIP:
         return f"int8 caches are for pages of a multiple of {STRIP} tokens, not {page_size}"
-    if (reason := available()) is None and (isa := chosen_instruction_set()) not in INT8_CACHES:
-        return f"int8 caches are for CPUs with AVX2 or more; the kernels use {isa} here"
-    return reason
+    return available()
 
 
 @functools.cache
@@ -218,7 +220,8 @@ def parallel() -> int | None:
     try:
         # A symbol is looked up in the library's dependencies too, so the runtime's file name does
         # not matter.
-        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
         return ctypes.cast(torch_cpu.GOMP_parallel, _POINTER).value
     except (OSError, AttributeError):
         return None

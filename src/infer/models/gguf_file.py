@@ -12,6 +12,7 @@ dequantises. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_SIZES, GGUFReader, GGUFValueType, ReaderTensor
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    ReaderTensor,
+)
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -116,6 +123,8 @@ _MAX_ITEMS = 2_000_000
 """Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
 _MAX_ENTRIES = 65_536
 """Maximum number of keys, and maximum number of tensors."""
+_MAX_DIMENSIONS = 4
+"""Maximum number of dimensions of a tensor in the format."""
 _MAX_PARTS = 10_000
 """Maximum number of parts of a file."""
 _ROWS_BYTES = 1 << 26
@@ -432,6 +441,31 @@ class _Reader(GGUFReader):
     def _build_tensor_info(self, offs: int, count: int) -> Any:
         self._check_count(count, "tensors")
         return super()._build_tensor_info(offs, count)
+
+    def _build_tensors(self, start_offs: int, fields: Any) -> None:
+        for field in fields:
+            self._check_tensor(int(start_offs), field)
+        super()._build_tensors(start_offs, fields)
+
+    def _check_tensor(self, start: int, field: Any) -> None:
+        """`ValueError` if a tensor's type or size cannot be; nothing is allocated before."""
+        name, dims, offset = field.name[:200], field.parts[3].tolist(), int(field.parts[5][0])
+        number = int(field.parts[4][0])
+        if number not in set(GGMLQuantizationType):
+            raise ValueError(
+                f"{name} is of the unknown type {number} (known are 0 to"
+                f" {max(GGMLQuantizationType)}, such as {', '.join(readable_types()[:4])})"
+            )
+        kind = GGMLQuantizationType(number)
+        block, size = GGML_QUANT_SIZES[kind]
+        what = f"{name} ({kind.name}, {' x '.join(str(each) for each in reversed(dims[:8]))})"
+        if not 1 <= len(dims) <= _MAX_DIMENSIONS or 0 in dims:
+            raise ValueError(f"{what} must have 1 to {_MAX_DIMENSIONS} dimensions, none of them 0")
+        if dims[0] % block:
+            raise ValueError(f"{what} must have rows of a multiple of {block} numbers")
+        end = start + offset + math.prod(dims) // block * size
+        if end > len(self.data):
+            raise ValueError(f"{what} ends at byte {end:,}, but the file has {len(self.data):,}")
 
     def _check_count(self, count: int, what: str) -> None:
         if count > _MAX_ENTRIES:

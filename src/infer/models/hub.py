@@ -101,12 +101,7 @@ def select_gguf(files: Sequence[str], wanted: str, where: str) -> list[str]:
     `wanted`: a quantisation such as Q4_K_M, or a file's name. `LoadError` lists what there is if no
     file or several are meant; `where` is the repository's name in it.
     """
-    models: dict[str, list[str]] = {}
-    for file in sorted(files):
-        is_projector = PurePosixPath(file).name.lower().startswith("mmproj")
-        if file.lower().endswith(".gguf") and not is_projector:
-            split = SPLIT_NAME.fullmatch(file)
-            models.setdefault(split[1] if split else file[:-5], []).append(file)
+    models = _gguf_models(files)
     if not models:
         raise LoadError(f"{where} holds no GGUF files, so {wanted!r:.80} cannot be taken from it")
     if wanted.lower().endswith(".gguf"):
@@ -118,8 +113,7 @@ def select_gguf(files: Sequence[str], wanted: str, where: str) -> list[str]:
     else:
         found = [name for name in models if _quantisation(name).lower() == wanted.lower()]
     if not found:
-        known = sorted({_quantisation(name) or f"{name}.gguf" for name in models})
-        raise LoadError(f"{where} has no {wanted!r:.80}; there are: {_listed(known)}")
+        raise LoadError(f"{where} has no {wanted!r:.80}; there are: {_listed(_known(models))}")
     if len(found) > 1:
         names = [models[name][0] for name in found]
         raise LoadError(
@@ -130,6 +124,22 @@ def select_gguf(files: Sequence[str], wanted: str, where: str) -> list[str]:
     if split and len(parts) != int(split[3]):
         raise LoadError(f"{where} has only {len(parts)} of the {int(split[3])} parts of {parts[0]}")
     return parts
+
+
+def _gguf_models(files: Sequence[str]) -> dict[str, list[str]]:
+    """Names of models, without suffix and part, each with its GGUF files in their order."""
+    models: dict[str, list[str]] = {}
+    for file in sorted(files):
+        is_projector = PurePosixPath(file).name.lower().startswith("mmproj")
+        if file.lower().endswith(".gguf") and not is_projector:
+            split = SPLIT_NAME.fullmatch(file)
+            models.setdefault(split[1] if split else file[:-5], []).append(file)
+    return models
+
+
+def _known(models: dict[str, list[str]]) -> list[str]:
+    """What names one of the models: quantisations, or names of files without one."""
+    return sorted({_quantisation(name) or files[0] for name, files in models.items()})
 
 
 def _quantisation(name: str) -> str:
@@ -156,15 +166,14 @@ def _download_gguf(hub_id: str, wanted: str, revision: str | None) -> Path:
 
 def _files_of(hub_id: str, revision: str | None) -> list[str]:
     """The names of a repository's files; without a network, of those in the local hub cache."""
-    import httpx
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return list(HfApi().list_repo_files(hub_id, revision=revision))
-    except HfHubHTTPError:
-        raise  # the hub has answered
-    except (OSError, httpx.HTTPError):
+    except (HfHubHTTPError, HFValidationError):
+        raise  # the hub has answered, or never will
+    except Exception:  # without a network its HTTP library raises errors of its own
         folder = Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
@@ -177,10 +186,8 @@ def _download(hub_id: str, revision: str | None) -> Path:
         folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_WANTED_FILES))
         if (folder / "config.json").is_file():
             return folder
-        files = _files_of(hub_id, revision)
-        kinds = sorted({_quantisation(file[:-5]) for file in files if file.endswith(".gguf")})
-    if any(kinds):
-        known = [kind for kind in kinds if kind]
+        known = _known(_gguf_models(_files_of(hub_id, revision)))
+    if known:
         raise LoadError(
             f"{what} holds GGUF files; name one of them, as {hub_id}:{known[0]}"
             f" (there are: {_listed(known)})"
@@ -191,7 +198,6 @@ def _download(hub_id: str, revision: str | None) -> Path:
 @contextmanager
 def _hub_errors(what: str) -> Iterator[None]:
     """What the hub's library raises, as a `LoadError` about `what`."""
-    import httpx
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HFValidationError,
@@ -206,6 +212,6 @@ def _hub_errors(what: str) -> Iterator[None]:
             f"{what} is not in the local hub cache and the hub cannot be reached (offline, or"
             " HF_HUB_OFFLINE is set); download it where there is a network, or give a local folder"
         ) from None
-    except (HfHubHTTPError, HFValidationError, OSError, httpx.HTTPError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LoadError(f"{what} cannot be fetched from the hub: {reason}") from None

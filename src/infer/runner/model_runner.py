@@ -30,12 +30,13 @@ class ModelRunner:
         self,
         model: Model,
         backend: AttentionBackend,
-        restrictions: Restrictions,
+        restrictions: Restrictions | None,
         caches: Sequence[Tensor],
         device: torch.device,
         sampler: Sampler = sample,
     ) -> None:
-        """`caches`: the backend's keys and values, each [pages, page_size, G, D].
+        """`restrictions`: of grammars; None: no request has one. `caches`: the backend's keys and
+        values, each [pages, page_size, G, D].
 
         `sampler`: the function that samples, in place of `runner.sampler.sample`.
         """
@@ -60,7 +61,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _execute(self, plan: Plan) -> list[Sampled]:
-        restricting = self._restrictions.begin(plan)
+        restrictions = self._restrictions
+        restricting = None if restrictions is None else restrictions.begin(plan)
         step = self._packer.pack(plan)
         self.backend.plan(step.layout)
         hidden = self.model.forward(step.tokens, step.positions, self.backend)
@@ -71,9 +73,9 @@ class ModelRunner:
             rows = torch.tensor(step.sampled_rows, device=self.device)
             hidden = hidden.index_select(0, rows)
         logits = self.model.logits(hidden)
-        if restricting is None:
+        if restrictions is None or restricting is None:
             return verified(plan, self._sample(logits, step.sampled, NOTHING))
         forbidden, late = restricting.in_time()
         results = verified(plan, self._sample(logits, step.sampled, forbidden))
         sequences = [chunk.sequence for chunk in plan if chunk.samples]
-        return self._restrictions.mark_complete(sequences, results, forbidden, late)
+        return restrictions.mark_complete(sequences, results, forbidden, late)

@@ -102,6 +102,23 @@ def sample(
     return sampled
 
 
+def sampler_for(vocab_size: int) -> Sampler:
+    """`sample` over `vocab_size` logits, for a model with another number of them, as draft models
+    have: logits that it lacks are -inf, and those beyond are dropped."""
+
+    def fitted(
+        logits: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING
+    ) -> list[Sampled]:
+        missing = vocab_size - logits.shape[1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        elif missing < 0:
+            logits = logits[:, :vocab_size].contiguous()
+        return sample(logits, sequences, forbidden)
+
+    return fitted
+
+
 # Log-probabilities.
 
 

@@ -112,11 +112,32 @@ class Prediction:
         self.num_rejected += num_proposed - num_kept
 
 
+class Acceptance:
+    """An estimate of the probability that a proposed token is accepted, from recent tokens."""
+
+    def __init__(self, first: float = 1.0) -> None:
+        """`first`: estimate before any token was tested."""
+        self._hits, self._trials = first, 1.0
+
+    @property
+    def rate(self) -> float:
+        """The estimate, 0 to 1."""
+        return self._hits / self._trials
+
+    def record(self, num_tested: int, num_accepted: int) -> None:
+        """Learn from tokens that were compared with sampled ones."""
+        self._hits = FORGET**num_tested * self._hits + num_accepted
+        self._trials = FORGET**num_tested * self._trials + num_tested
+
+
 class Guesses:
     """What is known about one sequence's proposals."""
 
-    def __init__(self, index: NgramIndex, prediction: Prediction | None = None) -> None:
-        """`index`: of the sequence's own tokens; `prediction`: what its caller expects."""
+    def __init__(
+        self, index: NgramIndex, prediction: Prediction | None = None, acceptance: float = 1.0
+    ) -> None:
+        """`index`: of the sequence's own tokens; `prediction`: what its caller expects.
+        `acceptance`: estimate before any token was tested; 1, so that a sequence is tried."""
         self.index = index
         self.prediction = prediction
         self._is_predicted = False
@@ -124,20 +145,26 @@ class Guesses:
         """tokens proposed so far"""
         self.num_accepted = 0
         """tokens of them that were accepted and are part of the answer"""
-        self._hits, self._trials = 1.0, 1.0  # optimistic, so that a sequence is tried at first
+        self._accepted = Acceptance(acceptance)
         self._pause = self._left = 0
 
     def propose(self, tokens: Seq[int], num_output: int, count: int) -> tuple[int, ...]:
         """Up to `count` tokens, from the prediction if it has any, else from the index."""
+        return self.propose_predicted(tokens, num_output, count) or self.index.propose(
+            tokens, count
+        )
+
+    def propose_predicted(self, tokens: Seq[int], num_output: int, count: int) -> tuple[int, ...]:
+        """Up to `count` tokens from the prediction; none without one, or where it has none."""
         text = self.prediction
         proposed = () if text is None else text.propose(tokens, num_output, count)
         self._is_predicted = bool(proposed)
-        return proposed or self.index.propose(tokens, count)
+        return proposed
 
     @property
     def acceptance(self) -> float:
         """Estimated probability that a proposed token is accepted if those before it are."""
-        return self._hits / self._trials
+        return self._accepted.rate
 
     def is_paused(self) -> bool:
         """Count a step of a pause; returns whether there is one."""
@@ -162,8 +189,6 @@ class Guesses:
         if self.prediction is not None and self._is_predicted:
             self.prediction.record(num_proposed, num_kept)
         # The tokens behind the first rejected one were not tested.
-        tested = min(num_proposed, num_accepted + 1)
-        self._hits = FORGET**tested * self._hits + num_accepted
-        self._trials = FORGET**tested * self._trials + tested
+        self._accepted.record(min(num_proposed, num_accepted + 1), num_accepted)
         if num_accepted == num_proposed:
             self._pause = 0

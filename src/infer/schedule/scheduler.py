@@ -31,6 +31,7 @@ from infer.config import SchedulerConfig
 from infer.errors import OverloadedError, RequestError, too_many_tokens
 from infer.schedule.admission import make_admission
 from infer.schedule.arrival import check_fits, queued
+from infer.schedule.drafting import Drafter
 from infer.schedule.fair_share import FairShare
 from infer.schedule.page_allocator import Key, PageAllocator, PageTable
 from infer.schedule.policy import MAX_IDLE_STEPS, find_policy
@@ -65,9 +66,10 @@ class Scheduler:
         allocator: PageAllocator,
         clock: Callable[[], float],
         allowed: Allowed | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """`clock` gives seconds. `allowed` cuts proposed tokens where a grammar forbids them; None:
-        sequences with grammars are not proposed for."""
+        sequences with grammars are not proposed for. `drafter`: the draft model of speculation."""
         self.config = config
         self.allocator = allocator
         self.stats = SchedulerStats()
@@ -95,7 +97,7 @@ class Scheduler:
         self._num_turns = 0
         self._step_budget = StepBudget(config.max_step_ms) if config.max_step_ms else None
         self._speculator = (
-            Speculator(config.speculative, allocator, self.stats, allowed)
+            Speculator(config.speculative, allocator, self.stats, allowed, drafter)
             if config.speculative
             else None
         )
@@ -257,6 +259,8 @@ class Scheduler:
             Preempted(sequence.request_id, sequence.num_computed, needed_by_id)
         )
         self.allocator.release(sequence.table)
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -507,6 +511,8 @@ class Scheduler:
         page_size = allocator.page_size
         if self._step_budget or self._speculator:
             took_ms = 1000 * (self.clock() - self._planned_s) if step_ms is None else step_ms
+            if self._speculator is not None:
+                took_ms -= self._speculator.drafting_ms()
             for learner in (self._step_budget, self._speculator):
                 if learner is not None:
                     learner.record(step, took_ms)
@@ -629,6 +635,8 @@ class Scheduler:
             self._held.append(sequence.table)
         else:
             self.allocator.release(sequence.table)
+        if self._speculator is not None:
+            self._speculator.forget(sequence)
         sequence.status = Status.FINISHED
         del self.by_id[sequence.request_id]
         self.fair_share.leave(sequence)

@@ -10,7 +10,7 @@
 #endif
 
 extern const IsaKernels amx_kernels, avx512_bf16_kernels, avx512_vnni_kernels, avx512_kernels, avx2_vnni_kernels,
-    avx2_kernels, portable_kernels;
+    avx2_kernels, neon_i8mm_bf16_kernels, neon_dotprod_kernels, neon_kernels, portable_kernels;
 
 namespace {
 
@@ -33,6 +33,15 @@ const IsaKernels* const ISAS[] = {
 #endif
 #ifdef INFER_AVX2
     &avx2_kernels,
+#endif
+#ifdef INFER_NEON_I8MM_BF16
+    &neon_i8mm_bf16_kernels,
+#endif
+#ifdef INFER_NEON_DOTPROD
+    &neon_dotprod_kernels,
+#endif
+#ifdef INFER_NEON
+    &neon_kernels,
 #endif
     &portable_kernels,
 };

@@ -4,26 +4,17 @@
 #include "dispatch.h"
 
 #include "../attention_item.h"
+#include "../attention_bytes_vectors.h"
 #include "../draw_row.h"
 #include "../rotary_heads.h"
+#include "../linear_vectors.h"
+#include "../linear_run.h"
+
+#include "kernel_table.h"
 
 namespace {
 bool runs_here() { return true; }
 }  // namespace
 
 extern const IsaKernels portable_kernels;
-const IsaKernels portable_kernels = {
-    "portable",
-    runs_here,
-    attention::run_item<attention::Float32<float>>,
-    attention::run_item<attention::Float32<uint16_t>>,
-    nullptr,
-    nullptr,
-    nullptr,
-    nullptr,
-    nullptr,
-    sampling::draw,
-    rotary::rotate_heads,
-    nullptr,
-    nullptr,
-};
+constexpr IsaKernels portable_kernels = float32_kernels<attention::ByteVectors>("portable", runs_here);

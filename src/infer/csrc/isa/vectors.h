@@ -25,6 +25,12 @@ typedef int32_t vi __attribute__((vector_size(sizeof(vf))));
 INLINE vf load(const float* p) { return bits(p); }
 INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 
+#if VECTOR_WIDTH > 4
+INLINE vf fused(vf a, vf b, vf c) {
+  return fma(a, b, c);
+}  // with one rounding, as `fma` has everywhere but in portable
+#endif
+
 INLINE vf word(const void* from) {  // one in every lane
   float word;
   __builtin_memcpy(&word, from, 4);

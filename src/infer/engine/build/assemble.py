@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from infer.engine.build.checkpoint import (
     find_checkpoint,
     text_of,
 )
+from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
 from infer.engine.build.fingerprints import fingerprint_of
 from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
@@ -53,7 +56,8 @@ from infer.runner.grammar_masks import Restrictions
 from infer.runner.graphs import CudaCapture, step_sizes
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
-from infer.runner.sampler import sample
+from infer.runner.sampler import sample, sampler_for
+from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.text.grammars.compiler import Compiler, Vocabulary
@@ -116,16 +120,19 @@ def prepare(
     free = None
     if share is not None and device.type == "cpu":
         free = min(share.main_memory, machine.free_bytes(device))
-    blocks = chosen_blocks(config, checkpoint, device)
+    draft = find_draft(config)
+    if draft is not None:
+        check_vocabulary(text_of(checkpoint, config), draft)
+    plan_with = _planner(config, checkpoint, draft, device)
     with reading(str(config.model)):
-        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks, free=free)
+        plan = plan_with(free=free)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
-        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks)
+        plan = plan_with()
     if not plan.fits:
         if share is not None and device.type == "cpu":
-            _refuse_replicas(config, checkpoint, share)
+            _refuse_replicas(plan_with, share)
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     if plan.products:
         log.info("linear layers: %s", plan.products)
@@ -136,7 +143,7 @@ def prepare(
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
-            return _build(config, checkpoint, plan, dtype, device, announce)
+            return _build(config, checkpoint, draft, plan, dtype, device, announce)
 
     return Blueprint(
         model_name=config.served_model_name or checkpoint.name,
@@ -144,6 +151,20 @@ def prepare(
         build=build,
         pinned=lambda core: pinned_settings(core, device),
         fingerprint=lambda core: _fingerprint(core, config, checkpoint, plan, device),
+    )
+
+
+def _planner(
+    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
+) -> Callable[..., MemoryPlan]:
+    """`make_plan` of these settings and checkpoints; what it takes is `free`."""
+    return partial(
+        make_plan,
+        config,
+        checkpoint.config,
+        checkpoint.name,
+        blocks=chosen_blocks(config, checkpoint, device),
+        draft=None if draft is None else (draft.config, draft.name),
     )
 
 
@@ -164,11 +185,10 @@ def _fingerprint(
         )
 
 
-def _refuse_replicas(config: EngineConfig, checkpoint: Checkpoint, share: MachineShare) -> None:
+def _refuse_replicas(plan_with: Callable[..., MemoryPlan], share: MachineShare) -> None:
     """Raise `ConfigError` if fewer engines would fit into main memory; it says how many."""
-    blocks = chosen_blocks(config, checkpoint, torch.device("cpu"))
     free = share.main_memory_of_all
-    num = replicas_that_fit(config, checkpoint.config, free, share.count - 1, blocks)
+    num = replicas_that_fit(plan_with, free, share.count - 1)
     if num:
         raise ConfigError(
             "replicas",
@@ -229,6 +249,7 @@ def _with_share(config: EngineConfig, share: MachineShare) -> EngineConfig:
 def _build(
     config: EngineConfig,
     checkpoint: Checkpoint,
+    draft: Checkpoint | None,
     plan: MemoryPlan,
     dtype: torch.dtype,
     device: torch.device,
@@ -252,23 +273,21 @@ def _build(
         )
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
-    if device.type == "cpu" and (problem := batch_invariance_problem(model)):
-        log.warning("%s", problem)
-        if config.speculative:
-            log.warning("speculation changes the rows of a step, so it may change tokens, too")
+    _warn_of_variance(config, model, device)
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
-    num_pages = plan.num_pages
-    if device.type == "cuda":
-        num_pages = _pages_that_fit(config, plan, factory, device)
+    num_pages = _pages_that_fit(config, plan, factory, device)
     runner = factory.runner(num_pages)
     if factory.launches:
         _warm_up(runner, seats)
     allocator = PageAllocator(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
     )
-    scheduler = Scheduler(scheduler_config, allocator, time.monotonic, restrictions.allowed)
+    drafter = _drafter(config, draft, plan, model_config.vocab_size, device)
+    scheduler = Scheduler(
+        scheduler_config, allocator, time.monotonic, restrictions.allowed, drafter
+    )
     limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
@@ -286,6 +305,57 @@ def _build(
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
+
+
+def _warn_of_variance(config: EngineConfig, model: Model, device: torch.device) -> None:
+    """Log it if a row's bits depend on the other rows of its step."""
+    if device.type == "cpu" and (problem := batch_invariance_problem(model)):
+        log.warning("%s", problem)
+        if config.speculative:
+            log.warning("speculation changes the rows of a step, so it may change tokens, too")
+
+
+def _drafter(
+    config: EngineConfig,
+    draft: Checkpoint | None,
+    plan: MemoryPlan,
+    vocab_size: int,
+    device: torch.device,
+) -> Drafter | None:
+    """Load the draft model, if there is one, with a cache of its own. `vocab_size`: number of the
+    model's logits.
+
+    Raises `LoadError` if it cannot be read or computes nothing.
+    """
+    settings, sizes = config.of_draft_model(), plan.draft
+    if draft is None or settings is None or sizes is None:
+        return None
+    with reading(f"the weights of the draft model {draft.name}"):
+        source = draft.source(machine.choose_dtype(settings, draft.config, device), device)
+        source = source.with_layers(settings.weight_format, settings.batch_invariant)
+        model = build_model(draft.config, source, sizes.max_seq_len)
+    held = getattr(torch, sizes.kv_cache_dtype)
+    num_pages, page_size = sizes.num_pages + 1, sizes.page_size
+    storage = KVStorage(model.config, num_pages, page_size, dtype=held, device=device)
+    attention = _attention(config.attention_backend, storage, model.config)
+    caches = (*storage.keys, *storage.values)
+    runner = ModelRunner(model, attention, None, caches, device, sampler_for(vocab_size))
+    drafter = Drafter(
+        runner,
+        PageAllocator(num_pages, page_size),
+        time.monotonic,
+        vocab_size=min(vocab_size, draft.config.vocab_size),
+        max_seq_len=sizes.max_seq_len,
+        max_tokens=min(CPU_TOKENS_BESIDE_STREAMS, plan.max_num_batched_tokens),
+        cost_ratio=min(1.0, sizes.weight_bytes / plan.weight_bytes),
+    )
+    if problem := drafter.try_out():
+        raise LoadError(f"a first draft with {draft.name} fails: {problem}")
+    log.info(
+        "draft model: %s, weights %s, KV cache %s",
+        *(draft.name, gib(sizes.weight_bytes), gib(sizes.kv_bytes)),
+    )
+    return drafter
 
 
 def _log_ready(
@@ -429,8 +499,8 @@ class _RunnerFactory:
 def _pages_that_fit(
     config: EngineConfig, plan: MemoryPlan, factory: _RunnerFactory, device: torch.device
 ) -> int:
-    """Number of pages (without page 0) of a cache on a GPU: as the settings say, else computed from
-    the memory that a full step leaves free.
+    """Number of pages (without page 0) of the cache: as the plan says; on a GPU without settings
+    computed from the memory that a full step leaves free.
 
     Raises `ConfigError` if the cache could not hold one sequence of `max_seq_len` tokens.
     """
@@ -480,8 +550,7 @@ def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1
     device = machine.choose_device(config)
     if replicas > 1 and device.type == "cpu":
         free = (machine.free_bytes(device) if free is None else free) // replicas
-    blocks = chosen_blocks(config, checkpoint, device)
-    return make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks, free=free)
+    return _planner(config, checkpoint, find_draft(config), device)(free=free)
 
 
 def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
@@ -489,13 +558,11 @@ def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
     core for each, or one on each GPU. `free`: see `plan_for`."""
     checkpoint = find_checkpoint(config.model, revision=config.revision)
     device = machine.choose_device(config)
-    blocks = chosen_blocks(config, checkpoint, device)
+    plan_with = _planner(config, checkpoint, find_draft(config), device)
     if device.type == "cuda":
-        plan = make_plan(config, checkpoint.config, checkpoint.name, blocks=blocks, free=free)
-        return torch.cuda.device_count() if plan.fits else 0
+        return torch.cuda.device_count() if plan_with(free=free).fits else 0
     free = machine.free_bytes(device) if free is None else free
-    num_cores = read_processors().num_threads(all_nodes=True)
-    return replicas_that_fit(config, checkpoint.config, free, num_cores, blocks)
+    return replicas_that_fit(plan_with, free, read_processors().num_threads(all_nodes=True))
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:

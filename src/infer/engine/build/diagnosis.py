@@ -16,6 +16,7 @@ from infer.engine.build.memory_plan import gib
 from infer.engine.build.processors import Processors, read_processors
 from infer.errors import ConfigError
 from infer.kernels import loader
+from infer.kernels.blocks import NUMBERS
 from infer.kernels.cuda import obstacle as cuda_obstacle
 from infer.kernels.linear import (
     bfloat16_obstacle,
@@ -151,6 +152,8 @@ def _linear_layers() -> Finding:
 
 def _dtype() -> Finding:
     formats = "int8 and int4 are possible"
+    if native_obstacle() is None:
+        formats += f"; GGUF files keep {', '.join(NUMBERS)}"
     if reason := quantization_obstacle():
         formats = f"int8 and int4 are not possible: {reason}"
     if reason := bfloat16_obstacle():

@@ -7,8 +7,8 @@ the KV cache follows from the settings. Activations are the peak of one full ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,33 @@ LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """Sizes of the draft model of speculation, in bytes, and counts."""
+
+    model: str
+    num_parameters: int
+    weight_bytes: int
+    activation_bytes: int
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
+    page_size: int
+    num_pages: int
+    """number of pages, page 0 not counted; they hold as many tokens as the model's"""
+    max_seq_len: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache, page 0 included."""
+        return (self.num_pages + 1) * self.page_size * self.kv_bytes_per_token
+
+    def beside(self, cache: _CacheSize) -> DraftPlan:
+        """This plan with as many tokens in the cache as the model's cache has."""
+        num_pages = -(-cache.num_pages * cache.page_size // self.page_size)
+        max_seq_len = min(cache.max_seq_len, self.max_seq_len)
+        return replace(self, num_pages=num_pages, max_seq_len=max_seq_len)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """Sizes in bytes, and counts; `rows` describes them for a reader."""
 
@@ -80,6 +107,13 @@ class MemoryPlan:
     """the setting to change if the plan does not fit"""
     advice: str
     """what would fit if the plan does not, for the user; else empty"""
+    draft: DraftPlan | None = None
+    """draft model of speculation; None: there is none"""
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft model's weights and cache."""
+        return 0 if self.draft is None else self.draft.weight_bytes + self.draft.kv_bytes
 
     @property
     def num_cached_tokens(self) -> int:
@@ -102,6 +136,7 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str]]:
         """The plan as a table of (name, value)."""
         left = self.free_bytes - self.weight_bytes - self.activation_bytes - self.kv_bytes
+        left -= self.draft_bytes
         fit = ", ".join(f"{count} x {n:,}" for n, count in self.sequences_that_fit().items())
         return [
             ("model", f"{self.model}, {self.num_parameters / 1e6:,.1f} M parameters"),
@@ -114,6 +149,7 @@ class MemoryPlan:
             ("KV cache a token", f"{self.kv_bytes_per_token:,} bytes, {self.kv_cache_dtype}"),
             ("KV cache", f"{gib(self.kv_bytes)}: {self.num_pages:,} pages of {self.page_size}"
              f" tokens, {self.num_cached_tokens:,} tokens"),
+            *([("draft model", _draft_row(self.draft))] if self.draft else []),
             ("sequences that fit", f"{fit} tokens (seats: {self.max_batch_size})"),
             ("left over", gib(left) if left >= 0 else f"{gib(-left)} too little"),
             ("verdict", "fits" if self.fits else f"does not fit: {self.advice}"),
@@ -125,6 +161,14 @@ def gib(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.1f} MiB"
 
 
+def _draft_row(draft: DraftPlan) -> str:
+    return (
+        f"{draft.model}, {draft.num_parameters / 1e6:,.1f} M parameters: weights"
+        f" {gib(draft.weight_bytes)}, KV cache {gib(draft.kv_bytes)}"
+        f" ({draft.kv_bytes_per_token:,} bytes a token, {draft.kv_cache_dtype})"
+    )
+
+
 def make_plan(
     config: EngineConfig,
     model: ModelConfig,
@@ -132,49 +176,41 @@ def make_plan(
     *,
     blocks: CheckpointBlocks | None = None,
     free: int | None = None,
+    draft: tuple[ModelConfig, str] | None = None,
 ) -> MemoryPlan:
     """The plan for these settings; its `fits` says whether the memory suffices.
 
     `name`: the model's name in the plan. `blocks`: those in which weights are held. `free`: bytes
-    to plan with instead of what the device has free. Raises `ConfigError` for settings that are
-    impossible for this model or device.
+    to plan with instead of what the device has free. `draft`: configuration and name of the draft
+    model. Raises `ConfigError` for settings that are impossible for this model or device.
     """
     device = choose_device(config)
     dtype = choose_dtype(config, model, device)
-    if config.max_seq_len is not None and config.max_seq_len > model.max_seq_len:
-        raise ConfigError(
-            "max_seq_len", f"{config.max_seq_len} exceeds the model's own limit {model.max_seq_len}"
-        )
+    _check_max_seq_len(config, model)
     free = free_bytes(device) if free is None else free
     batched = step_tokens(config, model, device, dtype)
-    seats = config.max_batch_size or default_seats(device)
-    seats = 1 if config.batching_mode == "sequential" else seats
+    seats = _num_seats(config, device)
     parameters, weights = count_weights(
         model, dtype, device, config.weight_format, blocks.plan if blocks else None
     )
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     page_size = page_size_for(config, model)
     cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
-    heads = 2 * model.num_layers * model.num_kv_heads
-    token_bytes = heads * cell_bytes(model.head_dim, cache_dtype)
-    given = config.kv_cache_memory_bytes
-    if config.kv_cache_pages is not None:
-        given = (config.kv_cache_pages + 1) * page_size * token_bytes
-    cache = _CacheSize(
-        config,
-        page=(page_size, token_bytes),
-        model_max=model.max_seq_len,
-        seats=seats,
-        budget=given or max(0, int((free - weights - activations) * SHARE_OF_FREE_MEMORY)),
-    )
-    need = weights + activations + cache.kv_bytes
+    token_bytes = _kv_bytes_per_token(model, cache_dtype)
+    drafts = draft and _draft_plan(config, *draft, device, rows=seats)
+    if drafts:
+        activations = max(activations, drafts.activation_bytes)
+    left = free - weights - activations - (drafts.weight_bytes if drafts else 0)
+    draft_token_bytes = drafts.kv_bytes_per_token if drafts else 0
+    budget = _cache_budget(config, left, page_size, token_bytes, draft_token_bytes)
+    page = page_size, token_bytes
+    cache = _CacheSize(config, page=page, model_max=model.max_seq_len, seats=seats, budget=budget)
+    drafts = drafts and drafts.beside(cache)
     return MemoryPlan(
         model=name,
         device=device.type,
         dtype=config.weight_format or str(dtype).removeprefix("torch."),
-        products=products(dtype, config.weight_format, blocks.kinds if blocks else ())
-        if device.type == "cpu"
-        else "",
+        products=_products(config, dtype, device, blocks),
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
@@ -187,25 +223,86 @@ def make_plan(
         max_seq_len=cache.max_seq_len,
         max_batch_size=seats,
         max_num_batched_tokens=batched,
-        fits=cache.advice == "" and need <= free,
+        fits=cache.advice == "" and left >= cache.kv_bytes + (drafts.kv_bytes if drafts else 0),
         field=cache.field,
-        advice=_advice(free - weights - activations, cache, dtype),
+        advice=_advice(left, cache, dtype, draft_token_bytes),
+        draft=drafts,
     )
 
 
-def replicas_that_fit(
+def _products(
     config: EngineConfig,
-    model: ModelConfig,
-    free: int,
-    most: int,
-    blocks: CheckpointBlocks | None = None,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: CheckpointBlocks | None,
+) -> str:
+    if device.type != "cpu":
+        return ""
+    return products(dtype, config.weight_format, blocks.kinds if blocks else ())
+
+
+def _check_max_seq_len(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError` for a longer sequence than the model can have."""
+    if config.max_seq_len is not None and config.max_seq_len > model.max_seq_len:
+        raise ConfigError(
+            "max_seq_len", f"{config.max_seq_len} exceeds the model's own limit {model.max_seq_len}"
+        )
+
+
+def _num_seats(config: EngineConfig, device: torch.device) -> int:
+    if config.batching_mode == "sequential":
+        return 1
+    return config.max_batch_size or default_seats(device)
+
+
+def _kv_bytes_per_token(model: ModelConfig, cache_dtype: torch.dtype) -> int:
+    heads = 2 * model.num_layers * model.num_kv_heads
+    return heads * cell_bytes(model.head_dim, cache_dtype)
+
+
+def _cache_budget(
+    config: EngineConfig, left: int, page_size: int, token_bytes: int, draft_token_bytes: int
 ) -> int:
+    """Bytes for the model's cache: as the settings say, else a share of those that are `left`, of
+    which the draft model's cache gets its part."""
+    if config.kv_cache_pages is not None:
+        return (config.kv_cache_pages + 1) * page_size * token_bytes
+    share = SHARE_OF_FREE_MEMORY * token_bytes / (token_bytes + draft_token_bytes)
+    return config.kv_cache_memory_bytes or max(0, int(left * share))
+
+
+def _draft_plan(
+    config: EngineConfig, model: ModelConfig, name: str, device: torch.device, *, rows: int
+) -> DraftPlan:
+    """The draft model's plan, without pages yet. `rows`: rows that are sampled in a pass."""
+    settings = config.of_draft_model()
+    assert settings is not None
+    dtype = choose_dtype(settings, model, device)
+    parameters, weights = count_weights(model, dtype, device, settings.weight_format)
+    cache_dtype = choose_cache_dtype(settings, model, dtype, device, DEFAULT_PAGE_SIZE)
+    return DraftPlan(
+        model=name,
+        num_parameters=parameters,
+        weight_bytes=weights,
+        activation_bytes=activation_bytes(
+            model, dtype, tokens=CPU_TOKENS_BESIDE_STREAMS, rows=rows
+        ),
+        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        kv_bytes_per_token=_kv_bytes_per_token(model, cache_dtype),
+        page_size=DEFAULT_PAGE_SIZE,
+        num_pages=0,
+        max_seq_len=model.max_seq_len,
+    )
+
+
+def replicas_that_fit(plan_with: Callable[..., MemoryPlan], free: int, most: int) -> int:
     """The largest number of engines, up to `most`, that fit into `free` bytes of main memory when
-    each gets the same part; 0 if not even one does. `blocks`: see `make_plan`."""
+    each gets the same part; 0 if not even one does. `plan_with`: `make_plan` of one engine, which
+    takes `free`."""
     low, high = 0, most
     while low < high:  # fewer fit whenever more do
         middle = (low + high + 1) // 2
-        if make_plan(config, model, "", blocks=blocks, free=free // middle).fits:
+        if plan_with(free=free // middle).fits:
             low = middle
         else:
             high = middle - 1
@@ -299,10 +396,13 @@ class _CacheSize:
         return (self.num_pages + 1) * self.page_size * self.token_bytes
 
 
-def _advice(left: int, cache: _CacheSize, dtype: torch.dtype) -> str:
-    """What would fit if the plan does not; `left`: bytes beside weights and activations."""
-    tokens = left // cache.token_bytes
-    if tokens >= cache.page_size and (cache.advice or left >= cache.kv_bytes):
+def _advice(left: int, cache: _CacheSize, dtype: torch.dtype, draft_token_bytes: int) -> str:
+    """What would fit if the plan does not; `left`: bytes beside weights and activations.
+    `draft_token_bytes`: bytes of a token in the draft model's cache."""
+    token_bytes = cache.token_bytes + draft_token_bytes
+    tokens = left // token_bytes
+    need = cache.kv_bytes * token_bytes // cache.token_bytes
+    if tokens >= cache.page_size and (cache.advice or left >= need):
         return cache.advice
     if tokens < cache.page_size:
         narrower = ", or dtype='bfloat16'" if dtype == torch.float32 else ""

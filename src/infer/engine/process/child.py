@@ -59,7 +59,8 @@ class _LogToParent(logging.Handler):
 
 
 def _end_with(parent: int) -> None:
-    """Have the system end this process when its parent ends."""
+    """Have the system end this process when its parent ends. Where it cannot (macOS), the thread
+    that reads from the parent ends it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -129,7 +130,8 @@ def main(fd: int, parent: int) -> int:
         signal.signal(number, signal.SIG_IGN)
     _end_with(parent)
     faulthandler.enable()
-    faulthandler.register(messages.DUMP_SIGNAL)
+    if messages.DUMP_SIGNAL is not None:
+        faulthandler.register(messages.DUMP_SIGNAL)
     channel = messages.Channel(socket.socket(fileno=fd))
     frames = channel.frames()
     begin = _next(frames)

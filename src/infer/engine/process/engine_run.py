@@ -191,7 +191,8 @@ class EngineRun:
         elif silence_s >= soft_limit_s and not self._has_dumped:
             log.warning("the engine has not reported for %.0f s; its stacks follow", silence_s)
             self._has_dumped = True
-            self._process.send_signal(messages.DUMP_SIGNAL)
+            if messages.DUMP_SIGNAL is not None:
+                self._process.send_signal(messages.DUMP_SIGNAL)
 
     @property
     def has_ended(self) -> bool:

@@ -10,7 +10,6 @@ and `Text` and `Ready` (or `Refused`) while the engine starts, then one `Report`
 
 from __future__ import annotations
 
-import select
 import signal
 import socket
 import threading
@@ -21,6 +20,7 @@ from typing import Any, assert_never, overload
 import msgspec
 
 from infer.engine.commands import Add, Command
+from infer.readiness import READABLE, selector_of
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Sampling, StepOutput, TokenLogprobs
 from infer.types.engine_limits import EngineLimits
@@ -28,8 +28,9 @@ from infer.types.engine_stats import EngineStats
 from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
 
-DUMP_SIGNAL = signal.SIGUSR1
-"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck"""
+DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
+"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck; None
+on systems without such signals"""
 _PIECE = 1 << 18
 """bytes that are read from a socket at once"""
 _PAIRS_A_FRAME = 4096
@@ -244,8 +245,7 @@ class Channel:
         # One buffer for all frames: one for each would fragment the heap more and more.
         self._piece = memoryview(bytearray(_PIECE))
         self._sending = threading.Lock()
-        self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
+        self._selector = selector_of(sock, READABLE)
 
     def send(self, message: Inward | Outward) -> None:
         """Write a frame; raises `OSError` if the other end is closed."""
@@ -256,13 +256,12 @@ class Channel:
     def frames(self, patience_s: float | None = None) -> Iterator[bytes | None]:
         """The frames that arrive, until the other end is closed. Yields None whenever nothing has
         come for `patience_s` seconds."""
-        patience_ms = None if patience_s is None else patience_s * 1000
         while True:
             while (end := self._end_of_frame()) is not None:
                 frame = bytes(self._buffer[4:end])
                 del self._buffer[:end]
                 yield frame
-            if not self._readable.poll(patience_ms):
+            if not self._selector.select(patience_s):
                 yield None
                 continue
             try:

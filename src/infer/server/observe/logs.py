@@ -21,6 +21,7 @@ from collections import deque
 from typing import Any, TextIO
 
 from infer.log_fields import LOG_FIELDS
+from infer.readiness import WRITABLE, is_ready
 from infer.server.http.context import RequestContext
 from infer.server.observe.request_trace import BatchTrace
 from infer.threads import BackgroundThread
@@ -172,11 +173,7 @@ def _descriptor(stream: TextIO) -> int | None:
 
 def _takes(fd: int, timeout_s: float) -> bool:
     """Whether a file descriptor becomes writable within `timeout_s` seconds."""
-    if not hasattr(select, "poll"):
-        return True
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(1000 * timeout_s))
+    return is_ready(fd, WRITABLE, timeout_s)
 
 
 def log_batch(model_name: str, batch: BatchTrace) -> None:

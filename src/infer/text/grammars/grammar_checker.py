@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.errors import OverloadedError, RequestError
+from infer.readiness import READABLE, is_ready
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_child import MAX_CPU_S
 from infer.text.grammars.grammar_depth import TOO_DEEP, is_too_deep
@@ -89,9 +89,7 @@ class _Process:
         return Verdict(*self._receive(DEADLINE_S))
 
     def _receive(self, patience_s: float) -> Any:
-        readable = select.poll()
-        readable.register(self._out, select.POLLIN)
-        if not readable.poll(1000 * patience_s):
+        if not is_ready(self._out, READABLE, patience_s):
             raise TimeoutError
         return read_frame(self._out)
 

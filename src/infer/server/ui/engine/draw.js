@@ -2,8 +2,9 @@
  * time axis. A canvas and not SVG: ten minutes have tens of thousands of parts. */
 
 /** @typedef {import("./history.js").History} History */
-/** @typedef {{from: number, to: number, until: number, cursor: number | null}} Window
- * the time that is shown; nothing after `until` is drawn; `cursor` is the time that is pointed at */
+/** @typedef {{from: number, to: number, until: number, cursor: number | null, zero?: number}} Window
+ * the time that is shown; nothing after `until` is drawn; `cursor` is the time that is pointed at; the axis counts from
+ * `zero` */
 
 const QUEUE_ROWS = 8;
 export const LABEL = 74;
@@ -152,8 +153,9 @@ function drawAxis(context, view, c, x, width, top) {
   const steps = [10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 30000, 60000, 120000];
   const every = steps.find((each) => (each / span) * (width - LABEL) > 70) ?? 300000;
   context.fillStyle = c.quiet;
-  for (let at = Math.ceil(view.from / every) * every; at < view.to; at += every) {
-    const seconds = at / 1000;
+  const zero = view.zero ?? 0;
+  for (let at = Math.ceil((view.from - zero) / every) * every + zero; at < view.to; at += every) {
+    const seconds = (at - zero) / 1000;
     const text = every < 1000 ? `${seconds.toFixed(every < 100 ? 2 : 1)} s` : `${Math.round(seconds)} s`;
     context.fillRect(x(at), top, 0.5, 4);
     context.fillText(text, x(at) + 3, top + 9);

@@ -107,7 +107,7 @@ class ComparisonView extends PageElement {
       const begin = this._begin(history);
       const to = begin + this.longest;
       const until = Math.min(begin + this.at, history.now);
-      const view = { from: begin, to, until, cursor: this.at < this.longest ? begin + this.at : null };
+      const view = { from: begin, to, until, zero: begin, cursor: this.at < this.longest ? begin + this.at : null };
       const words = { seats: t("engine.seat"), queue: t("engine.queue"), selected: null, most: history.hello.seats };
       history.queueRows = 0;
       drawLanes(canvas, history, view, c, words);
