@@ -68,6 +68,15 @@ class FrontLink:
         self._events: list[bytes] = []
         self._num_bytes = 0
 
+    def hear(self) -> None:
+        """The front has given a sign."""
+        self.heard_s = time.monotonic()
+
+    def begin(self, load: MemberLoad) -> None:
+        """Another life begins, with nothing to do."""
+        self.epoch += 1
+        self.load = load
+
     def put(self, event: LinkEvent) -> bool:
         """Queue an event; returns False, and closes the link, where the queue is full."""
         body = encode(event)
@@ -138,7 +147,7 @@ class EngineHost:
             link = self._links.get(front)
             if link is None:
                 return
-            link.heard_s = time.monotonic()
+            link.hear()
             for command in decode_commands(item):
                 self._obey(link, command)
 
@@ -250,8 +259,7 @@ class EngineHost:
     # ---- inside; the lock is held
 
     def _begin(self, link: FrontLink) -> None:
-        link.epoch += 1
-        link.load = MemberLoad(link.front, self._member.limits)
+        link.begin(MemberLoad(link.front, self._member.limits))
         link.put(LinkReady(link.epoch, self._member.fingerprint))
 
     def _beat(self, link: FrontLink) -> None:
