@@ -190,9 +190,8 @@ def make_plan(
     free = free_bytes(device) if free is None else free
     batched = step_tokens(config, model, device, dtype)
     seats = _num_seats(config, device)
-    parameters, weights = count_weights(
-        model, dtype, device, config.weight_format, blocks.plan if blocks else None
-    )
+    planned = blocks.plan if blocks else None
+    parameters, weights = count_weights(model, dtype, device, config.weight_format, planned)
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     page_size = page_size_for(config, model)
     cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
@@ -214,9 +213,7 @@ def make_plan(
         model=name,
         device=device.type,
         dtype=config.weight_format or str(dtype).removeprefix("torch."),
-        products=products(dtype, config.weight_format, blocks.kinds if blocks else ())
-        if device.type == "cpu"
-        else "",
+        products=_products(config, dtype, device, blocks),
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
@@ -302,6 +299,17 @@ def replicas_that_fit(plan_with: Callable[..., MemoryPlan], free: int, most: int
         else:
             high = middle - 1
     return low
+
+
+def _products(
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: CheckpointBlocks | None,
+) -> str:
+    if device.type != "cpu":
+        return ""
+    return products(dtype, config.weight_format, blocks.kinds if blocks else ())
 
 
 def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
