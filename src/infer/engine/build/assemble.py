@@ -52,6 +52,7 @@ from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem, invariant_sizes
 from infer.models.model import Model, build_model
 from infer.models.model_config import ModelConfig
+from infer.models.weights import WeightSource
 from infer.runner.grammar_masks import Restrictions
 from infer.runner.graphs import CudaCapture, step_sizes
 from infer.runner.kv_storage import KVStorage
@@ -266,11 +267,7 @@ def _build(
     )
     before = machine.used_bytes(device)
     with reading(f"the weights of {checkpoint.name}"):
-        source = checkpoint.source(dtype, device)
-        blocks = chosen_blocks(config, checkpoint, device)
-        source = source.with_layers(
-            config.weight_format, config.batch_invariant, blocks.read if blocks else None
-        )
+        source = _source(config, checkpoint, dtype, device)
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
     _warn_of_variance(config, model, device)
@@ -356,6 +353,16 @@ def _drafter(
         *(draft.name, gib(sizes.weight_bytes), gib(sizes.kv_bytes)),
     )
     return drafter
+
+
+def _source(
+    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device
+) -> WeightSource:
+    """The checkpoint's tensors, for linear layers of the kind that the settings ask for."""
+    blocks = chosen_blocks(config, checkpoint, device)
+    return checkpoint.source(dtype, device).with_layers(
+        config.weight_format, config.batch_invariant, blocks.read if blocks else None
+    )
 
 
 def _log_ready(

@@ -184,15 +184,12 @@ def make_plan(
     to plan with instead of what the device has free. `draft`: configuration and name of the draft
     model. Raises `ConfigError` for settings that are impossible for this model or device.
     """
-    device = choose_device(config)
-    dtype = choose_dtype(config, model, device)
+    dtype = choose_dtype(config, model, device := choose_device(config))
     _check_max_seq_len(config, model)
     free = free_bytes(device) if free is None else free
     batched = step_tokens(config, model, device, dtype)
     seats = _num_seats(config, device)
-    parameters, weights = count_weights(
-        model, dtype, device, config.weight_format, blocks.plan if blocks else None
-    )
+    parameters, weights = _count(config, model, blocks, (dtype, device))
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     page_size = page_size_for(config, model)
     cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
@@ -307,6 +304,26 @@ def replicas_that_fit(plan_with: Callable[..., MemoryPlan], free: int, most: int
         else:
             high = middle - 1
     return low
+
+
+def _count(
+    config: EngineConfig,
+    model: ModelConfig,
+    blocks: CheckpointBlocks | None,
+    where: tuple[torch.dtype, torch.device],
+) -> tuple[int, int]:
+    return count_weights(model, *where, config.weight_format, blocks.plan if blocks else None)
+
+
+def _products(
+    config: EngineConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: CheckpointBlocks | None,
+) -> str:
+    if device.type != "cpu":
+        return ""
+    return products(dtype, config.weight_format, blocks.kinds if blocks else ())
 
 
 def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
