@@ -72,10 +72,10 @@ LEVELS = (
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
         " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint"
-        " engine.fleet.routing",
+        " engine.build.fingerprints engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
         " viewers; which prompts wait for a seat; what fits into memory; the draft model on the"
-        " disk; where the pages are",
+        " disk; which bits an engine computes; where the pages are",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
@@ -99,6 +99,13 @@ LEVELS = (
     Level("server.offload", "long work beside the event loop"),
     Level("server.sessions", "conversations that the server keeps"),
     Level("server bench", "endpoints and their composition; workloads and reports"),
+    Level(
+        "cluster.scaling cluster.ray_version cluster.link_messages cluster.cluster_settings",
+        "what is said between machines, and how many there are to be",
+    ),
+    Level("cluster.engine_host cluster.remote_member", "the ends of a link between machines"),
+    Level("cluster.deployments", "the deployments of Ray Serve"),
+    Level("cluster", "engines on several machines under one address"),
     Level("cli", "the terminal"),
     Level("server.__main__ __main__", "`python -m infer`, `python -m infer.server`"),
 )
@@ -118,6 +125,8 @@ BANNED = [
     ("schedule", "infer.models"),
     ("server.openai", "infer.engine.process"),
 ]
+# What may import a library, wherever it is written.
+ONLY_IMPORTERS = {"ray": ("cluster.deployments",)}
 # Beside the standard library, these may import nothing, or what is named.
 LIBRARIES = {
     **dict.fromkeys(
@@ -236,6 +245,8 @@ def ban_problems(root: Path) -> list[str]:
             library = target.split(".")[0]
             if library in {*sys.stdlib_module_names, "infer", "__future__"}:
                 continue
+            if name not in ONLY_IMPORTERS.get(library, (name,)):
+                problems.append(f"{name} imports {target}: {ONLY_IMPORTERS[library]} may")
             for package, allowed in LIBRARIES.items():
                 if is_inside(name, package) and library not in allowed:
                     also = "".join(f" and {each}" for each in allowed)
@@ -367,6 +378,7 @@ BREAKS = [
     (ban_problems, "schedule/x.py", "import torch.nn"),
     (ban_problems, "server/x.py", "from torch import Tensor"),
     (ban_problems, "models/x.py", "from transformers import AutoModel"),
+    (ban_problems, "cluster/x.py", "from ray import serve"),
     (ban_problems, "bench/x.py", "import typer"),
     (ban_problems, "types/x.py", "import numpy"),
     (ban_problems, "schedule/x.py", "import msgspec"),

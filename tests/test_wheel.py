@@ -208,7 +208,7 @@ def test_it_serves_the_model_and_the_page(installed: Path) -> None:
                 html = page.read().decode()
             scripts = re.findall(r'(?:src|href)="(/?[\w/.]+\.(?:js|css|svg))"', html)
             assert scripts, html
-            for name in [*scripts, "vendor/core.js", "vendor/LICENSES.txt"]:
+            for name in [*scripts, "ui/vendor/core.js"]:
                 with urllib.request.urlopen(f"{address}/{name.lstrip('/')}", timeout=60) as file:
                     assert file.read(), name
             body = {"model": "infer-demo", "prompt": "Once upon a time", "max_tokens": 8}

@@ -199,11 +199,11 @@ WRONG_NUMBERS = {  # (name before the number, bytes between the two, number, mes
     "a type to come": (b"token_embd.weight", 20, 99,
                        "is cut short or damaged: token_embd.weight is of the unknown type 99"),
     "a large row": (b"token_embd.weight", 4, 1 << 62,
-                    "token_embd.weight (F32, 261 x 4611686018427387904) ends at byte"),
+                    "token_embd.weight (F32, 262 x 4611686018427387904) ends at byte"),
     "no row": (b"token_embd.weight", 12, 0, "x 96) must have 1 to 4 dimensions, none of them 0"),
     "part of a block": (b"token_embd.weight", 20, 12,
-                        "token_embd.weight (Q4_K, 261 x 96) must have rows of a multiple of 256"),
-    "past the end": (b"token_embd.weight", 24, 1 << 50, "token_embd.weight (F32, 261 x 96) ends"),
+                        "token_embd.weight (Q4_K, 262 x 96) must have rows of a multiple of 256"),
+    "past the end": (b"token_embd.weight", 24, 1 << 50, "token_embd.weight (F32, 262 x 96) ends"),
 }  # fmt: skip
 
 

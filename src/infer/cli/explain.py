@@ -158,10 +158,13 @@ def _text(event: Fields) -> str:
     match event["event"]:
         case "queued" | "resumed":
             behind = f": {', '.join(event['behind'])}" if event["behind"] else ""
-            return f"behind {event['waiting_before']} waiting, {event['running']} running{behind}"
+            waits = f"behind {event['waiting_before']} waiting, {event['running']} running{behind}"
+            differs = "; this engine computes other bits, so tokens may differ from here on"
+            return waits + (differs if event.get("tokens_may_differ") else "")
         case "admitted":
             found = f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
-            return found + (f"; in {event['batch_id']}" if "batch_id" in event else "")
+            where = f"; at {event['replica']}" if "replica" in event else ""
+            return found + where + (f"; in {event['batch_id']}" if "batch_id" in event else "")
         case "speculated":
             return f"{event['accepted']} of {event['proposed']} proposed tokens were accepted"
         case "preempted":
@@ -187,6 +190,8 @@ def _gap(gap: Fields) -> Text:
     doing = f"{step['sequences']} sequence{'s' if step['sequences'] != 1 else ''}"
     if step["prompt_tokens"]:
         doing += f", {step['prompt_tokens']} prompt tokens of {', '.join(step['prompts_of'])}"
+    if "replica" in step:
+        doing += f", at {step['replica']}"
     several = "" if gap["steps"] == 1 else f" ({gap['steps']} steps)"
     return Text.assemble(
         plain(_ms(gap["gap_ms"]), "yellow"),

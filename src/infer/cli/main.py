@@ -27,13 +27,14 @@ NO_WINDOWS = (
 )
 COMMANDS = (
     *("serve", "generate", "chat", "plan", "doctor"),
-    *("explain", "top", "models", "bench", "keys"),
+    *("explain", "top", "models", "bench", "keys", "cluster"),
 )
 """The subcommands, in the order of `infer --help`."""
 _IN_MODULES = {
     "serve": "infer.cli.serving",
     "bench": "infer.cli.bench",
     "keys": "infer.cli.api_keys",
+    "cluster": "infer.cli.cluster_file",
 }
 
 

@@ -198,6 +198,10 @@ class EngineThread:
         """See `EngineClient`. Each number is exact, but two of them may be from different steps."""
         return self.core.stats()
 
+    def stats_of_members(self) -> dict[str, EngineStats]:
+        """See `EngineClient`."""
+        return {}
+
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
         def send(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
             self._heard_s = time.monotonic()

@@ -220,7 +220,8 @@ def parallel() -> int | None:
     try:
         # A symbol is looked up in the library's dependencies too, so the runtime's file name does
         # not matter.
-        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
         return ctypes.cast(torch_cpu.GOMP_parallel, _POINTER).value
     except (OSError, AttributeError):
         return None

@@ -44,5 +44,7 @@ def queued(sequence: Sequence, waiting: Seq[Sequence], num_running: int) -> Queu
     place = bisect(waiting, sequence.rank, key=lambda other: other.rank)
     before = tuple(s.request_id for s in waiting[max(0, place - MAX_NAMED) : place])
     request = sequence.request
-    kind = Resumed if request.num_crashes or request.output_token_ids else Queued
-    return kind(sequence.request_id, place, num_running, before)
+    if request.num_crashes or request.output_token_ids:
+        other_bits = request.has_other_bits
+        return Resumed(sequence.request_id, place, num_running, before, other_bits)
+    return Queued(sequence.request_id, place, num_running, before)

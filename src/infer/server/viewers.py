@@ -231,6 +231,9 @@ class EngineViewers:
         for request_id, request in self._traces.followed():
             self._builder.follow(request_id, request)
         self._num_restarts = self._engine.read_stats().engine.counters.num_restarts
+        for name, each in self._engine.stats_of_members().items():
+            gauges = each.gauges
+            self._builder.note_pages(name, gauges.num_free_pages, gauges.num_indexed_pages)
         self._gauges, self._credit, self._told_s = {}, float(_CREDIT_BYTES), self._zero_s
         self._traces.watch(self)
         self._ticking = asyncio.ensure_future(self._tick_often())
@@ -321,13 +324,23 @@ class EngineViewers:
         return event(written(circle.writer.fields(frame, now_s)), "frame")
 
     def _read_gauges(self) -> dict[str, Any]:
-        stats = self._engine.read_stats()
+        stats, members = self._engine.read_stats(), self._engine.stats_of_members()
         gauges, counters = stats.engine.gauges, stats.engine.counters
         if counters.num_restarts > self._num_restarts:
             self._num_restarts = counters.num_restarts
-            if self._builder is not None:
+            if self._builder is not None and not members:
                 self._builder.restarted()
+        replicas = {
+            name: {
+                "waiting": each.gauges.num_waiting,
+                "running": each.gauges.num_running,
+                "free_pages": each.gauges.num_free_pages,
+                "restarts": each.counters.num_restarts,
+            }
+            for name, each in members.items()
+        }
         return {
+            **({"replicas": replicas} if replicas else {}),
             "ready": self._engine.is_ready,
             "waiting": gauges.num_waiting,
             "running": gauges.num_running,

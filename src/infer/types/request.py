@@ -51,6 +51,9 @@ class Request:
     """text that its caller expects; tokens are proposed from it, and none depends on it"""
     num_crashes: int = 0
     """engines that have died while they had it"""
+    has_other_bits: bool = False
+    """whether `output_token_ids` are of an engine with another fingerprint, so that the tokens
+    behind them may be others than there"""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -27,7 +27,10 @@ class Queued(_Waiting, frozen=True, tag="queued"):
 
 
 class Resumed(_Waiting, frozen=True, tag="resumed"):
-    """A request waits for a seat again, because the engine that had it has died."""
+    """A request waits for a seat again, because the engine that had it has died or drains."""
+
+    has_other_bits: bool = False
+    """see `Request.has_other_bits`"""
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):

@@ -30,6 +30,7 @@ from infer.engine.build.checkpoint import (
     text_of,
 )
 from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
+from infer.engine.build.fingerprints import fingerprint_of
 from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
@@ -62,6 +63,7 @@ from infer.schedule.scheduler import Scheduler
 from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.tokenizer import Tokenizer
 from infer.types.engine_limits import EngineLimits
+from infer.types.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +150,7 @@ def prepare(
         files=text_of(checkpoint, config),
         build=build,
         pinned=lambda core: pinned_settings(core, device),
+        fingerprint=lambda core: _fingerprint(core, config, checkpoint, plan, device),
     )
 
 
@@ -163,6 +166,23 @@ def _planner(
         blocks=chosen_blocks(config, checkpoint, device),
         draft=None if draft is None else (draft.config, draft.name),
     )
+
+
+def _fingerprint(
+    core: EngineCore,
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plan: MemoryPlan,
+    device: torch.device,
+) -> Fingerprint:
+    with cuda.current(device):
+        return fingerprint_of(
+            core,
+            model=checkpoint.config,
+            text=text_of(checkpoint, config),
+            vocab_size=checkpoint.config.vocab_size,
+            formats=(plan.dtype, plan.kv_cache_dtype),
+        )
 
 
 def _refuse_replicas(plan_with: Callable[..., MemoryPlan], share: MachineShare) -> None:

@@ -33,7 +33,7 @@ from infer.types import (
     TextDelta,
 )
 from infer.types.ends import end_of
-from infer.types.engine_stats import RequestCounters
+from infer.types.engine_stats import EngineStats, RequestCounters
 from infer.types.stats_summary import ServingStats
 from infer.types.step_events import StepEvents
 
@@ -327,6 +327,11 @@ class AsyncLLM:
         """The same as a record."""
         limits = self._input_processor.limits
         return ServingStats(self.engine_client.stats(), copy(self._counts), limits, self.num_open)
+
+    def stats_of_members(self) -> Mapping[str, EngineStats]:
+        """The statistics of each engine by name, where there are several."""
+        found = self.engine_client.stats_of_members()
+        return found if len(found) > 1 else {}
 
     def snapshot(self) -> dict[str, OpenRequest]:
         """What waits for the readers of the open requests, by request id."""

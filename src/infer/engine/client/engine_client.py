@@ -6,7 +6,7 @@ It has two implementations: `engine.loop.EngineThread` for tests and programs, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from infer.types import FinishReason, Request, StepOutput
@@ -58,3 +58,6 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """Gauges of the current engine, and counters summed over all engines since the start."""
+
+    def stats_of_members(self) -> Mapping[str, EngineStats]:
+        """The same of each engine of a fleet, by its name; empty where there is no fleet."""

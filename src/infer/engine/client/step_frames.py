@@ -101,6 +101,8 @@ class StepRow(NamedTuple):
     """after the last of the steps"""
     num_indexed_pages: int
     """after the last of the steps"""
+    member: str = ""
+    """name of the engine, where there are several; "" also for steps of several engines"""
 
     def merged(self, other: StepRow) -> StepRow:
         """One row for this one and the next."""
@@ -112,6 +114,7 @@ class StepRow(NamedTuple):
             self.num_prompt_tokens + other.num_prompt_tokens,
             other.num_free_pages,
             other.num_indexed_pages,
+            self.member if self.member == other.member else "",
         )
 
 
@@ -199,9 +202,15 @@ class FrameBuilder:
         self._followed: dict[str, FollowedRequest] = {}
         self._num_waiting = 0
         self._last_number: int | None = None
+        self._pages: dict[str, tuple[int, int]] = {}
+        """free and indexed pages of each engine, where there are several"""
         self._frame = Frame()
         self._closed: list[Frame] = []
         """frames that a restart has ended"""
+
+    def note_pages(self, member: str, num_free: int, num_indexed: int) -> None:
+        """The pages of one of several engines, which may not step for a while."""
+        self._pages[member] = (num_free, num_indexed)
 
     def follow(self, request_id: str, request: FollowedRequest) -> None:
         """Follow a request that has been there before."""
@@ -261,7 +270,13 @@ class FrameBuilder:
 
     def _add_step(self, step_events: StepEvents) -> None:
         number, started_s, num_prompt = step_events.number, step_events.started_s, 0
-        if self._last_number is not None and number < self._last_number:
+        num_free, num_indexed = step_events.num_free_pages, step_events.num_indexed_pages
+        member = step_events.member
+        if member:  # the steps of all engines are counted, and their pages summed
+            number = 1 + (self._last_number or 0)
+            self.note_pages(member, num_free, num_indexed)
+            num_free, num_indexed = map(sum, zip(*self._pages.values(), strict=True))
+        elif self._last_number is not None and number < self._last_number:
             self.restarted()
         step_ms = round(1000 * (step_events.ended_s - started_s), 2)
         for event in step_events.events:
@@ -270,7 +285,7 @@ class FrameBuilder:
                 continue
             if isinstance(event, ComputedChunk):
                 num_prompt += event.num_tokens
-            self._add_event(event, started_s, step_ms)
+            self._add_event(event, started_s, step_ms, member)
         if not step_events.num_sequences:
             return
         frame = self._frame
@@ -283,8 +298,9 @@ class FrameBuilder:
             step_events.ended_s,
             step_events.num_sequences,
             num_prompt,
-            step_events.num_free_pages,
-            step_events.num_indexed_pages,
+            num_free,
+            num_indexed,
+            member,
         )
         frame.rows.append(row)
         if self._max_steps is not None and len(frame.rows) > self._max_steps:
@@ -292,7 +308,7 @@ class FrameBuilder:
             odd = frame.rows[-1:] if len(frame.rows) % 2 else []
             frame.rows = [*(one.merged(next_one) for one, next_one in pairs), *odd]
 
-    def _add_event(self, event: RequestEvent, at_s: float, step_ms: float) -> None:
+    def _add_event(self, event: RequestEvent, at_s: float, step_ms: float, member: str) -> None:
         is_new = event.request_id not in self._followed
         request = self._find(event, at_s)
         if request is None:
@@ -308,7 +324,8 @@ class FrameBuilder:
             case Admitted():
                 request.state = "running"
                 request.num_cached = request.num_computed = event.num_cached
-                self._note("admitted", request, at_s, event.num_cached, event.num_tokens)
+                where = (member,) if member else ()
+                self._note("admitted", request, at_s, event.num_cached, event.num_tokens, *where)
             case ComputedChunk():
                 request.num_computed = event.start + event.num_tokens
                 self._note("chunk", request, at_s, event.start, event.num_tokens, step_ms)
@@ -462,7 +479,7 @@ def _begin_of(frame: Frame, now_s: float) -> float:
     return min(times, default=now_s)
 
 
-def _step_rows(rows: list[StepRow], since_s: float) -> Iterable[list[float]]:
+def _step_rows(rows: list[StepRow], since_s: float) -> Iterable[list[float | str]]:
     for row in rows:
         yield [
             row.num_steps,
@@ -472,6 +489,7 @@ def _step_rows(rows: list[StepRow], since_s: float) -> Iterable[list[float]]:
             row.num_prompt_tokens,
             row.num_free_pages,
             row.num_indexed_pages,
+            *([row.member] if row.member else []),
         ]
         since_s = row.ended_s
 

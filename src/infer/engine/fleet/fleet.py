@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
@@ -233,11 +233,12 @@ class Fleet:
             own = EngineCounters(
                 num_moved=counts.num_moved, num_moved_unequal=counts.num_moved_unequal
             )
-        return total([*self.stats_of_members().values()], own.plus(counts.departed))
+        return total([each.stats() for each in self.members.values()], own.plus(counts.departed))
 
     def stats_of_members(self) -> dict[str, EngineStats]:
-        """The statistics of each member by name."""
-        return {name: member.stats() for name, member in self.members.items()}
+        """See `EngineClient`."""
+        members = self.members
+        return {name: member.stats() for name, member in members.items()}
 
     # ---- as the listener of its members
 
@@ -347,8 +348,10 @@ class Fleet:
             life.place.member.follow_pages(life.number)
 
     def _is_serving(self, place: _Place) -> bool:
-        is_present = place.life is not None and place.member.is_ready
-        return is_present and not place.is_silent(self._link_timeout_s)
+        if place.life is None or not place.member.is_ready:
+            return False
+        # Where there is nobody else, only the member itself says when it is silent for too long.
+        return len(self._places) == 1 or not place.is_silent(self._link_timeout_s)
 
     def _why_keep_out(self, member: Member) -> str:
         """Why a member is not of this fleet; "" if it is."""
@@ -442,6 +445,7 @@ class Fleet:
         is_moved = request.num_crashes > 0 or bool(request.output_token_ids)
         self._counts.num_moved += is_moved
         if is_unequal:
+            request = replace(request, has_other_bits=True)
             self._counts.num_moved_unequal += 1
             log.warning(
                 "request %s goes on at %s, which may compute other tokens: its fingerprint differs",

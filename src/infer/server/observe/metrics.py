@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,12 @@ _COUNTERS: dict[str, Callable[[EngineCounters], float]] = {
     "spec_decode_num_accepted_tokens": lambda counters: counters.num_accepted_tokens,
     "engine_steps": lambda counters: counters.num_steps,
     "engine_restarts": lambda counters: counters.num_restarts,
+    "requests_moved": lambda counters: counters.num_moved,
+    "requests_moved_unequal": lambda counters: counters.num_moved_unequal,
+}
+_COUNTERS_OF_REPLICAS = {
+    name: _COUNTERS[name]
+    for name in ("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "engine_restarts")
 }
 _COUNTED = ("batches_formed",)
 """the statistics of `ServingStats.summary` that are counters; the others are gauges"""
@@ -243,7 +249,14 @@ class Metrics:
             **(per_step if num_steps else {}),
             "keys": {name: dict(counts) for name, counts in self._by_key.items()},
             "engine": stats.by_name(),
+            **self._replicas(),
         }
+
+    def _replicas(self) -> dict[str, Any]:
+        """The numbers of each engine, where there are several."""
+        found = self._engine.stats_of_members()
+        mode = self._engine.batching_mode
+        return {"replicas": {name: s.by_name(mode) for name, s in found.items()}} if found else {}
 
     # ---- for the prometheus client
 
@@ -258,6 +271,13 @@ class Metrics:
         at = {str(place): n for place, n in sorted(stats.counters.num_accepted_at.items())}
         yield self._labelled("spec_decode_num_accepted_tokens_per_pos", "position", at)
         yield from self._summary(serving)
+        if members := self._engine.stats_of_members():
+            for name, gauge in _GAUGES.items():
+                values = {member: gauge(each.gauges) for member, each in members.items()}
+                yield self._labelled(f"replica_{name}", "replica", values, GaugeMetricFamily)
+            for name, counter in _COUNTERS_OF_REPLICAS.items():
+                values = {member: counter(each.counters) for member, each in members.items()}
+                yield self._labelled(f"replica_{name}", "replica", values)
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):
@@ -290,7 +310,7 @@ class Metrics:
         self,
         name: str,
         label: str,
-        counts: dict[str, int],
+        counts: Mapping[str, float],
         kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
     ) -> Metric:
         name, words = f"{self.prefix}:{name}", name.replace("_", " ")

@@ -224,8 +224,8 @@ class RequestTraces:
         """owner → ids of its ended traces, the oldest first"""
         self._choices: dict[str, ChoiceTrace] = {}
         self._steps: deque[StepEvents] = deque(maxlen=MAX_STEPS)
-        self._batch: BatchTrace | None = None
-        """the static batch that runs"""
+        self._batches: dict[str, BatchTrace] = {}
+        """the static batch that runs in each engine, by the engine's name"""
         self.on_step: list[Callable[[StepEvents], None]] = []
         self.on_end: list[Callable[[RequestTrace], None]] = []
         self.on_batch_end: list[Callable[[BatchTrace], None]] = []
@@ -372,7 +372,7 @@ class RequestTraces:
         choices, now_s = self._choices, step_events.ended_s
         for event in step_events.events:
             if isinstance(event, BatchEvent):
-                self._record_batch(event)
+                self._record_batch(event, step_events.member)
             elif (choice_trace := choices.get(event.request_id)) is not None:
                 self._record_event(choice_trace, event, step_events)
         known_s, bucket = -1.0, 0
@@ -407,12 +407,12 @@ class RequestTraces:
         if (choice_trace := self._choices.get(request_id)) is not None:
             choice_trace.reason = reason
 
-    def _record_batch(self, event: BatchEvent) -> None:
+    def _record_batch(self, event: BatchEvent, member: str) -> None:
         match event:
             case BatchFormed():
-                self._batch = BatchTrace(event)
+                self._batches[member] = BatchTrace(event)
             case BatchEnded():
-                batch, self._batch = self._batch, None
+                batch = self._batches.pop(member, None)
                 if batch is None or batch.formed.batch_id != event.batch_id:
                     return  # its engine has died meanwhile
                 batch.ended = event
@@ -421,10 +421,10 @@ class RequestTraces:
             case _:
                 assert_never(event)
 
-    def _join_batch(self, trace: RequestTrace, batch_id: str) -> None:
+    def _join_batch(self, trace: RequestTrace, batch_id: str, member: str) -> None:
         """Note that a choice of a request is in the batch that runs; its choices may be in
         several."""
-        batch = self._batch
+        batch = self._batches.get(member)
         if batch is None or batch.formed.batch_id != batch_id or batch in trace.batches:
             return
         if len(trace.batches) < MAX_BATCHES:
@@ -445,6 +445,8 @@ class RequestTraces:
                     "running": event.num_running,
                     "behind": behind,
                 }
+                if isinstance(event, Resumed) and event.has_other_bits:
+                    details["tokens_may_differ"] = True
             case Admitted():
                 choice_trace.state = "running"
                 if choice_trace.admitted_s is None:
@@ -453,7 +455,7 @@ class RequestTraces:
                 details = {"cached_tokens": event.num_cached, "of_tokens": event.num_tokens}
                 if event.batch_id is not None:
                     details["batch_id"] = event.batch_id
-                    self._join_batch(trace, event.batch_id)
+                    self._join_batch(trace, event.batch_id, step_events.member)
             case ComputedChunk():
                 kind, at_s = "chunk", step_events.ended_s
                 details = {"from_token": event.start, "tokens": event.num_tokens}
@@ -468,6 +470,8 @@ class RequestTraces:
             case _:
                 assert_never(event)
         details["step"] = step_events.number
+        if step_events.member:
+            details["replica"] = step_events.member
         trace.record(at_s, choice_trace.index, kind, **details)
 
     def _shown(self, name: str, trace: RequestTrace) -> str:
@@ -479,7 +483,12 @@ class RequestTraces:
 
     def _note_gap(self, choice_trace: ChoiceTrace, gap_s: float, step_events: StepEvents) -> None:
         trace = choice_trace.trace
-        within = [step for step in self._steps if step.started_s >= choice_trace.last_s]
+        member = step_events.member
+        within = [
+            step
+            for step in self._steps
+            if step.started_s >= choice_trace.last_s and step.member == member
+        ]
         slowest = max(within, key=lambda step: step.ended_s - step.started_s, default=step_events)
         chunks = [event for event in slowest.events if isinstance(event, ComputedChunk)]
         details = {
@@ -494,6 +503,7 @@ class RequestTraces:
                 "sequences": slowest.num_sequences,
                 "prompt_tokens": sum(event.num_tokens for event in chunks),
                 "prompts_of": [self._shown(event.request_id, trace) for event in chunks[:4]],
+                **({"replica": member} if member else {}),
             },
         }
         trace.gaps.append((gap_s, details))

@@ -1,0 +1,186 @@
+"""`ClusterSettings`: what `serve run infer.cluster:app KEY=VALUE ...` and its YAML may say
+
+The keys are those of this class, of `EngineConfig` and of `ServerSettings`, as `infer serve` has
+them. Values may be strings, as on a command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from infer.config import (
+    EngineConfig,
+    PositiveInt,
+    Setting,
+    at_least,
+    check_fields,
+    option,
+    settings_of,
+)
+from infer.errors import ConfigError
+from infer.server.settings import ServerSettings
+
+C = TypeVar("C")
+
+NOT_IN_A_CLUSTER = {
+    "uds": "Ray Serve decides where it listens",
+    "ssl_certfile": "Ray Serve speaks plain HTTP; end TLS in front of it",
+    "ssl_keyfile": "Ray Serve speaks plain HTTP; end TLS in front of it",
+    "load_on_first_use": "each model is an application of its own",
+    "idle_unload_s": "each model is an application of its own",
+    "log_format": "Ray decides about logs",
+}
+"""settings of the server that have no meaning here, and why"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """See the module's docstring. The constructor raises `ConfigError`."""
+
+    replicas: str = option(
+        "1", "Engines: a number, or the fewest and the most, such as 1-3, between which Ray scales."
+    )
+    fronts: PositiveInt = option(1, "Processes that answer HTTP; any of them may die.")
+    cpus: PositiveInt = option(1, "Cores of each engine.")
+    gpus: Annotated[float, at_least(0.0)] = option(0.0, "GPUs of each engine.")
+    drain_timeout_s: Annotated[float, at_least(0)] = option(
+        30.0, "Seconds that requests have to finish where an engine ends; the rest moves."
+    )
+    link_timeout_s: Annotated[float, at_least(2)] = option(
+        5.0, "Seconds of silence after which an engine's streams go on elsewhere."
+    )
+    moved_streams: Literal["any", "exact"] = option(
+        "any",
+        "Where no other engine computes the same bits: any = a stream goes on all the same; exact ="
+        " it ends with an error.",
+    )
+    routing: Literal["prefix", "least", "round-robin"] = option(
+        "prefix", "How requests are divided between engines; see infer serve."
+    )
+    target_wait_s: Annotated[float, at_least(0.01)] = option(
+        2.0, "Seconds for which prompts may wait before there is to be one more engine."
+    )
+    scale_delay_s: Annotated[float, at_least(0)] = option(
+        30.0, "Seconds for which more engines must be needed before one is started."
+    )
+    shrink_delay_s: Annotated[float, at_least(0)] = option(
+        600.0, "Seconds for which fewer engines must be needed before one is ended."
+    )
+    insecure: bool = option(
+        False, "Serve without keys, or on a Ray cluster without a token, where others can reach it."
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        _ = self.range
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The fewest and the most engines."""
+        first, _, last = self.replicas.partition("-")
+        try:
+            low, high = int(first), int(last or first)
+        except ValueError:
+            low, high = 0, 0
+        if not 1 <= low <= high:
+            raise ConfigError(
+                "replicas", f"{self.replicas!r} is not a number such as 2 or a range such as 1-3"
+            )
+        return low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllSettings:
+    """The settings of a cluster, of its engines and of its fronts."""
+
+    cluster: ClusterSettings
+    engine: EngineConfig
+    server: ServerSettings
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> AllSettings:
+        """From keys and values; raises `ConfigError` for an unknown key or an impossible value."""
+        kinds: tuple[Any, ...] = (ClusterSettings, EngineConfig, ServerSettings)
+        specs = [{spec.name: spec for spec in settings_of(kind)} for kind in kinds]
+        found: list[dict[str, Any]] = [{} for _ in kinds]
+        for key, value in arguments.items():
+            if key in NOT_IN_A_CLUSTER:
+                raise ConfigError(key, f"has no meaning in a cluster: {NOT_IN_A_CLUSTER[key]}")
+            # The first that knows it: some settings of the cluster replace those of the server.
+            place = next((i for i, names in enumerate(specs) if key in names), None)
+            if place is None:
+                known = [name for names in specs for name in names]
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise ConfigError(key, f"there is no such setting; {hint}")
+            found[place][key] = _value(specs[place][key], value)
+        cluster, engine, server = found
+        settings = cls(
+            cluster=ClusterSettings(**cluster),
+            engine=EngineConfig(**engine),
+            server=ServerSettings(**{"sessions": None, **server}),
+        )
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        sessions = self.server.sessions
+        if self.cluster.fronts > 1 and sessions is not None and sessions.startswith("sqlite"):
+            raise ConfigError(
+                "sessions",
+                f"{sessions!r} is a file of one machine, and there are {self.cluster.fronts}"
+                " fronts; give a postgresql:// URL, or fronts=1",
+            )
+        if self.server.api_keys is None and not self.cluster.insecure:
+            raise ConfigError(
+                "api_keys",
+                "there are none, and Ray Serve may listen on every interface; give api_keys=FILE"
+                " (infer keys create), or insecure=true where only trusted machines reach it",
+            )
+
+    def to_plain(self) -> dict[str, dict[str, Any]]:
+        """The settings as plain values, which can be sent to another process."""
+        parts: dict[str, Any] = vars(self)
+        kinds: dict[str, Any] = {name: type(part) for name, part in parts.items()}
+        return {
+            name: {spec.name: getattr(part, spec.name) for spec in settings_of(kinds[name])}
+            for name, part in parts.items()
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Mapping[str, Any]]) -> AllSettings:
+        """The settings that `to_plain` has made."""
+        return cls(
+            cluster=ClusterSettings(**plain["cluster"]),
+            engine=EngineConfig(**plain["engine"]),
+            server=ServerSettings(**plain["server"]),
+        )
+
+
+def engine_settings(config: EngineConfig, cluster: ClusterSettings) -> dict[str, Any]:
+    """The settings that an engine's process gets: it has its share of the machine's cores."""
+    settings = dataclasses.asdict(config)
+    if settings["num_threads"] is None and not cluster.gpus:
+        settings["num_threads"] = cluster.cpus
+    return settings
+
+
+def _value(spec: Setting, value: Any) -> Any:
+    """A value in the type of its setting; strings are read as on a command line."""
+    if not isinstance(value, str):
+        return str(value) if spec.kind is str and value is not None else value
+    if spec.kind is str:
+        return value
+    if spec.kind is bool:
+        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+        if value.lower() not in words:
+            raise ConfigError(spec.name, f"must be true or false, not {value!r}")
+        return words[value.lower()]
+    try:
+        return spec.kind(value)
+    except ValueError:
+        raise ConfigError(spec.name, spec.problem(value)) from None

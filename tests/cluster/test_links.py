@@ -1,0 +1,255 @@
+"""Links between fronts and engines: whatever ends, every request has the tokens it has alone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from infer.cluster.engine_host import MAX_QUEUED_BYTES, EngineHost, link_items
+from infer.cluster.link_messages import (
+    LinkAbandon,
+    LinkAdd,
+    LinkDraining,
+    LinkReady,
+    LinkReport,
+    decode_events,
+    encode,
+)
+from infer.cluster.remote_member import RemoteMember
+from infer.engine.fleet.fleet import Fleet
+from infer.engine.fleet.routing import PrefixRouter
+from infer.types import Request, SamplingParams, TokenLogprobs
+from infer.types.step_events import StepEvents
+from tests.support.checkpoints import VOCAB_SIZE
+from tests.support.doubles import solo
+from tests.support.fleet_members import Caller, HashMember
+from tests.support.linked_engines import LinkedEngine, Wire, remote, wait_until
+
+
+def request(name: str, dice: random.Random, max_tokens: int = 60) -> Request:
+    prompt = tuple(dice.randrange(50) for _ in range(dice.randrange(1, 60)))
+    sampling = SamplingParams(temperature=dice.choice([0.0, 1.0]))
+    return Request(name, prompt, sampling, dice.randrange(100), max_tokens)
+
+
+class World:
+    """Two fronts over three engines."""
+
+    def __init__(self, num_engines: int = 3, num_fronts: int = 2) -> None:
+        self.engines = [LinkedEngine(f"engine-{i}") for i in range(num_engines)]
+        self.callers = [Caller() for _ in range(num_fronts)]
+        self.fleets = []
+        for i, caller in enumerate(self.callers):
+            members = [remote(engine, f"front-{i}") for engine in self.engines]
+            fleet = Fleet(members, router=PrefixRouter(), link_timeout_s=0.4, watch_s=0.05)
+            fleet.start(caller.deliver, caller.died)
+            self.fleets.append(fleet)
+        wait_until(lambda: all(fleet.is_ready for fleet in self.fleets))
+        self.sent: list[tuple[int, Request]] = []
+
+    def send(self, front: int, wanted: Request) -> None:
+        self.sent.append((front, wanted))
+        self.fleets[front].add(wanted)
+
+    def finish(self) -> None:
+        """Each request ends, with the tokens that it has alone."""
+        wait_until(lambda: all(r.request_id in self.callers[f].ends for f, r in self.sent))
+        for front, wanted in self.sent:
+            caller = self.callers[front]
+            assert caller.ends[wanted.request_id].error is None
+            assert caller.tokens[wanted.request_id] == solo(wanted, VOCAB_SIZE)
+        assert all(
+            engine.host.num_unfinished == 0 for engine in self.engines if not engine.has_gone
+        )
+
+    def stop(self) -> None:
+        for fleet in self.fleets:
+            fleet.stop()
+        for engine in self.engines:
+            engine.stop()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.stop()
+
+
+@pytest.mark.parametrize("fault", ["none", "process", "machine", "frozen", "slow", "drain"])
+def test_no_token_is_lost_or_changed(world: World, fault: str) -> None:
+    dice = random.Random(fault)
+    for number in range(24):
+        world.send(number % 2, request(f"r{number}", dice))
+    victim = next(each for each in world.engines if each.host.num_unfinished)
+    wait_until(lambda: any(caller.tokens for caller in world.callers))
+    match fault:
+        case "process":
+            victim.die()
+        case "machine":
+            victim.has_gone = True
+        case "frozen":
+            victim.is_frozen = True
+        case "slow":
+            victim.host.detach("front-0")  # what a full queue does
+        case "drain":
+            with victim.lock:
+                victim.host.drain(0.0)
+    for number in range(24, 36):
+        world.send(number % 2, request(f"r{number}", dice))
+    if fault == "frozen":
+        wait_until(lambda: len([1 for _, r in world.sent if r.request_id in world.callers[0].ends]))
+        victim.is_frozen = False
+    world.finish()
+
+
+def test_fronts_get_their_own_outputs_and_all_steps(world: World) -> None:
+    dice = random.Random(1)
+    for number in range(8):
+        world.send(number % 2, request(f"r{number}", dice))
+    world.finish()
+    for front, caller in enumerate(world.callers):
+        assert set(caller.ends) == {r.request_id for f, r in world.sent if f == front}
+
+
+def test_a_front_that_has_gone_leaves_nothing_behind() -> None:
+    world = World(num_engines=1)
+    dice = random.Random(2)
+    world.send(0, request("gone", dice, max_tokens=400))
+    wait_until(lambda: world.callers[0].tokens["gone"])
+    world.fleets[0].stop()
+    (engine,) = world.engines
+    engine.host.detach("front-0")
+    world.sent.clear()
+    world.send(1, request("stays", dice))
+    world.finish()
+    world.stop()
+
+
+def host_with_link() -> tuple[HashMember, EngineHost]:
+    member = HashMember("engine")
+    host = EngineHost(member)
+    member.start(host)
+    return member, host
+
+
+def test_a_link_that_is_not_read_is_dropped_and_the_engine_goes_on() -> None:
+    member, host = host_with_link()
+    slow = host.attach("slow", lambda: None)
+    host.command("slow", encode([LinkAdd(1, request("r", random.Random(3), 400))]))
+    big = StepEvents(1, 0.0, 0.0, 1, member="x" * (MAX_QUEUED_BYTES // 20))
+    for _ in range(25):
+        host.reported(member, 1, [], big)
+    assert slow.is_closed
+    assert host.num_unfinished == 0
+    for _ in range(5):
+        member.step()
+    assert member.core is not None
+    assert not member.core.has_work
+
+
+def test_commands_of_an_earlier_epoch_are_ignored() -> None:
+    _, host = host_with_link()
+    link = host.attach("front", lambda: None)
+    dice = random.Random(4)
+    host.command("front", encode([LinkAdd(1, request("a", dice)), LinkAbandon(1)]))
+    host.command("front", encode([LinkAdd(1, request("b", dice))]))
+    assert host.num_unfinished == 0
+    host.command("front", encode([LinkAdd(2, request("c", dice))]))
+    assert host.num_unfinished == 1
+    item = link.take()
+    assert item is not None
+    ready = [event.epoch for event in decode_events(item) if isinstance(event, LinkReady)]
+    assert ready == [1, 2]
+    assert link.take() is None
+
+
+def test_an_engine_that_drains_takes_no_front() -> None:
+    _, host = host_with_link()
+    host.drain(3.0)
+    item = host.attach("late", lambda: None).take()
+    assert item is not None
+    events = decode_events(item)
+    assert LinkDraining(3.0) in events
+    assert not any(isinstance(event, LinkReady) for event in events)
+
+
+def test_each_front_hears_what_is_done_for_the_others() -> None:
+    member, host = host_with_link()
+    links = [host.attach(name, lambda: None) for name in ("a", "b")]
+    host.command("b", encode([LinkAdd(1, request("r", random.Random(5)))]))
+    for _ in range(3):
+        member.step()
+    loads = []
+    for link in links:
+        item = link.take()
+        assert item is not None
+        reports = [event for event in decode_events(item) if isinstance(event, LinkReport)]
+        assert reports[-1].step_events is not None
+        loads.append(reports[-1].step_events.foreign_load)
+    assert loads[0] is not None
+    assert loads[1] is not None
+    assert (loads[0].num_running, loads[1].num_running) == (1, 0)
+
+
+def test_items_hold_all_that_has_happened_since_the_last() -> None:
+    async def go() -> list[int]:
+        member, host = host_with_link()
+        items = link_items(host, "front")
+        sizes = [len(decode_events(await anext(items)))]
+        host.command("front", encode([LinkAdd(1, request("r", random.Random(6)))]))
+        for _ in range(4):
+            member.step()
+        sizes.append(len(decode_events(await anext(items))))
+        host.detach("front")
+        with pytest.raises(StopAsyncIteration):
+            await anext(items)
+        return sizes
+
+    assert asyncio.run(go()) == [2, 4]
+
+
+def test_times_are_those_of_this_machine() -> None:
+    engine = LinkedEngine("engine")
+
+    class Shifted(Wire):
+        def offset_s(self) -> float:
+            return 1000.0
+
+    times: list[float] = []
+
+    class Listening(Caller):
+        def deliver(self, outputs, step_events) -> None:  # type: ignore[no-untyped-def]
+            super().deliver(outputs, step_events)
+            if step_events is not None:
+                times.append(step_events.started_s)
+
+    caller = Listening()
+    fleet = Fleet([RemoteMember(engine.description(), Shifted(engine, "front"))])
+    fleet.start(caller.deliver, caller.died)
+    wanted = request("r", random.Random(7))
+    fleet.add(wanted)
+    wait_until(lambda: "r" in caller.ends)
+    assert caller.tokens["r"] == solo(wanted, VOCAB_SIZE)
+    assert all(started_s > time.monotonic() + 900 for started_s in times)
+    fleet.stop()
+    engine.stop()
+
+
+def test_log_probabilities_of_prompts_cross_a_link() -> None:
+    member, host = host_with_link()
+    link = host.attach("front", lambda: None)
+    wanted = Request("r", (1, 2, 3), SamplingParams(prompt_logprobs=1), 0, 2)
+    host.command("front", encode([LinkAdd(1, wanted)]))
+    for _ in range(4):
+        member.step()
+    item = link.take()
+    assert item is not None
+    outputs = [o for e in decode_events(item) if isinstance(e, LinkReport) for o in e.outputs]
+    scores = outputs[0].prompt_logprobs
+    assert scores is not None
+    assert list(scores)[-2:] == [TokenLogprobs(-0.5, ((0, -0.5),))] * 2
