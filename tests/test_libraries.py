@@ -68,7 +68,7 @@ DERIVED = [
     Derived(
         gguf_file._Reader,
         gguf.gguf_reader.GGUFReader,
-        called="_get _get_field_parts _build_fields _build_tensor_info",
+        called="_get _get_field_parts _build_fields _build_tensor_info _build_tensors",
         read="data",
     ),
 ]

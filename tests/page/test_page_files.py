@@ -21,7 +21,9 @@ from infer.server.ui.page import FOLDER, NEEDED, POLICY, Page
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import App, Reply
 
-OWN = sorted(path for path in FOLDER.rglob("*.*") if "vendor" not in path.parts)
+OWN = sorted(
+    path for path in FOLDER.rglob("*.*") if not {"vendor", "__pycache__"}.intersection(path.parts)
+)
 SCRIPTS = [path for path in OWN if path.suffix == ".js"]
 IMPORT = re.compile(r"^(?:import|export)\b[^;(]*?\"(\.[^\"]+)\";", re.MULTILINE)
 PRELOADS = re.compile(r"(?<=compares -->\n).*?(?=    <!-- end of preloads -->)", re.DOTALL)

@@ -167,7 +167,8 @@ def test_exactly_the_steps() -> None:
             check_steps(watcher, spy)
             check_events(watcher, spy, {f"{n}": m for n, m in numbers.items()})
 
-    with_app(make_hash_llm(num_pages=40, max_batch_size=4), use)
+    # Slow steps: a frame that holds more than 256 of them would merge neighbours.
+    with_app(make_hash_llm(num_pages=40, max_batch_size=4, step_s=0.002), use)
 
 
 def check_steps(watcher: Watcher, spy: Spy) -> None:

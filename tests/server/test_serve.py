@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from infer.cli import options
 from infer.cli.main import main
 from infer.config import EngineConfig, settings_of
+from infer.engine.process.launch import FleetSettings
 from infer.errors import ConfigError
 from infer.server import serve
 from tests.support.doubles import make_hash_llm
@@ -196,9 +197,9 @@ def test_main_serves_what_is_assembled(
     configs: list[tuple[str, EngineConfig]] = []
 
     def maker(where: str) -> Any:
-        def make(config: EngineConfig, loads: Any = None, standby: Any = None, **how: float) -> Any:
+        def make(config: EngineConfig, loads: Any = None, standby: Any = None, **how: Any) -> Any:
             configs.append((where, replace(config, seed=None)))  # the server has drawn one
-            limits = {"hang_s": 120.0, "load_timeout_s": 3600.0}
+            limits = {"hang_s": 120.0, "load_timeout_s": 3600.0, "fleet": FleetSettings()}
             assert how == ({} if where == "thread" else limits)
             return make_hash_llm()
 

@@ -260,6 +260,7 @@ class Front:
 
     def __init__(self, plain: dict[str, Any], engines: Any) -> None:
         self._settings = AllSettings.from_plain(plain)
+        _check_ray(self._settings)  # `serve run` builds the application before Ray is started
         self._engines = engines
         self._name = f"front-{secrets.token_hex(4)}"
         self._finding: asyncio.Task[None] | None = None
@@ -393,7 +394,7 @@ def application(arguments: dict[str, Any]) -> Any:
 
 
 def _check_ray(settings: AllSettings) -> None:
-    """Refuse a Ray cluster that anyone may use, and one that is too small; where it is known."""
+    """Refuse a Ray cluster that anyone may use, and one that is too small; once it is known."""
     if not ray.is_initialized():
         return
     cluster = settings.cluster

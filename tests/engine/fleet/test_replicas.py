@@ -21,6 +21,7 @@ from infer.engine.process.supervisor import EngineProcess
 from infer.types import Request, TokenLogprobs
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import fake_logprobs, launch_hash_llm, processes_of, solo
+from tests.support.server_process import Findings
 
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=150, ignore_eos=True, logprobs=2)
 
@@ -149,7 +150,8 @@ def test_a_hundred_rounds_of_three() -> None:
 
     async def body(llm: AsyncLLM) -> None:
         dice = random.Random(25)
-        pauses_s = []
+        pauses_s: list[float] = []
+        stopped_s: list[float] = []
         for number in range(100):
             streams = Streams(llm, 100)
             await asyncio.sleep(dice.uniform(0, 1))
@@ -159,14 +161,30 @@ def test_a_hundred_rounds_of_three() -> None:
             pause_s = await streams.longest_pause_s()
             if number % 20 == 19:
                 send(victim, signal.SIGCONT)
-                assert pause_s < 2.5 + 2
+                stopped_s.append(pause_s)
             else:
                 pauses_s.append(pause_s)
-        median_s = statistics.median(pauses_s)
-        print(f"pauses after a kill: median {median_s:.2f} s, longest {max(pauses_s):.2f} s")
         stats = llm.stats()
+        Findings().note(
+            27,
+            "a replica is lost",
+            "3 replicas, 100 streams in each of 100 rounds, hash model",
+            **{
+                "requests, all with the tokens and log-probabilities that they have alone": (
+                    stats["num_requests_finished"]
+                ),
+                "replicas killed / stopped": (len(pauses_s), len(stopped_s)),
+                "pause after a kill, median / longest [s]": _median_and_longest(pauses_s),
+                "pause after a stop, median / longest [s]": _median_and_longest(stopped_s),
+            },
+        )
         assert stats["num_requests_finished"] == stats["num_requests_admitted"] == 100 * 100
         assert stats["num_restarts"] == 95
-        assert median_s < 2
+        assert statistics.median(pauses_s) < 2
+        assert max(stopped_s) < 2.5 + 2
 
     run(body, replicas=3, max_batch_size=40, num_pages=4000, step_s=0.002)
+
+
+def _median_and_longest(times_s: list[float]) -> tuple[float, float]:
+    return round(statistics.median(times_s), 2), round(max(times_s), 2)

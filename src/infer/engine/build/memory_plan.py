@@ -315,17 +315,6 @@ def _count(
     return count_weights(model, *where, config.weight_format, blocks.plan if blocks else None)
 
 
-def _products(
-    config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    blocks: CheckpointBlocks | None,
-) -> str:
-    if device.type != "cpu":
-        return ""
-    return products(dtype, config.weight_format, blocks.kinds if blocks else ())
-
-
 def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
     """Number of tokens in a page. A contiguous cache has one page per sequence, whose length is
     rounded up to the kernel's `STRIP`."""
