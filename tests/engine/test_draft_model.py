@@ -20,40 +20,13 @@ from infer.runner.sampler import sample, sampler_for
 from infer.schedule.drafting import Drafter
 from infer.schedule.sequence import Sequence
 from infer.types import Request, RequestOutput
-from infer.types.grammar import Grammar
 from tests.support.draft_checkpoints import write_first_layers, write_other_vocabulary
+from tests.support.eager_drafts import draft_eagerly
 from tests.support.lattice import OPENING, preempt_at_every_third_step
+from tests.support.speculated import SETTINGS, WAYS, answers, requests_of, values
 
-NUM_TOKENS = 32
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0},
-    "greedy, log-probabilities": {"temperature": 0, "logprobs": 3},
-    "drawn": {"temperature": 0.9, "top_p": 0.9, "seed": 3, "logprobs": 0},
-    "top-k and min-p": {"temperature": 1.2, "top_k": 40, "min_p": 0.02, "seed": 4},
-    "penalties": {
-        "temperature": 0.8,
-        "seed": 5,
-        "repetition_penalty": 1.3,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.7,
-        "logprobs": 1,
-    },
-    "bias": {"temperature": 0, "logit_bias": {263: 3.0, 376: -5.0}},
-    "bad words": {"temperature": 0, "bad_words": ["there was", "fox", "the"]},
-    "allowed ids": {"temperature": 0.7, "seed": 1, "allowed_token_ids": list(range(200, 700))},
-    "stop string": {"temperature": 0, "stop": ["the", "and"], "min_tokens": 3},
-    "ends": {"temperature": 0, "ignore_eos": False, "stop_token_ids": [263, 17], "min_tokens": 6},
-    "grammar": {"temperature": 0.8, "seed": 2, "grammar": Grammar("regex", "[a-z ]{5,30}[.]")},
-    "prompt log-probabilities": {"temperature": 0, "prompt_logprobs": 1},
-}
 PROMPTS = [OPENING + "The fox had a red ball.", "Once upon a time", OPENING * 3]
-ASKED = [
-    (
-        PROMPTS[i % len(PROMPTS)],
-        SamplingParams(**{"max_tokens": NUM_TOKENS, "ignore_eos": True, **way}),
-    )
-    for i, way in enumerate(WAYS.values())
-]
+ASKED = requests_of(PROMPTS, [way for name, way in WAYS.items() if name != "few tokens"])
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +48,7 @@ def config_of(folder: Path, **changes: Any) -> str:
 
 
 def run(llm: LLM) -> list[RequestOutput]:
-    prompts, each = zip(*ASKED, strict=True)
-    return llm.generate(list(prompts), list(each), use_tqdm=False)
-
-
-def values(outputs: list[RequestOutput], *, bits: bool) -> list[Any]:
-    """What must be equal; `bits`: log-probabilities too."""
-    shown = []
-    for output in outputs:
-        logprobs = (output.logprobs, output.prompt_logprobs) if bits else None
-        shown.append((output.token_ids, output.text, output.finish_reason, logprobs))
-    return shown
+    return answers(llm, ASKED)
 
 
 @pytest.fixture(scope="module", params=["auto", "float32"])
@@ -98,23 +61,9 @@ def plain(request: pytest.FixtureRequest) -> tuple[str, list[RequestOutput]]:
 def eager() -> Iterator[None]:
     """As many tokens are drafted as are allowed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "infer.schedule.speculation.draft_counts", lambda p, limits, *rest: list(limits)
-        )
-        patch.setattr("infer.schedule.speculation.TOKENS_TRIED", 0)
-        patch.setattr("infer.schedule.speculation.CATCH_UP_SHARE", float("inf"))
+        draft_eagerly(patch)
         patch.setattr(Drafter, "propose", Drafter._propose)  # errors are not contained
         yield
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "continuous": {},
-    "few seats, small pages": {"max_batch_size": 3, "page_size": 3},
-    "small steps": {"max_num_batched_tokens": 9},
-    "static, contiguous": {"batching_mode": "static", "kv_cache_backend": "contiguous"},
-    "sequential, slotted": {"batching_mode": "sequential", "kv_cache_backend": "slotted"},
-    "no cache": {"kv_cache_backend": "none"},
-}
 
 
 @pytest.mark.usefixtures("eager")

@@ -15,6 +15,7 @@ import pytest
 from infer import LLM, RequestOutput, SamplingParams
 from infer.types.grammar import Grammar
 from tests.support.draft_checkpoints import write_first_layers
+from tests.support.eager_drafts import draft_eagerly
 
 NUM_TOKENS = 20
 WAYS: dict[str, dict[str, Any]] = {
@@ -68,18 +69,13 @@ def answers(
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "infer.schedule.speculation"
-    monkeypatch.setattr(f"{name}.worthwhile", lambda *each: each[-1])
-    monkeypatch.setattr(f"{name}.draft_counts", lambda p, limits, *rest: list(limits))
+    monkeypatch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+    draft_eagerly(monkeypatch)
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
-def test_every_answer_is_that_of_plain_decoding(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("TOKENS_TRIED", 0), ("CATCH_UP_SHARE", float("inf"))):
-        monkeypatch.setattr(f"infer.schedule.speculation.{name}", value)
+def test_every_answer_is_that_of_plain_decoding(count: int, tmp_path: Path) -> None:
     wanted, stats = answers(count)
     draft = write_first_layers(tmp_path / "draft", 4)
     methods = {

@@ -23,6 +23,7 @@ from tests.support.doubles import (
     make_hash_drafter,
     solo,
 )
+from tests.support.eager_drafts import draft_eagerly
 from tests.support.workloads import VOCAB_SIZE, Workload
 
 SETTINGS = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=5)
@@ -66,9 +67,8 @@ def run(seed: int) -> tuple[Workload, Drafter]:
         return [r.randrange(limit + 1) for limit in limits]
 
     with pytest.MonkeyPatch.context() as patch:
+        draft_eagerly(patch)
         patch.setattr("infer.schedule.speculation.draft_counts", counts)
-        patch.setattr("infer.schedule.speculation.TOKENS_TRIED", 0)
-        patch.setattr("infer.schedule.speculation.CATCH_UP_SHARE", float("inf"))
         patch.setattr(Drafter, "propose", Drafter._propose)  # errors are not contained
         patch.setattr(workload.scheduler, "check", checked)
         patch.setattr(workload.runner, "execute", execute)
@@ -189,11 +189,7 @@ def request(name: str = "r", *, max_tokens: int = 40, **values: Any) -> Request:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens are drafted as are allowed."""
-    monkeypatch.setattr(
-        "infer.schedule.speculation.draft_counts", lambda acceptance, limits, *rest: list(limits)
-    )
-    monkeypatch.setattr("infer.schedule.speculation.TOKENS_TRIED", 0)
-    monkeypatch.setattr("infer.schedule.speculation.CATCH_UP_SHARE", float("inf"))
+    draft_eagerly(monkeypatch)
 
 
 @pytest.mark.usefixtures("eager")
