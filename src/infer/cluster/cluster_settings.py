@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from infer.config import (
     EngineConfig,
@@ -49,17 +49,6 @@ class ClusterSettings:
     gpus: Annotated[float, at_least(0.0)] = option(0.0, "GPUs of each engine.")
     drain_timeout_s: Annotated[float, at_least(0)] = option(
         30.0, "Seconds that requests have to finish where an engine ends; the rest moves."
-    )
-    link_timeout_s: Annotated[float, at_least(2)] = option(
-        5.0, "Seconds of silence after which an engine's streams go on elsewhere."
-    )
-    moved_streams: Literal["any", "exact"] = option(
-        "any",
-        "Where no other engine computes the same bits: any = a stream goes on all the same; exact ="
-        " it ends with an error.",
-    )
-    routing: Literal["prefix", "least", "round-robin"] = option(
-        "prefix", "How requests are divided between engines; see infer serve."
     )
     target_wait_s: Annotated[float, at_least(0.01)] = option(
         2.0, "Seconds for which prompts may wait before there is to be one more engine."

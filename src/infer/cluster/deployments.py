@@ -273,14 +273,13 @@ class Front:
         settings, (description, actor) = self._settings, found[0]
         files = _decode_files(await actor.text.remote())
         tokenizer = await asyncio.to_thread(Tokenizer, files)
-        cluster = settings.cluster
         self._fleet = Fleet(
             [self._member(*each) for each in found],
-            router=make_router(cluster.routing),
-            link_timeout_s=cluster.link_timeout_s,
-            moved_streams=cluster.moved_streams,
+            router=make_router(settings.server.routing),
+            link_timeout_s=settings.server.link_timeout_s,
+            moved_streams=settings.server.moved_streams,
         )
-        limits = fleet_limits([description.limits] * cluster.range[1])
+        limits = fleet_limits([description.limits] * settings.cluster.range[1])
         seed = settings.engine.seed
         if seed is None:
             seed = secrets.randbits(62)
