@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from infer.engine.build.processors import read_processors
-from tests.support.server_process import bodies, follow, model_server, served
+from tests.support.server_process import Heard, bodies, follow, model_server, served
 
 pytestmark = pytest.mark.skipif(
     read_processors().num_threads(all_nodes=True) < 2, reason="each engine needs a core"
@@ -20,23 +20,31 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_streams_survive_the_death_of_one_of_two_engines(tmp_path: Path) -> None:
-    wanted = [{**body, "max_tokens": 120, "min_tokens": 100} for body in bodies(8, 120)]
-    command = model_server("--replicas", "2", "--no-standby", "--routing", "least")
+    wanted = [{**body, "max_tokens": 400, "min_tokens": 400} for body in bodies(8, 400)]
+    command = model_server(
+        "--replicas", "2", "--no-standby", "--routing", "least", "--max-seq-len", "1024"
+    )
 
-    async def ask_all() -> list[object]:
-        heard = await asyncio.gather(*[follow(server.port, body) for body in wanted])
+    async def ask_all(heard: list[Heard]) -> list[object]:
+        await asyncio.gather(
+            *[follow(server.port, body, each) for body, each in zip(wanted, heard, strict=True)]
+        )
         assert all(each.is_done and each.error is None for each in heard)
         return [each.answer for each in heard]
 
     async def ask_and_kill() -> list[object]:
-        asking = asyncio.create_task(ask_all())
-        await asyncio.sleep(0.3)
-        os.kill(server.engine_pids()[0], signal.SIGKILL)
+        heard = [Heard() for _ in wanted]
+        pid = server.engine_pids()[0]
+        asking = asyncio.create_task(ask_all(heard))
+        while not all(each.tokens or each.text for each in heard):
+            await asyncio.sleep(0.001)
+        assert not any(each.is_done for each in heard)
+        os.kill(pid, signal.SIGKILL)
         return await asking
 
     with served(command, tmp_path / "log") as server:
         assert len(server.engine_pids()) == 2
-        calm = asyncio.run(ask_all())
+        calm = asyncio.run(ask_all([Heard() for _ in wanted]))
         assert asyncio.run(ask_and_kill()) == calm
         deadline_s = time.monotonic() + 30
         while True:  # the streams go on before the death is counted
