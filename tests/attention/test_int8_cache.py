@@ -10,6 +10,7 @@ from torch import Tensor
 from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import BatchLayout
 from infer.kernels import loader
+from tests.support import isas
 from tests.support.attention_worlds import (
     BF16,
     Shape,
@@ -26,7 +27,7 @@ from tests.support.attention_worlds import (
 INT8 = torch.int8
 
 
-@pytest.fixture(params=loader.INSTRUCTION_SETS, autouse=True)
+@pytest.fixture(params=isas.each(loader.INSTRUCTION_SETS), autouse=True)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param not in loader.instruction_sets():
         pytest.skip(f"no {request.param} here")

@@ -22,6 +22,7 @@ from infer.attention.layout import BatchLayout
 from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
 from infer.kernels.rotary import QKRotation
+from tests.support import isas
 from tests.support.attention_worlds import (
     BF16,
     F32,
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loade
 ISAS = loader.instruction_sets()
 
 
-@pytest.fixture(params=ISAS)
+@pytest.fixture(params=isas.each(ISAS))
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(loader.ISA_VARIABLE, request.param)
     assert loader.chosen_instruction_set() == request.param

@@ -23,6 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_published_checkpoints(tmp_path: Path) -> None:
     """One that transformers writes: equal greedy texts, and a run for each workload and mode."""
     write_llama(tmp_path / "small", max_position_embeddings=2048)

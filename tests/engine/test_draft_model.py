@@ -51,7 +51,7 @@ def run(llm: LLM) -> list[RequestOutput]:
     return answers(llm, ASKED)
 
 
-@pytest.fixture(scope="module", params=["auto", "float32"])
+@pytest.fixture(scope="module", params=["auto", pytest.param("float32", marks=pytest.mark.slow)])
 def plain(request: pytest.FixtureRequest) -> tuple[str, list[RequestOutput]]:
     with LLM(dtype=request.param, max_seq_len=512) as llm:
         return request.param, run(llm)

@@ -50,7 +50,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
+SLOW_KINDS = {"int4", "int8-cache-avx2"}  # both halves of each are in another kind
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind for kind in KINDS
+    ],
+)
 def alone(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, Any], Result]]:
     kind = KINDS[request.param]
     with pytest.MonkeyPatch.context() as patched:

@@ -202,7 +202,11 @@ def test_streams_go_on_over_many_deaths_and_newcomers_wait() -> None:
 
 @pytest.mark.parametrize(
     ("token_id", "num_restarts", "settings"),
-    [(13, 2, {}), (14, 2, {"hang_s": 1.5}), (15, 1 + MAX_FROM_OUTSIDE, {})],
+    [
+        (13, 2, {}),
+        pytest.param(14, 2, {"hang_s": 1.5}, marks=pytest.mark.slow),
+        pytest.param(15, 1 + MAX_FROM_OUTSIDE, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_poison_pill_is_found_and_the_others_are_exact(
     caplog: pytest.LogCaptureFixture, token_id: int, num_restarts: int, settings: dict[str, Any]
@@ -220,6 +224,7 @@ def test_a_poison_pill_is_found_and_the_others_are_exact(
     assert ("has not reported" in caplog.text) == (token_id == 14)
 
 
+@pytest.mark.slow
 def test_three_pills_at_once() -> None:
     async def body(llm: AsyncLLM) -> None:
         requests = [llm.make_request([i + 20, 7], GREEDY) for i in range(8)]

@@ -38,7 +38,7 @@ def plain() -> tuple[list[RequestOutput], bool]:
         return outputs, str(llm.core.runner.caches[0].dtype) == "torch.bfloat16"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.slow), "draft_model"])
 def test_another_engine_goes_on_with_the_same_tokens(
     method: str, plain: tuple[list[RequestOutput], bool], tmp_path: Path
 ) -> None:

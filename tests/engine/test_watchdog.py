@@ -62,6 +62,7 @@ def test_the_stacks_of_a_hanging_step_are_shown(caplog: pytest.LogCaptureFixture
     assert "faulty.py" in caplog.text
 
 
+@pytest.mark.slow
 def test_no_false_alarm() -> None:
     """Idle for longer than the limit, then slow steps, then idle again."""
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from infer.kernels import linear, loader
+from tests.support import isas
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def ask_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return ask
 
 
-@pytest.fixture(params=loader.INSTRUCTION_SETS)
+@pytest.fixture(params=isas.each(loader.INSTRUCTION_SETS))
 def isa(request: pytest.FixtureRequest, ask_for: Callable[[str], None]) -> str:
     """Each instruction set of NativeLinear."""
     name: str = request.param

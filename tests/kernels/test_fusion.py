@@ -22,6 +22,7 @@ from infer.kernels.linear import (
     PlainLinear,
     make_linear,
 )
+from tests.support import isas
 
 SHAPES = [(16, 2), (33, 34), (64, 64), (100, 258), (513, 96), (2048, 160), (8192, 32)]  # K, N
 
@@ -46,7 +47,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 Make = Callable[..., linear.Linear]
 
 
-@pytest.fixture(params=[*loader.INSTRUCTION_SETS, "onednn", "onednn, in halves"])
+@pytest.fixture(params=[*isas.each(loader.INSTRUCTION_SETS), "onednn", "onednn, in halves"])
 def make(
     request: pytest.FixtureRequest,
     ask_for: Callable[[str], None],

@@ -80,7 +80,8 @@ def test_ten_thousand_requests_with_a_log_that_nobody_reads() -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize(
-    "stdout", ["full", pytest.param("closed", marks=pytest.mark.slow), "no descriptor"]
+    "stdout",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("full", "closed")), "no descriptor"],
 )
 def test_a_server_starts_without_stdout(stdout: str) -> None:
     with socket.socket() as probe:

@@ -227,6 +227,7 @@ async def roll(
     }
 
 
+@pytest.mark.slow
 def test_one_server_after_the_other(tmp_path: Path) -> None:
     arguments = hash_server(step_s=0.002)
     counted = asyncio.run(roll(tmp_path, arguments, 2, bodies(10, 100)))

@@ -364,6 +364,7 @@ async def exhausted(server: Served) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_too_small_for_ever(tmp_path: Path) -> None:
     """A pool for two of the longest requests, and eight seats; a request larger than the pool is
     refused.

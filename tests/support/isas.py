@@ -1,0 +1,22 @@
+"""The instruction sets that the tests of kernels run with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from infer.kernels import loader
+
+BY_DEFAULT = {"portable", "avx2", "avx512", "neon", *loader.instruction_sets()[:1]}
+"""The best set of this machine and one for each length of vectors. The others share the vectors'
+functions of one of these but for a product; they are tested with `-m slow`."""
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    """Parameters for the sets: `slow` where this machine has one that is not run by default."""
+    skipped = set(loader.instruction_sets()) - BY_DEFAULT
+    return [
+        pytest.param(name, marks=pytest.mark.slow) if name in skipped else name for name in names
+    ]
