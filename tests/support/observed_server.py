@@ -75,7 +75,8 @@ class Observer:
 
 def where(task: asyncio.Task[Any]) -> str:
     """The functions of a task, from the outermost to the one that waits."""
-    names, found = [], task.get_coro()
+    names: list[str] = []
+    found: Any = task.get_coro()
     while found is not None:
         frame = getattr(found, "cr_frame", None)
         line = f":{frame.f_lineno}" if frame else ""
