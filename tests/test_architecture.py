@@ -100,7 +100,8 @@ LEVELS = (
     Level("server.sessions", "conversations that the server keeps"),
     Level("server bench", "endpoints and their composition; workloads and reports"),
     Level(
-        "cluster.scaling cluster.ray_version cluster.link_messages cluster.cluster_settings",
+        "cluster.scaling cluster.ray_version cluster.link_messages cluster.cluster_settings"
+        " cluster.front_identity cluster.front_relay",
         "what is said between machines, and how many there are to be",
     ),
     Level("cluster.engine_host cluster.remote_member", "the ends of a link between machines"),

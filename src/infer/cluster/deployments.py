@@ -11,10 +11,9 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import secrets
+import os
 import threading
 import time
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -27,8 +26,10 @@ from ray.serve.exceptions import RayServeException
 
 from infer.cluster.cluster_settings import AllSettings, engine_settings
 from infer.cluster.engine_host import EngineHost, link_items
+from infer.cluster.front_identity import new_front_name, seed_of_front
+from infer.cluster.front_relay import FrontRelay, RelayedPeers, RelayError
 from infer.cluster.link_messages import BEAT_S, Description, decode_description, encode
-from infer.cluster.ray_version import check_version
+from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.remote_member import LinkBrokenError, RemoteMember
 from infer.cluster.scaling import EngineLoad, engines_wanted
 from infer.engine.client.async_llm import AsyncLLM
@@ -39,6 +40,11 @@ from infer.engine.process.messages import Text
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app
+from infer.server.fronts import SeveralFronts
+from infer.server.tenancy.front_limits import AuthorityError, FrontLimits
+from infer.server.tenancy.limit_authority import LimitAuthority
+from infer.server.tenancy.limit_messages import decode_exchange
+from infer.server.tenancy.limit_messages import encode as encode_limits
 from infer.server.ui.page import Page
 from infer.text.checkpoint_text import TextFiles
 from infer.text.tokenizer import Tokenizer
@@ -254,6 +260,96 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
 
 
+class FrontsActor:
+    """What all fronts share: the limits of keys, and the way to each other; an actor of Ray."""
+
+    def __init__(self, num_fronts: int) -> None:
+        self._authority = LimitAuthority(num_fronts)
+        self._relay = FrontRelay()
+
+    async def exchange(self, said: bytes) -> bytes:
+        """See `LimitAuthority.exchange`; both in msgpack."""
+        return encode_limits(self._authority.exchange(decode_exchange(said)))
+
+    async def next_question(self, front: str) -> tuple[int, bytes] | None:
+        """See `FrontRelay`."""
+        return await self._relay.next_question(front)
+
+    async def answer(self, front: str, number: int, data: bytes) -> None:
+        """See `FrontRelay`."""
+        await self._relay.answer(front, number, data)
+
+    async def ask(self, front: str, question: bytes, timeout_s: float) -> dict[str, bytes | None]:
+        """See `FrontRelay`."""
+        return await self._relay.ask(front, question, timeout_s)
+
+
+class SharedFronts:
+    """The `FrontsActor` of an application, as its fronts call it: a `Relay`, a carrier of limits.
+
+    The first front that needs it makes it, and it dies with that front; then another one does.
+    """
+
+    def __init__(self, application: str, num_fronts: int) -> None:
+        self._name = f"infer-fronts-{application}"
+        self._num_fronts = num_fronts
+        self._actor: Any = None
+        self._finding: asyncio.Task[Any] | None = None
+
+    def _find(self) -> Any:
+        actor = ray.remote(FrontsActor).options(
+            name=self._name,
+            namespace="infer",
+            get_if_exists=True,
+            num_cpus=0,
+            max_concurrency=1000,
+        )
+        return actor.remote(self._num_fronts)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Raises `RayError` or `ValueError`."""
+        if self._actor is None:
+            if self._finding is None or self._finding.done():
+                # It may take as long as Ray's head is away.
+                self._finding = asyncio.create_task(asyncio.to_thread(self._find))
+            self._actor = await asyncio.shield(self._finding)
+        actor = self._actor
+        try:
+            return await getattr(actor, method).remote(*arguments)
+        except ActorDiedError:
+            if self._actor is actor:
+                self._actor = self._finding = None
+            raise
+
+    async def exchange(self, said: bytes) -> bytes:
+        """A carrier of `FrontLimits`."""
+        try:
+            answer: bytes = await self._call("exchange", said)
+        except (RayError, ValueError) as error:
+            raise AuthorityError(_short(error)) from error
+        return answer
+
+    async def next_question(self, front: str) -> tuple[int, bytes] | None:
+        """See `Relay`."""
+        found: tuple[int, bytes] | None = await self._relayed("next_question", front)
+        return found
+
+    async def answer(self, front: str, number: int, data: bytes) -> None:
+        """See `Relay`."""
+        await self._relayed("answer", front, number, data)
+
+    async def ask(self, front: str, question: bytes, timeout_s: float) -> dict[str, bytes | None]:
+        """See `Relay`."""
+        found: dict[str, bytes | None] = await self._relayed("ask", front, question, timeout_s)
+        return found
+
+    async def _relayed(self, method: str, *arguments: Any) -> Any:
+        try:
+            return await self._call(method, *arguments)
+        except (RayError, ValueError) as error:
+            raise RelayError(_short(error)) from error
+
+
 @serve.ingress()
 class Front:
     """A deployment of Ray Serve: HTTP, text, keys, and a fleet of the engines."""
@@ -262,8 +358,9 @@ class Front:
         self._settings = AllSettings.from_plain(plain)
         _check_ray(self._settings)  # `serve run` builds the application before Ray is started
         self._engines = engines
-        self._name = f"front-{secrets.token_hex(4)}"
+        self._name = new_front_name()
         self._finding: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[None] | None = None
         self._fleet: Fleet | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -280,18 +377,26 @@ class Front:
             moved_streams=settings.server.moved_streams,
         )
         limits = fleet_limits([description.limits] * settings.cluster.range[1])
-        seed = settings.engine.seed
-        if seed is None:
-            seed = secrets.randbits(62)
-        # Two fronts must not give equal requests equal seeds.
-        seed = (seed + zlib.crc32(self._name.encode())) % 2**62
+        seed = seed_of_front(settings.engine.seed, self._name)
         engine = AsyncLLM(
             self._fleet, InputProcessor(tokenizer, limits, seed), description.model_name
         )
         engine.expect_grammars()
         self._finding = asyncio.create_task(self._find())
         page = Page() if settings.server.ui else None
-        return create_app(engine, settings.server, page=page)
+        return self._app(engine, page)
+
+    def _app(self, engine: AsyncLLM, page: Page | None) -> Any:
+        cluster, server = self._settings.cluster, self._settings.server
+        if cluster.fronts == 1:
+            return create_app(engine, server, page=page)
+        shared = SharedFronts(serve.get_replica_context().app_name, cluster.fronts)
+        limits = FrontLimits(self._name, cluster.fronts, shared.exchange)
+        peers = RelayedPeers(self._name, shared)
+        fronts = SeveralFronts(self._name, limits, peers)
+        app = create_app(engine, server, page=page, fronts=fronts)
+        self._answering = asyncio.create_task(peers.serve(app.state.desk))
+        return app
 
     def _member(self, description: Description, actor: Any) -> RemoteMember:
         return RemoteMember(description, RayCarrier(actor, self._name))
@@ -352,6 +457,7 @@ def application(arguments: dict[str, Any]) -> Any:
     """The application of Ray Serve. Raises `ConfigError`."""
     check_version(ray.__version__)
     settings = AllSettings.of(arguments)
+    warn_without_haproxy(os.environ)
     _check_ray(settings)
     cluster, plain = settings.cluster, settings.to_plain()
     low, high = cluster.range
