@@ -23,6 +23,7 @@ from tests.support.limited_fronts import (
     admitted_by,
     arrivals,
 )
+from tests.support.server_process import Findings
 
 LIMITS = KeyLimits(requests_per_minute=600, tokens_per_minute=60_000, max_concurrent=10_000)
 LASTS_S = 90.0
@@ -51,11 +52,18 @@ def ratios(name: str, faults: tuple[Fault, ...] = (), skew: float = 0.25) -> tup
     return four.num_requests / one.num_requests, four.num_tokens / one.num_tokens
 
 
+def note(load: str, by_requests: float, by_tokens: float) -> None:
+    """Write what was let in, by one front's, into the scorecard's row."""
+    name = "admitted by four fronts, by one front's"
+    Findings().note("C1", name, load, requests=round(by_requests, 3), tokens=round(by_tokens, 3))
+
+
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("skew", [0.25, 0.9])
 def test_four_fronts_let_in_what_one_does(name: str, skew: float) -> None:
     assert alone(name).num_requests < 0.9 * len(load_of(name)), "the limits decide nothing"
     by_requests, by_tokens = ratios(name, skew=skew)
+    note(f"{name}, {skew:.0%} at one front", by_requests, by_tokens)
     held = by_requests if name == "many requests" else by_tokens
     assert abs(held - 1) <= 0.02
     assert abs(by_requests - 1) <= 0.03
@@ -65,7 +73,9 @@ def test_four_fronts_let_in_what_one_does(name: str, skew: float) -> None:
 @pytest.mark.parametrize("name", LOADS)
 @pytest.mark.parametrize("at_s", [0.0, 0.6, 5.0, 40.0])
 def test_without_the_authority_each_has_its_share(name: str, at_s: float) -> None:
-    for ratio in ratios(name, (Fault("no authority", at_s, 1000),)):
+    found = ratios(name, (Fault("no authority", at_s, 1000),))
+    note(f"{name}, no authority from {at_s:g} s on", *found)
+    for ratio in found:
         assert 0.9 <= ratio <= 1.25
 
 
@@ -92,15 +102,22 @@ def test_no_failure_lets_in_more_than_a_quarter_more(name: str, faults: list[Fau
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from(sorted(LOADS)),
-    st.lists(FAULTS | OF_ONE, min_size=1, max_size=8),
-    st.sampled_from([0.25, 0.6]),
-)
-def test_no_failure_lets_in_more_for_longer(name: str, faults: list[Fault], skew: float) -> None:
-    for ratio in ratios(name, tuple(faults), skew):
-        assert ratio <= 1.25
+def test_no_failure_lets_in_more_for_longer() -> None:
+    most = [0.0, 0.0]
+
+    @settings(max_examples=300, deadline=None)
+    @given(
+        st.sampled_from(sorted(LOADS)),
+        st.lists(FAULTS | OF_ONE, min_size=1, max_size=8),
+        st.sampled_from([0.25, 0.6]),
+    )
+    def fail(name: str, faults: list[Fault], skew: float) -> None:
+        found = ratios(name, tuple(faults), skew)
+        most[:] = map(max, most, found)
+        assert max(found) <= 1.25
+
+    fail()
+    note("the most of 300 runs with 1 to 8 failures", *most)
 
 
 # ---- open requests
@@ -133,7 +150,7 @@ def test_a_front_that_dies_leaves_no_open_requests() -> None:
 LOSSES = tuple(Fault("answers lost", at_s, 0.5) for at_s in range(5, 90, 3))
 SLOWNESS = tuple(Fault("slow", at_s, 0.4) for at_s in range(4, 90, 2))
 DEATHS = tuple(Fault("authority dies", at_s) for at_s in range(10, 90, 8))
-ABSENCE = (Fault("no authority", 20, 1000),)
+ABSENCE = (Fault("no authority", 50, 1000),)  # no bucket is full any more
 Break = tuple[ModuleType, str, str, tuple[Fault, ...]]
 BREAKS: dict[str, Break] = {
     "what was granted in a lost answer is gone": (
@@ -148,6 +165,12 @@ BREAKS: dict[str, Break] = {
     ),
     "nothing is given back": (
         front_limits, "self._note(BucketChange(key, bucket, per_minute, amount))", "pass", (),
+    ),
+    "what was granted and not used is gone": (
+        front_limits, "self._limits.give_back(found[0])", "pass", (),
+    ),
+    "what was granted too late is gone": (
+        front_limits, "self._undo(each.ask, verdict)  # ", "pass  # ", SLOWNESS,
     ),
     "no deadline": (front_limits, "loop.call_later(ANSWER_S, ", "loop.call_later(9.0, ", SLOWNESS),
     "a new authority begins full": (

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +21,11 @@ import pytest
 import sqlalchemy as sql
 
 from infer.errors import ConfigError
+from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.server.sessions import store
+from infer.server.sessions.database_threads import DatabaseThreads
+from infer.server.sessions.leases import SessionLeases
 from infer.server.sessions.store import LEASE_S, SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
@@ -249,7 +253,7 @@ def test_a_second_turn_at_another_front_is_refused_before_it_computes(url: str) 
             await asyncio.sleep(0.01)
         second = await apps[1].post(CHAT, body)
         assert (second.status, second.error()["code"]) == (409, "session_busy")
-        assert (await apps[1].get("/stats")).json()["engine"]["prompt_tokens"] == 0
+        assert len((await apps[1].get("/v1/requests")).json()["data"]) == 1  # no engine saw it
         assert (await asking).status == 200
         for app in reversed(apps):  # the lease has ended with its turn, at once
             assert (await app.post(CHAT, {**body, "max_tokens": 5})).status == 200
@@ -291,6 +295,31 @@ def test_a_lease_ends_with_its_front(url: str, monkeypatch: pytest.MonkeyPatch) 
     other.close()
 
 
+def test_a_request_that_ends_while_it_waits_for_its_lease_leaves_none(url: str) -> None:
+    sessions = SessionStore(url)
+    name = sessions.create("me")["id"]
+
+    def call_store(method: str, *arguments: Any) -> Any:
+        if method == "lease":
+            time.sleep(0.2)
+        return getattr(sessions, method)(*arguments)
+
+    async def end_early() -> None:
+        leases, context = SessionLeases(threads := DatabaseThreads(), call_store), RequestContext()
+        taking = asyncio.ensure_future(leases.take("me", name, context))
+        await asyncio.sleep(0.05)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        context.cleanup.close()
+        await asyncio.sleep(0.5)
+        leases.close()
+        threads.close()
+
+    asyncio.run(end_early())
+    sessions.lease("me", name, "turn-2")
+    sessions.close()
+
+
 def test_a_server_without_sessions() -> None:
     async def use(app: App) -> None:
         for reply in (
@@ -298,8 +327,7 @@ def test_a_server_without_sessions() -> None:
             await app.get("/v1/sessions"),
             await app.post(CHAT, question("?", session_id="sess-1")),
         ):
-            assert reply.status == 503
-            assert "keeps no sessions" in reply.error()["message"]
+            assert (reply.status, reply.error()["code"]) == (404, "sessions_off")
         assert (await app.post(CHAT, question("?"))).status == 200
 
     with_app(make_hash_llm(), use, sessions="off")

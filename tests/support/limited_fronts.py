@@ -57,6 +57,8 @@ class Arrival:
     num_tokens: int
     """tokens that it makes"""
     takes_s: float
+    is_refused: bool
+    """whether the engine has no room for it, once its key's limits have let it in"""
 
 
 @dataclass
@@ -81,9 +83,8 @@ def arrivals(
     while (at_s := at_s + rng.expovariate(per_s)) < lasts_s:
         front = 0 if rng.random() < skew else rng.randrange(1, NUM_FRONTS)
         most = rng.randint(max_tokens // 2, max_tokens)
-        found.append(
-            Arrival(at_s, front, rng.randint(5, 20), most, rng.randint(1, most), rng.uniform(0, 2))
-        )
+        sizes = (rng.randint(5, 20), most, rng.randint(1, most))
+        found.append(Arrival(at_s, front, *sizes, rng.uniform(0, 2), rng.random() < 0.15))
     return found
 
 
@@ -162,6 +163,8 @@ async def _request(tenants: list[Tenant], arrival: Arrival, admitted: Admitted) 
             admitted.longest_wait_s = max(admitted.longest_wait_s, loop.time() - began_s)
             tenant.enter(context)
             await tenant.ask_for_tokens([request], context)
+            if arrival.is_refused:
+                return
             refund = tenant.reserve([request], context)
         except HttpError as error:
             if error.status != 429 or not error.retry_after_s:

@@ -1,4 +1,4 @@
-"""The deployments of Ray Serve: `Engine` and `Front`; the only module that imports Ray
+"""The deployments of Ray Serve: `Engine` and `Front`
 
 An `Engine` replica starts an `EngineActor` in its placement group, which has the engine's process
 and one streaming call for each front. A `Front` replica has the server over a fleet of engines,
@@ -27,11 +27,12 @@ from ray.serve.exceptions import RayServeException
 from infer.cluster.cluster_settings import AllSettings, engine_settings
 from infer.cluster.engine_host import EngineHost, link_items
 from infer.cluster.front_identity import new_front_name, seed_of_front
-from infer.cluster.front_relay import FrontRelay, RelayedPeers, RelayError
+from infer.cluster.front_relay import RelayedPeers
 from infer.cluster.link_messages import BEAT_S, Description, decode_description, encode
 from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.remote_member import LinkBrokenError, RemoteMember
 from infer.cluster.scaling import EngineLoad, engines_wanted
+from infer.cluster.shared_fronts import SharedFronts
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.fleet.fleet import Fleet, fleet_limits
@@ -41,10 +42,7 @@ from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app
 from infer.server.fronts import SeveralFronts
-from infer.server.tenancy.front_limits import AuthorityError, FrontLimits
-from infer.server.tenancy.limit_authority import LimitAuthority
-from infer.server.tenancy.limit_messages import decode_exchange
-from infer.server.tenancy.limit_messages import encode as encode_limits
+from infer.server.tenancy.front_limits import FrontLimits
 from infer.server.ui.page import Page
 from infer.text.checkpoint_text import TextFiles
 from infer.text.tokenizer import Tokenizer
@@ -258,96 +256,6 @@ def _errors() -> Iterator[None]:
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
-
-
-class FrontsActor:
-    """What all fronts share: the limits of keys, and the way to each other; an actor of Ray."""
-
-    def __init__(self, num_fronts: int) -> None:
-        self._authority = LimitAuthority(num_fronts)
-        self._relay = FrontRelay()
-
-    async def exchange(self, said: bytes) -> bytes:
-        """See `LimitAuthority.exchange`; both in msgpack."""
-        return encode_limits(self._authority.exchange(decode_exchange(said)))
-
-    async def next_question(self, front: str) -> tuple[int, bytes] | None:
-        """See `FrontRelay`."""
-        return await self._relay.next_question(front)
-
-    async def answer(self, front: str, number: int, data: bytes) -> None:
-        """See `FrontRelay`."""
-        await self._relay.answer(front, number, data)
-
-    async def ask(self, front: str, question: bytes, timeout_s: float) -> dict[str, bytes | None]:
-        """See `FrontRelay`."""
-        return await self._relay.ask(front, question, timeout_s)
-
-
-class SharedFronts:
-    """The `FrontsActor` of an application, as its fronts call it: a `Relay`, a carrier of limits.
-
-    The first front that needs it makes it, and it dies with that front; then another one does.
-    """
-
-    def __init__(self, application: str, num_fronts: int) -> None:
-        self._name = f"infer-fronts-{application}"
-        self._num_fronts = num_fronts
-        self._actor: Any = None
-        self._finding: asyncio.Task[Any] | None = None
-
-    def _find(self) -> Any:
-        actor = ray.remote(FrontsActor).options(
-            name=self._name,
-            namespace="infer",
-            get_if_exists=True,
-            num_cpus=0,
-            max_concurrency=1000,
-        )
-        return actor.remote(self._num_fronts)
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        """Raises `RayError` or `ValueError`."""
-        if self._actor is None:
-            if self._finding is None or self._finding.done():
-                # It may take as long as Ray's head is away.
-                self._finding = asyncio.create_task(asyncio.to_thread(self._find))
-            self._actor = await asyncio.shield(self._finding)
-        actor = self._actor
-        try:
-            return await getattr(actor, method).remote(*arguments)
-        except ActorDiedError:
-            if self._actor is actor:
-                self._actor = self._finding = None
-            raise
-
-    async def exchange(self, said: bytes) -> bytes:
-        """A carrier of `FrontLimits`."""
-        try:
-            answer: bytes = await self._call("exchange", said)
-        except (RayError, ValueError) as error:
-            raise AuthorityError(_short(error)) from error
-        return answer
-
-    async def next_question(self, front: str) -> tuple[int, bytes] | None:
-        """See `Relay`."""
-        found: tuple[int, bytes] | None = await self._relayed("next_question", front)
-        return found
-
-    async def answer(self, front: str, number: int, data: bytes) -> None:
-        """See `Relay`."""
-        await self._relayed("answer", front, number, data)
-
-    async def ask(self, front: str, question: bytes, timeout_s: float) -> dict[str, bytes | None]:
-        """See `Relay`."""
-        found: dict[str, bytes | None] = await self._relayed("ask", front, question, timeout_s)
-        return found
-
-    async def _relayed(self, method: str, *arguments: Any) -> Any:
-        try:
-            return await self._call(method, *arguments)
-        except (RayError, ValueError) as error:
-            raise RelayError(_short(error)) from error
 
 
 @serve.ingress()

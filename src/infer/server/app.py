@@ -399,19 +399,20 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await engine.start()
-        if fronts is not None and settings.api_keys is not None:
-            fronts.limits.start()
+        if limits is not None:
+            limits.start()
         try:
             yield
         finally:
-            if fronts is not None:
-                await fronts.limits.close()
+            if limits is not None:
+                await limits.close()
             await engine.close()
             endpoints.metrics.save()
             endpoints.sessions.close()
             offload.close()
 
     settings = settings or ServerSettings()
+    limits = fronts.limits if fronts is not None and settings.api_keys is not None else None
     generating = generating_apis(settings) if generating is None else generating
     offload = Offload(settings.limits)
     endpoints = Endpoints(engine, offload, settings, fronts)

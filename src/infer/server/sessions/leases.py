@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.server.http.context import RequestContext
+from infer.server.http.error_responses import HttpError
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
 
 RENEW_S = 2.0
@@ -35,9 +36,11 @@ class SessionLeases:
         """The name of a new turn of a session, which has the lease until the request ends. Raises
         `HttpError`: see `SessionStore.lease`."""
         turn = secrets.token_hex(16)
-        # Also a request that ends while it waits for its lease must leave none.
-        context.cleanup.callback(self._end, turn)
-        await self._threads.call(self._call_store, "lease", owner, session_id, turn)
+        call = self._threads.call(self._call_store, "lease", owner, session_id, turn)
+        taking = asyncio.ensure_future(call)
+        # A request may end while it waits for its lease; that one is given back, too.
+        context.cleanup.callback(self._end, turn, taking)
+        await asyncio.shield(taking)
         self._turns.add(turn)
         if self._renewing is None:
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
@@ -53,13 +56,19 @@ class SessionLeases:
             with contextlib.suppress(DatabaseError):
                 await self._threads.call(self._call_store, "renew_leases", list(self._turns))
 
-    def _end(self, turn: str) -> None:
+    def _end(self, turn: str, taking: asyncio.Future[None]) -> None:
         self._turns.discard(turn)
-        ending = asyncio.get_running_loop().create_task(self._forget(turn))
+        ending = asyncio.get_running_loop().create_task(self._forget(turn, taking))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    async def _forget(self, turn: str) -> None:
+    async def _forget(self, turn: str, taking: asyncio.Future[None]) -> None:
+        try:
+            await taking
+        except DatabaseError:
+            pass  # it may have been written
+        except HttpError:
+            return  # it was refused
         with contextlib.suppress(DatabaseError):  # the lease ends by itself
             await self._threads.call(self._call_store, "end_lease", turn)
 

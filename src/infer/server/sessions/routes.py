@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.http.context import RequestContext
+from infer.server.http.error_responses import HttpError
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base
 from infer.server.openai.chat import unnumbered
@@ -181,11 +182,11 @@ class SessionRoutes:
         return getattr(sessions, method)(*arguments)
 
     def _open_store(self) -> SessionStore:
-        """The store; raises `DatabaseError` if there is to be none, or the default database cannot
-        be opened. One with a URL was opened at start-up."""
+        """The store; raises `HttpError` (404) if there is to be none, `DatabaseError` if the
+        default database cannot be opened. One with a URL was opened at start-up."""
         if self._url == NO_SESSIONS:
             message = "this server keeps no sessions: its operator has given no database for them"
-            raise DatabaseError(message)
+            raise HttpError(404, message, code="sessions_off")
         try:
             return self._sessions
         except (ConfigError, OSError) as error:
@@ -233,7 +234,7 @@ class SessionRoutes:
             lease=lease,
         )
 
-    @takes(SessionBody, refuses=(429,))
+    @takes(SessionBody, refuses=(404, 429))
     async def _create(self, http: HttpRequest) -> Response:
         """Make a session: a conversation that the server stores."""
         body = await self._pool.read_object(http)
@@ -241,6 +242,7 @@ class SessionRoutes:
         messages = body.get("messages") or []
         return await self._call(http, "create", wire.title, messages)
 
+    @takes(refuses=(404,))
     async def _list(self, http: HttpRequest) -> Response:
         """List the sessions of this key, the last used one first."""
         owner = tenant_of(http.scope).key.id

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from infer.server.http.context import RequestContext
 from infer.server.tenancy.keys import Key
 from infer.server.tenancy.limit_messages import (
@@ -271,14 +269,16 @@ class FrontLimits:
         try:
             async with asyncio.timeout(CALL_S):
                 answer = decode_answer(await self._carrier(encode(said)))
-        except (TimeoutError, AuthorityError, msgspec.MsgspecError) as error:
-            why = str(error) or f"no answer in {CALL_S:g} s"
-            self._fail(asked, changes, why)
-            return
         except asyncio.CancelledError:
             self._is_connected = False
             self._fail(asked, changes, "this front ends")
             raise
+        except TimeoutError:
+            self._fail(asked, changes, f"no answer in {CALL_S:g} s")
+            return
+        except Exception as error:  # whatever has failed, the next exchange may succeed
+            self._fail(asked, changes, f"{type(error).__name__}: {error}")
+            return
         if answer.incarnation != self._incarnation:
             self._meet(answer, asked)
         else:
