@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -37,9 +38,17 @@ COMPLETION = {"model": "infer-demo", "prompt": "Once", "max_tokens": 4, "tempera
 @pytest.fixture(scope="module")
 def started() -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=150 << 20)
-    yield
-    ray.shutdown()
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        # Another cluster may run on this machine.
+        ray.init(
+            "local",
+            num_cpus=2,
+            include_dashboard=False,
+            object_store_memory=150 << 20,
+            _temp_dir=folder,
+        )
+        yield
+        ray.shutdown()
 
 
 def kill_shared(application: str) -> None:
