@@ -131,8 +131,14 @@ def test_two_fronts_are_as_one(started: None, tmp_path: Path) -> None:
     serve.start(http_options={"port": PORT})
     serve.run(app, name="two", route_prefix="/")
     try:
+        for _ in range(100):  # until each front knows of the other one
+            known = {tuple(sorted(call("/stats", admin)[1]["fronts"])) for _ in range(8)}
+            if len(known) == 1 and len(known.pop()) == 2:
+                break
+        else:
+            pytest.fail("the fronts have not found each other")
         made: set[str] = set()
-        while len({name[5:13] for name in made}) < 2:
+        while len({name[5:13] for name in made}) < 2:  # at both fronts
             status, answer = call("/v1/completions", admin, COMPLETION)
             assert status == 200
             made.add(answer["id"])

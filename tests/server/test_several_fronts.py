@@ -103,6 +103,9 @@ def test_a_front_that_does_not_answer_is_named() -> None:
         listed = (await apps[0].get("/v1/requests")).json()
         assert listed["missing_fronts"] == sorted(front.name for front in fronts[1:])
         assert [each["id"] for each in listed["data"]] == made[:1]
+        shared.renew()  # the new one knows nobody yet, and who does not come is still missing
+        listed = (await apps[0].get("/v1/requests")).json()
+        assert fronts[2].name in listed["missing_fronts"]
         assert (await apps[0].get(f"/v1/requests/{made[0]}")).status == 200
 
     with_several_fronts(use, slow_llm, 3)

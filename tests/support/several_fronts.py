@@ -21,7 +21,12 @@ class SharedByFronts:
     """What a `FrontsActor` is in a cluster."""
 
     def __init__(self, num_fronts: int) -> None:
-        self._authority = LimitAuthority(num_fronts)
+        self._num_fronts = num_fronts
+        self.renew()
+
+    def renew(self) -> None:
+        """Be another one, after the death of the first."""
+        self._authority = LimitAuthority(self._num_fronts)
         self._relay = FrontRelay()
         self.has_gone = False
 

@@ -114,7 +114,7 @@ class RelayedPeers:
         self._front = front
         self._relay = relay
         self._seen: dict[str, float] = {}
-        """other fronts, and when the relay has last named them"""
+        """other fronts, and when they have last answered"""
 
     async def ask(self, question: bytes, timeout_s: float) -> Mapping[str, bytes | None]:
         """See `Peers`."""
@@ -126,8 +126,9 @@ class RelayedPeers:
         except (RelayError, TimeoutError) as error:
             log.warning("the other fronts cannot be asked: %s", error or "no answer")
             return dict.fromkeys(self._seen)
-        self._seen.update(dict.fromkeys(answers, now_s))
-        return answers
+        self._seen.update((name, now_s) for name, data in answers.items() if data is not None)
+        # A relay that has just been made does not know all of them yet.
+        return {**dict.fromkeys(self._seen), **answers}
 
     async def serve(self, answer: AnswerQuestion) -> None:
         """Answer the questions of others until cancelled."""
