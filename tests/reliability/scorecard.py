@@ -226,6 +226,17 @@ ROWS = (
         ),
     ),
     Row(
+        "C1",
+        "limits of a key over four fronts",
+        (
+            "tests/server/test_front_limits.py::test_four_fronts_let_in_what_one_does",
+            "tests/server/test_front_limits.py::test_without_the_authority_each_has_its_share",
+            "tests/server/test_front_limits.py::test_no_failure_lets_in_more_for_longer",
+        ),
+        "600 requests and 60,000 tokens a minute, in virtual time: within 2 % of one front; with an"
+        " authority dead, slow or cut off at any moment at most 1.25 times",
+    ),
+    Row(
         "A9",
         "logs, loads, databases",
         (f"{HERE}/test_attack_operations.py", "tests/server/test_database.py"),
