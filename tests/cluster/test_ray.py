@@ -8,6 +8,7 @@ Whatever dies or stops, streams go on with the same text, tokens and log-probabi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -15,7 +16,7 @@ import signal
 import statistics
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ PORT = 8123
 LINK_TIMEOUT_S = 5.0
 NUM_ROUNDS = int(os.environ.get("INFER_CLUSTER_ROUNDS", "1"))
 NUM_STREAMS = 20
+GCS_LOST_S = 120.0
+"""seconds for which requests are sent at most after the GCS was killed"""
 POISON = 1_000_003
 """requests with this seed end the engine by a segmentation fault with their third token"""
 ARGUMENTS = {
@@ -117,6 +120,21 @@ async def until_all_serve(count: int, timeout_s: float = 120) -> None:
                 return
 
 
+async def serves_since(began_s: float) -> float:
+    """Seconds since `began_s` until a brief request gets no answer; `GCS_LOST_S` at most."""
+    brief = {**bodies(1)[0], "max_tokens": 4}
+    while (now_s := time.monotonic() - began_s) < GCS_LOST_S:
+        try:
+            async with asyncio.timeout(10):
+                heard = await stream(PORT, brief, StreamHeard())
+        except (OSError, TimeoutError):
+            return now_s
+        if not heard.is_done:
+            return now_s
+        await asyncio.sleep(0.5)
+    return now_s
+
+
 def kill_one_of(find: Callable[[RayCluster], list[int]], number: int = signal.SIGKILL) -> Any:
     """What sends a signal to one of the processes that `find` finds; returns its id."""
 
@@ -128,7 +146,17 @@ def kill_one_of(find: Callable[[RayCluster], list[int]], number: int = signal.SI
     return act
 
 
+def kill_all_engines(cluster: RayCluster, dice: random.Random) -> int:
+    """End the processes of all engines."""
+    for pid in cluster.pids(ENGINE):
+        os.kill(pid, signal.SIGKILL)
+    return 0
+
+
+GCS_KILLED = "Ray's GCS is killed"
+ALL_KILLED = "all engines' processes are killed"
 DEATHS = {
+    ALL_KILLED: kill_all_engines,
     "an engine's process is killed": kill_one_of(lambda c: c.pids(ENGINE)),
     "an engine's actor is killed": kill_one_of(lambda c: c.pids(ACTOR)),
     "a Serve replica is killed": kill_one_of(lambda c: c.pids(REPLICA)),
@@ -136,15 +164,14 @@ DEATHS = {
     "an engine's process is stopped": kill_one_of(lambda c: c.pids(ENGINE), signal.SIGSTOP),
     "an engine's actor is stopped": kill_one_of(lambda c: c.pids(ACTOR), signal.SIGSTOP),
     "a Serve replica is stopped": kill_one_of(lambda c: c.pids(REPLICA), signal.SIGSTOP),
-    "Ray's GCS is killed": kill_one_of(lambda c: c.pids(GCS)),
+    GCS_KILLED: kill_one_of(lambda c: c.pids(GCS)),
 }
 
 
 class Rounds:
     """Deaths under running streams, and what they have cost."""
 
-    def __init__(self, cluster: RayCluster) -> None:
-        self._cluster = cluster
+    def __init__(self) -> None:
         self._dice = random.Random(25)
         self._wanted = bodies()
         self._calm: list[tuple[Any, ...]] = []
@@ -153,21 +180,23 @@ class Rounds:
         self.pauses_s: dict[str, list[float]] = {}
         self.back_s: dict[str, list[float]] = {}
         """seconds until the streams had ended and all engines served again"""
+        self.without_gcs_s: list[float] = []
+        """seconds for which requests were answered after the GCS was killed"""
 
     async def begin(self) -> None:
-        """Hear each stream alone in its kind, undisturbed."""
+        """Hear the streams undisturbed, before the first death."""
         await until_all_serve(3)
         crowd = Crowd(self._wanted)
         self._calm = await crowd.answers()
         assert all(answer[:3] == (200, None, True) for answer in self._calm), self._calm
         self.pauses_s["undisturbed"] = [crowd.longest_pause_s(0.0)]
 
-    async def run(self, kind: str) -> None:
+    async def run(self, cluster: RayCluster, kind: str) -> None:
         """A death of a kind under streams."""
         crowd = Crowd(self._wanted)
         await crowd.until_all_have(2)
         await asyncio.sleep(self._dice.uniform(0, 1.0))
-        pid = DEATHS[kind](self._cluster, self._dice)
+        pid = DEATHS[kind](cluster, self._dice)
         killed_s = time.monotonic()
         answers = await crowd.answers()
         assert all(heard.times_s[-1] > killed_s for heard in crowd.heard), "a stream was too short"
@@ -182,12 +211,13 @@ class Rounds:
         self.num_streams += len(answers)
         self.num_wrong += len(wrong)
         self.pauses_s.setdefault(kind, []).append(crowd.longest_pause_s(killed_s))
-        if "GCS" in kind:
+        if kind == GCS_KILLED:
+            self.without_gcs_s.append(await serves_since(killed_s))
             return
         if "stopped" in kind:
             os.kill(pid, signal.SIGCONT)
         if "raylet" in kind:
-            await asyncio.to_thread(self._cluster.add_node)
+            await asyncio.to_thread(cluster.add_node)
         await until_all_serve(3)
         took_s = time.monotonic() - killed_s
         print(f"{kind}: three engines again after {took_s:.1f} s")
@@ -213,10 +243,10 @@ class Rounds:
         bounds = {
             kind: 2.0 + (LINK_TIMEOUT_S if "stopped" in kind else 0.0)
             for kind in self.pauses_s
-            if kind != "undisturbed"
+            if kind not in ("undisturbed", ALL_KILLED)  # without an engine, streams wait for one
         }
         Findings().note(
-            "C1",
+            "C2",
             "deaths in a cluster",
             f"Ray, a head and three nodes, 3 engines, {NUM_STREAMS} streams in each round, shipped"
             " model: greedy, sampled, log-probabilities, n = 2, grammar",
@@ -232,8 +262,11 @@ class Rounds:
                         round(statistics.median(self.pauses_s[kind]), 2),
                         round(max(self.pauses_s[kind]), 2),
                     )
-                    for kind in bounds
+                    for kind in (*bounds, ALL_KILLED)
                 },
+                "seconds for which requests were answered without a GCS, at most 120": [
+                    round(each) for each in self.without_gcs_s
+                ],
                 **{
                     f"{kind}: until three engines serve again, worst [s]": round(max(each), 1)
                     for kind, each in self.back_s.items()
@@ -247,10 +280,9 @@ class Rounds:
         assert self.num_wrong == 0
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[RayCluster]:
-    with ray_cluster(tmp_path / "log", ARGUMENTS, port=PORT, environment=ENVIRONMENT) as cluster:
-        yield cluster
+def started(log: Path) -> contextlib.AbstractContextManager[RayCluster]:
+    """A cluster with three engines."""
+    return ray_cluster(log, ARGUMENTS, port=PORT, environment=ENVIRONMENT)
 
 
 def check_refusals(cluster: RayCluster) -> None:
@@ -264,21 +296,26 @@ def check_refusals(cluster: RayCluster) -> None:
         assert message in cluster.ask(f"refused {json.dumps(arguments)}")
 
 
-def test_nothing_is_lost_whatever_dies(cluster: RayCluster) -> None:
-    check_refusals(cluster)
+def test_nothing_is_lost_whatever_dies(tmp_path: Path) -> None:
+    rounds = Rounds()
 
-    async def body() -> Rounds:
-        rounds = Rounds(cluster)
+    async def body(cluster: RayCluster) -> None:
         await rounds.begin()
         for _ in range(NUM_ROUNDS):
             for kind in DEATHS:
-                if "GCS" not in kind:
-                    await rounds.run(kind)
+                if kind != GCS_KILLED:
+                    await rounds.run(cluster, kind)
         await rounds.poison()
-        await rounds.run("Ray's GCS is killed")  # the last: Ray ends its processes some time later
-        return rounds
+        await rounds.run(cluster, GCS_KILLED)  # Ray ends its processes some time later
 
-    asyncio.run(body()).note()
+    with started(tmp_path / "log") as cluster:
+        check_refusals(cluster)
+        asyncio.run(body(cluster))
+    for number in range(1, NUM_ROUNDS):
+        with started(tmp_path / f"log {number}") as cluster:
+            asyncio.run(until_all_serve(3))
+            asyncio.run(rounds.run(cluster, GCS_KILLED))
+    rounds.note()
 
 
 SCALING = {
@@ -369,7 +406,7 @@ def test_engines_follow_the_load(tmp_path: Path) -> None:
     with ray_cluster(log, SCALING, port=PORT, cores=[3], environment=environment) as cluster:
         load, up_s, down_s, drain_s = asyncio.run(body(cluster))
     Findings().note(
-        "C1",
+        "C2",
         "scaling",
         "1 to 3 engines of 4 seats; 3, 18, then 3 clients; delays, intervals and drains 2 s",
         streams=load.num_streams,

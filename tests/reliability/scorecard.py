@@ -341,7 +341,7 @@ ROWS = (
         "10,000 steps a second, slow viewers, the ninth viewer, two keys, a killed engine",
     ),
     Row(
-        "C1",
+        "C2",
         "deaths in a cluster",
         ("tests/cluster/test_ray.py",),
         "In an environment with Ray; `INFER_CLUSTER_ROUNDS` sets the rounds of each kind",

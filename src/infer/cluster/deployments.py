@@ -38,6 +38,7 @@ from infer.engine.client.input import InputProcessor
 from infer.engine.fleet.fleet import Fleet, fleet_limits
 from infer.engine.fleet.routing import make_router
 from infer.engine.process.messages import Text
+from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError
 from infer.server.app import create_app
@@ -84,10 +85,12 @@ class EngineActor:
         self._text: Text | None = None
         engine = engine_settings(self._settings.engine, self._settings.cluster)
         server = self._settings.server
+        self._standby = Standby(FACTORY) if server.standby else None
         self._process = EngineProcess(
             FACTORY,
             engine,
             name=name,
+            standby=self._standby,
             log_fields={"replica": name},
             hang_s=server.hang_s,
             load_timeout_s=server.load_timeout_s,
@@ -101,6 +104,13 @@ class EngineActor:
         self._keeper.start()
 
     def _keep(self) -> None:
+        try:
+            self._serve()
+        finally:
+            if self._standby is not None:
+                self._standby.stop()
+
+    def _serve(self) -> None:
         try:
             self._process.launch(self._read)
             self._process.start(self._host)
