@@ -460,15 +460,22 @@ def _look_back_s(delay_s: float) -> float:
 def _check_token(settings: AllSettings) -> None:
     """Refuse a Ray cluster that anyone may use."""
     host = ray.get_runtime_context().gcs_address.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):
-        if not ipaddress.ip_address(host).is_loopback and not _has_token():
-            message = (
-                f"the Ray cluster at {host} has no token, so whoever reaches it may run code there;"
-                " give it one (RAY_AUTH_MODE=token), or insecure=true"
-            )
-            if not settings.cluster.insecure:
-                raise ConfigError("insecure", message)
-            log.warning("%s", message)
+    if _is_loopback(host) or _has_token():
+        return
+    message = (
+        f"the Ray cluster at {host} has no token, so whoever reaches it may run code there;"
+        " give it one (RAY_AUTH_MODE=token), or insecure=true"
+    )
+    if not settings.cluster.insecure:
+        raise ConfigError("insecure", message)
+    log.warning("%s", message)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _why_too_many(settings: AllSettings) -> str:
