@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -157,6 +158,7 @@ def _obey(settings: Mapping[str, Any], answers: Any) -> None:
     ray.init(address=cluster.address)
     serve.start(http_options={"port": settings["port"], "location": "HeadOnly"})
     serve.run(infer.cluster.app(settings["arguments"]), name="infer", route_prefix="/")
+    threading.Thread(target=_reap, args=(cluster,), daemon=True).start()
     say("serving")
     for line in sys.stdin:
         command, _, arguments = line.strip().partition(" ")
@@ -174,6 +176,17 @@ def _obey(settings: Mapping[str, Any], answers: Any) -> None:
             case "states":
                 engines = serve.status().applications["infer"].deployments["Engine"]
                 say(json.dumps({str(each): n for each, n in engines.replica_states.items()}))
+
+
+def _reap(cluster: Any) -> None:
+    """Take note of processes that have ended, as a machine's init does: Ray's workers end with
+    their raylet, which lives for them as long as it is a zombie."""
+    while True:
+        time.sleep(0.1)
+        for node in list(cluster.list_all_nodes()):
+            for started in list(node.all_processes.values()):
+                for each in list(started):
+                    each.process.poll()
 
 
 if __name__ == "__main__":

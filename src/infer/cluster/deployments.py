@@ -382,24 +382,31 @@ class Front:
                     await asyncio.to_thread(fleet.leave, name)
 
 
-def autoscale(context: AutoscalingContext, *, target_wait_s: float) -> tuple[int, dict[str, Any]]:
-    """The policy of the engines' autoscaler: `engines_wanted` over what the engines report."""
-    metrics = context.aggregated_metrics or {}
-    values = {name: list(metrics.get(name, {}).values()) for name in EngineLoad.__slots__}
-    count = max(map(len, values.values()), default=0)
-    loads = [
-        EngineLoad(**{name: each[i] for name, each in values.items() if i < len(each)})
-        for i in range(count)
-    ]
-    if not loads:
-        return max(context.capacity_adjusted_min_replicas, context.target_num_replicas), {}
-    wanted = engines_wanted(
-        loads,
-        low=context.capacity_adjusted_min_replicas,
-        high=context.capacity_adjusted_max_replicas,
-        target_wait_s=target_wait_s,
-    )
-    return wanted, {}
+class Autoscaler:
+    """The policy of the engines' autoscaler: `engines_wanted` over what the engines report. Ray
+    makes it with the settings' values, which a plain function would not get."""
+
+    def __init__(self, target_wait_s: float) -> None:
+        self._target_wait_s = target_wait_s
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Number of engines, and nothing to be kept for the next call."""
+        metrics = context.aggregated_metrics or {}
+        values = {name: list(metrics.get(name, {}).values()) for name in EngineLoad.__slots__}
+        count = max(map(len, values.values()), default=0)
+        loads = [
+            EngineLoad(**{name: each[i] for name, each in values.items() if i < len(each)})
+            for i in range(count)
+        ]
+        if not loads:
+            return max(context.capacity_adjusted_min_replicas, context.target_num_replicas), {}
+        wanted = engines_wanted(
+            loads,
+            low=context.capacity_adjusted_min_replicas,
+            high=context.capacity_adjusted_max_replicas,
+            target_wait_s=self._target_wait_s,
+        )
+        return wanted, {}
 
 
 def application(arguments: dict[str, Any]) -> Any:
@@ -416,7 +423,7 @@ def application(arguments: dict[str, Any]) -> Any:
     how: dict[str, Any] = {"num_replicas": low}
     if low < high:
         policy = AutoscalingPolicy(
-            policy_function=f"{__name__}:autoscale",
+            policy_function=f"{__name__}:{Autoscaler.__name__}",
             policy_kwargs={"target_wait_s": cluster.target_wait_s},
         )
         how = {
