@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -36,6 +37,8 @@ class Row:
     name: str
     tests: tuple[str, ...]
     load: str = ""
+    needs: str = ""
+    """a module without which the row is left out"""
 
 
 ROWS = (
@@ -349,6 +352,13 @@ ROWS = (
         "10,000 steps a second, slow viewers, the ninth viewer, two keys, a killed engine",
     ),
     Row(
+        "C2",
+        "deaths in a cluster",
+        ("tests/cluster/test_ray.py",),
+        "In an environment with Ray; `INFER_CLUSTER_ROUNDS` sets the rounds of each kind",
+        needs="ray",
+    ),
+    Row(
         "A7",
         "Host and Origin",
         (
@@ -380,7 +390,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         findings = Path(folder) / "findings"
         started_s = time.monotonic()
-        marks = "not peer and not gpu"
+        marks = "not peer and not gpu" if not row.needs else ""
         command = [sys.executable, "-m", "pytest", "-m", marks, *row.tests]
         done = subprocess.run(
             command,
@@ -507,6 +517,9 @@ def main() -> int:
     }
     found: dict[str, Any] = {}
     for row in ROWS:
+        if row.needs and importlib.util.find_spec(row.needs) is None:
+            wanted -= {row.number}
+            print(f"{row.number} {row.name}: left out, because there is no {row.needs}")
         if row.number in wanted:
             print(f"{row.number} {row.name} …", end=" ", flush=True)
             found[row.number] = run_row(row, environment)
