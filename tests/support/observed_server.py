@@ -64,12 +64,25 @@ class Observer:
                 "fds": len(list(Path("/proc/self/fd").iterdir())),
                 "threads": len(list(Path("/proc/self/task").iterdir())),
                 "tasks": len(asyncio.all_tasks()),
+                "waiting_at": sorted(map(where, asyncio.all_tasks())),
                 "lag_s": lag_s,
                 "busy_s": busy_s,
                 "refused_s": refused_s,
                 "engine_pid": engine,
             }
         )
+
+
+def where(task: asyncio.Task[Any]) -> str:
+    """The functions of a task, from the outermost to the one that waits."""
+    names: list[str] = []
+    found: Any = task.get_coro()
+    while found is not None:
+        frame = getattr(found, "cr_frame", None)
+        line = f":{frame.f_lineno}" if frame else ""
+        names.append(getattr(found, "__qualname__", type(found).__name__) + line)
+        found = getattr(found, "cr_await", None)
+    return " > ".join(names)
 
 
 def memory(pid: object) -> int:

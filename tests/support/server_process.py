@@ -145,7 +145,9 @@ class Served:
                 and all(is_ <= was for was, is_ in left.values())
             ):
                 return time.monotonic() - started_s
-            assert time.monotonic() < started_s + within_s, f"left behind: {busy}, {left}"
+            assert time.monotonic() < started_s + within_s, (
+                f"left behind: {busy}, {left}, tasks: {now['waiting_at']}"
+            )
             await asyncio.sleep(0.05)
 
 
