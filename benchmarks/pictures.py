@@ -88,7 +88,7 @@ def settings(reader: Reader, running: Served) -> None:
 
 
 def completions(url: str, seed: int, count: int) -> None:
-    """Some answers of all lengths, one after the other."""
+    """Some answers of all lengths, one after the other; the last one may end with the server."""
     dice = random.Random(seed)
     words = ["the", "little", "fox", "went", "to", "a", "red", "boat", "and", "saw"]
     for _ in range(count):
@@ -103,15 +103,18 @@ def completions(url: str, seed: int, count: int) -> None:
         request = urllib.request.Request(
             url + "/v1/completions", json.dumps(body).encode(), headers
         )
-        urllib.request.urlopen(request, timeout=120).read()
+        try:
+            urllib.request.urlopen(request, timeout=120).read()
+        except OSError:
+            return
 
 
-def engine(reader: Reader, running: Served) -> None:
+def engine(reader: Reader, running: Served, num_answers: int = 12) -> None:
     """The engine view, with 10 clients that each send one request after the other."""
     reader.open_engine()
     reader.page.select_option(".engine-controls select", "5")
     clients = [
-        threading.Thread(target=completions, args=(reader.url, seed, 12), daemon=True)
+        threading.Thread(target=completions, args=(reader.url, seed, num_answers), daemon=True)
         for seed in range(10)
     ]
     for client in clients:
@@ -121,7 +124,7 @@ def engine(reader: Reader, running: Served) -> None:
 
 def replicas(reader: Reader, running: Served) -> None:
     """The engine view of two engines, one of which dies and comes back."""
-    engine(reader, running)
+    engine(reader, running, 200)
     history = "document.querySelector('engine-view').history"
     os.kill(running.engine_pids()[0], signal.SIGKILL)
     ended = f"[...{history}.replicas.values()].some((each) => each.absences.at(-1)?.to)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -101,9 +102,10 @@ def test_replicas_have_seats_steps_and_pages_of_their_own() -> None:
     assert (state.number, state.now_ms) == (7, 20.0)
     assert [step.num_sequences for step in state.steps_of("replica-2")] == [2, 2]
     text = shown(state)
-    lines = {line.split()[0]: line.split()[1:] for line in text.splitlines() if line.split()}
-    assert lines["replica-1"][:5] == ["ready", "1", "0", "0", "10%"]
-    assert lines["all"][:5] == ["ready", "3", "0", "0", "15%"]
+    words = [line.split() for line in text.splitlines() if line.strip()]
+    lines = {name: cells for name, *cells in reversed(words)}
+    assert lines["replica-1"][:6] == ["ready", "1", "0", "0", "5", "10%"]
+    assert lines["all"][:6] == ["ready", "3", "0", "0", "5", "15%"]
     assert "rows 1" in text
     assert "rows 2" in text
     # One of them dies; its request goes on at the other.
@@ -112,7 +114,10 @@ def test_replicas_have_seats_steps_and_pages_of_their_own() -> None:
     state.take("frame", {"at": 30.0, "events": moved, "gauges": gauges})
     assert (state.requests[1].replica, state.requests[1].seat) == ("replica-2", 2)
     assert "not ready" in shown(state)
-    assert "replica-2" in shown(state, 80)
+    narrow = shown(state, 80)
+    assert "…" not in narrow, "80 columns are enough for all that is shown in them"
+    assert re.search(r"replica-2 +ready +3 +0 +30% of 100", narrow)
+    assert re.search(r"replica-2 +3 +cmpl-\S* +running", narrow)
     row = [1, "running", "cmpl-x", 0, 10, 20, 0.0, 0, 10, 4, "replica-1"]
     state.take("frame", {"at": 50.0, "requests": [row]})
     assert (state.requests[1].replica, state.requests[1].seat) == ("replica-1", 0)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from infer.engine.build.processors import read_processors
+from tests.page.test_access import AXE, violations
 from tests.page.test_engine_view import ENDED, OPEN, asked, opened
 from tests.support.page_driver import PHONE, Reader
 from tests.support.server_process import Served
@@ -124,5 +125,7 @@ def test_on_a_narrow_screen(new_reader: Any, url: str, locale: str) -> None:
     with asked(url, 2, 100):
         reader.until("document.querySelectorAll('engine-table tbody tr').length > 0")
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    if AXE.is_file():
+        assert violations(page) == []
     heads = page.inner_text("engine-replicas thead")
     assert ("Replica" in heads) is (locale == "en-GB")

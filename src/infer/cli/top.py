@@ -23,6 +23,8 @@ MAX_LINE_BYTES = 1 << 20
 REFRESH_S = 0.2
 ONCE_S = 1.2
 """The seconds after which `--once` shows what there is: the first frames have come."""
+WIDE = 100
+"""Columns of a terminal that is wide enough for all that is known of replicas."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _END = {
     "shutting_down": "the server shuts down",
@@ -88,7 +90,7 @@ def picture(state: EngineState, url: str, width: int, height: int) -> Renderable
     parts: list[RenderableType] = [_head(state, url), _numbers(state), _latencies(state)]
     parts += _charts(state, width)
     if state.replicas:
-        parts.append(_replicas(state))
+        parts.append(_replicas(state, width))
     rows = sorted(state.requests.values(), key=_place)
     num_above = 12 + (3 + 2 * len(state.replicas) if state.replicas else 0)
     most = max(3, height - num_above) if height else len(rows)
@@ -184,23 +186,23 @@ def _short(replica: str) -> str:
     return replica.removeprefix("replica-")[-7:]
 
 
-def _replicas(state: EngineState) -> Table:
-    """Each of several engines, and all together."""
+def _replicas(state: EngineState, width: int) -> Table:
+    """Each of several engines, and all together; the less important columns need `WIDE`."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("replica", no_wrap=True, max_width=24)
     table.add_column("state", no_wrap=True)
-    for name in ("running", "waiting", "preempted", "pages used", "cached", "steps/s", "restarts"):
-        table.add_column(name, justify="right", no_wrap=True)
+    counts = ["running", "waiting", *(["preempted", "cached_pages"] if width >= WIDE else [])]
+    for name in (*counts, "pages used", "steps/s", "restarts"):
+        table.add_column(name.replace("_pages", ""), justify="right", no_wrap=True)
     for name, gauges in [*state.replicas.items(), ("all", state.gauges)]:
-        is_ready = gauges.get("ready")
+        is_all = gauges is state.gauges
         pages, free = gauges.get("pages", 0), gauges.get("free_pages", 0)
-        steps = state.steps if gauges is state.gauges else state.steps_of(name)
+        steps = state.steps if is_all else state.steps_of(name)
         table.add_row(
-            plain(name, "dim" if gauges is state.gauges else "bold"),
-            Text("ready", "green") if is_ready else Text("not ready", "bold red"),
-            *(f"{gauges.get(count, 0):,}" for count in ("running", "waiting", "preempted")),
+            plain(name, "dim" if is_all else "bold"),
+            Text("ready", "green") if gauges.get("ready") else Text("not ready", "bold red"),
+            *(f"{gauges.get(count, 0):,}" for count in counts),
             f"{(pages - free) / pages if pages else 0.0:.0%} of {pages:,}",
-            f"{gauges.get('cached_pages', 0):,}",
             f"{state.rate([(step.ended_ms, step.num_steps) for step in steps]):,.0f}",
             f"{gauges.get('restarts', 0):,}",
         )
@@ -210,12 +212,13 @@ def _replicas(state: EngineState) -> Table:
 def _table(state: EngineState, rows: list[RequestState], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     has_replicas = bool(state.replicas)
+    is_narrow = has_replicas and width < WIDE
     if has_replicas:
-        table.add_column("replica", no_wrap=True, max_width=16)
+        table.add_column("replica", no_wrap=True, max_width=12 if is_narrow else 16)
     table.add_column("seat", justify="right")
-    table.add_column("request", no_wrap=True, max_width=24)
+    table.add_column("request", no_wrap=True, max_width=13 if is_narrow else 24)
     table.add_column("state")
-    table.add_column("cached · prompt · output", no_wrap=True)
+    table.add_column("progress" if is_narrow else "cached · prompt · output", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
     room = max(10, min(48, width - (90 if has_replicas else 72)))

@@ -287,9 +287,10 @@ function drawChart(context, chart, view, c, x, width, top) {
   }
   context.fillStyle = c.line;
   context.fillRect(LABEL, top + CHART - 4, width - LABEL, 0.5);
+  const lines = chart.name ? [8, 21, 34] : [0, 12, 28];
   context.fillStyle = c.quiet;
-  context.fillText(chart.label, 2, top + 12, LABEL - 6);
-  if (chart.name) context.fillText(chart.name, LABEL + 4, top + 8);
+  context.fillText(chart.label, 2, top + lines[1], LABEL - 6);
   context.fillStyle = c.text;
-  context.fillText(chart.value, 2, top + 28, LABEL - 6);
+  if (chart.name) context.fillText(chart.name, 2, top + lines[0], LABEL - 6);
+  context.fillText(chart.value, 2, top + lines[2], LABEL - 6);
 }

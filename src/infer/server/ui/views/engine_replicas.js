@@ -37,7 +37,7 @@ class EngineReplicas extends PageElement {
     const gauges = this.history?.gauges;
     if (!gauges?.replicas) return nothing;
     const rows = [...Object.entries(gauges.replicas), [t("engine.all-replicas"), gauges]];
-    return html`<div class="wide-table"><table class="engine-table">
+    return html`<div class="wide-table" tabindex="0" role="region" aria-label=${t("engine.replicas-caption")}><table class="engine-table">
       <caption>${t("engine.replicas-caption")}</caption>
       <thead><tr>${["replica", "state", ...COUNTS].map((name) => html`<th scope="col">${t(`engine.column.${name}`)}</th>`)}</tr></thead>
       <tbody>${rows.map(([name, each]) => html`<tr class=${each.ready ? "" : "bad"}>

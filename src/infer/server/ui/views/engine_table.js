@@ -32,7 +32,7 @@ class EngineTable extends PageElement {
     const until = this.until();
     const columns = this.history?.hasReplicas ? [...COLUMNS.slice(0, 2), "replica", ...COLUMNS.slice(2)] : COLUMNS;
     const bars = [...(this.history?.open.values() ?? [])].slice(0, 300);
-    return html`<div class="wide-table"><table class="engine-table">
+    return html`<div class="wide-table" tabindex="0" role="region" aria-label=${t("engine.table")}><table class="engine-table">
       <caption>${t("engine.table-caption", { n: bars.length })}</caption>
       <thead><tr>${columns.map((name) => html`<th scope="col">${t(`engine.column.${name}`)}</th>`)}</tr></thead>
       <tbody>${bars.map((bar) => html`<tr>
