@@ -39,6 +39,13 @@ class Row:
     load: str = ""
     needs: str = ""
     """a module without which the row is left out"""
+    engines: str = "one_engine"
+    """which variants run of the tests that have some; see `tests/support/engines.py`"""
+
+    @property
+    def keywords(self) -> str:
+        """The choice of its tests as pytest's `-k` has it."""
+        return "not two_engines" if self.engines == "one_engine" else self.engines
 
 
 ROWS = (
@@ -151,7 +158,11 @@ ROWS = (
     Row(
         "22",
         "noisy neighbour",
-        ("tests/schedule/test_fair_share.py", "tests/server/test_tenants.py::test_limits"),
+        (
+            "tests/schedule/test_fair_share.py",
+            "tests/server/test_tenants.py::test_limits",
+            "tests/server/test_tenants.py::test_a_flood_beside_a_key_with_single_requests",
+        ),
         "Hash model: bounds of what one key gets while another floods, and the limits of a key; the"
         " times to the first token are in the log, by `benchmarks/tenants.py`",
     ),
@@ -346,10 +357,51 @@ ROWS = (
         ),
     ),
     Row(
+        "R1",
+        "two engines: bad requests",
+        (f"{HERE}/test_hostile_inputs.py",),
+        "the list of row 15 against two engines; no step of either",
+        "two_engines",
+    ),
+    Row(
+        "R2",
+        "two engines: disconnect storm",
+        (f"{HERE}/test_leaving_clients.py::test_a_storm",),
+        engines="two_engines",
+    ),
+    Row(
+        "R3",
+        "two engines: slow readers",
+        (f"{HERE}/test_leaving_clients.py::test_slow_readers",),
+        engines="two_engines",
+    ),
+    Row(
+        "R4",
+        "two engines: noisy neighbour",
+        (
+            "tests/server/test_tenants.py::test_limits",
+            "tests/server/test_tenants.py::test_a_flood_beside_a_key_with_single_requests",
+        ),
+        "The limits of a key, and what a key waits for while another floods both engines",
+        "two_engines",
+    ),
+    Row(
+        "R5",
+        "two engines: route sweep",
+        (
+            f"{HERE}/test_hostile.py::test_every_route_and_no_other",
+            "tests/server/test_tenants.py::test_every_route_needs_a_key",
+            "tests/server/test_tenants.py::test_nothing_crosses_from_one_key_to_another",
+        ),
+        "Each route without a key, with wrong ones and with that of another",
+        "two_engines",
+    ),
+    Row(
         "V1",
         "viewers of an engine",
-        ("tests/server/test_engine_events.py",),
-        "10,000 steps a second, slow viewers, the ninth viewer, two keys, a killed engine",
+        ("tests/server/test_engine_events.py", "tests/server/test_replica_events.py"),
+        "10,000 steps a second, slow viewers, the ninth viewer, two keys, a killed engine, one of"
+        " two killed",
     ),
     Row(
         "C2",
@@ -391,7 +443,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
         findings = Path(folder) / "findings"
         started_s = time.monotonic()
         marks = "not peer and not gpu" if not row.needs else ""
-        command = [sys.executable, "-m", "pytest", "-m", marks, *row.tests]
+        command = [sys.executable, "-m", "pytest", "-m", marks, "-k", row.keywords, *row.tests]
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -462,7 +514,8 @@ def page(kept: dict[str, Any], before: str = "") -> str:
             parts += [f"- {name}: {_shown(value)}" for name, value in finding["counted"].items()]
             parts.append("")
         parts += [f"- `{line}`" for line in what["failures"]]
-        parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests))
+        only = f" (`-k {row.engines}`)" if row.engines != "one_engine" else ""
+        parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests) + only)
     return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text()))]) + "\n"
 
 
