@@ -51,7 +51,7 @@ class Row:
 ROWS = (
     Row(
         "1",
-        "ledger under load",
+        "counts under load",
         (f"{HERE}/test_overload.py::test_every_request_is_counted_for_longer",),
     ),
     Row(
