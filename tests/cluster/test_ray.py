@@ -397,7 +397,7 @@ async def until_one_is_left(cluster: RayCluster) -> tuple[float, float]:
 
 
 def test_engines_follow_the_load(tmp_path: Path) -> None:
-    wanted = [each for i, each in enumerate(bodies(5, 400)) if i in (0, 2, 4)]
+    wanted = [each for i, each in enumerate(bodies(5, 200)) if i in (0, 2, 4)]
 
     async def body(cluster: RayCluster) -> tuple[Load, float, float, float]:
         calm = await Crowd(wanted).answers()
