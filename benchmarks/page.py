@@ -356,7 +356,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         seats = NUM_STREAMS if "watch" in given.parts else 8
-        with server(Path(folder), seats) as url, ExitStack() as stack:
+        with server(Path(folder), seats) as running, ExitStack() as stack:
+            url = f"http://127.0.0.1:{running.port}"
             browser = None
             if given.parts != ["watch"] or given.tabs:
                 browser = stack.enter_context(chromium())

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from tests.support.page_driver import Reader, chromium  # noqa: E402
-from tests.support.server_process import ENV  # noqa: E402
+from tests.support.server_process import ENV, Served  # noqa: E402
 
 PHONE = {"width": 390, "height": 780}
 DESKTOP = {"width": 1280, "height": 860}
@@ -32,26 +34,27 @@ TALL = {"width": 1280, "height": 1400}
 
 
 @contextmanager
-def server(folder: Path, num_seats: int = 8) -> Iterator[str]:
-    """The address of a server with the shipped model."""
+def server(folder: Path, num_seats: int = 8, *options: str) -> Iterator[Served]:
+    """A server with the shipped model."""
     command = [sys.executable, "-m", "infer", "serve", "--port", "0"]
     command += [
         "--max-batch-size",
         str(num_seats),
         "--sessions",
         f"sqlite:///{folder / 'sessions.db'}",
+        *options,
     ]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            found = re.search(r"http://[0-9.:]+", process.stdout.readline())
+            found = re.search(r"http://[0-9.]+:([0-9]+)", process.stdout.readline())
             assert found, "the server did not start"
-            yield found[0]
+            yield Served(process, int(found[1]))
         finally:
             process.terminate()
 
 
-def conversation(reader: Reader) -> None:
+def conversation(reader: Reader, running: Served) -> None:
     """Three conversations; the last one has two turns."""
     reader.settings({"temperature": 0.7, "seed": 4})
     reader.ask("What is 17 + 25?")
@@ -63,29 +66,29 @@ def conversation(reader: Reader) -> None:
     reader.page.wait_for_selector(".meter")
 
 
-def desktop(reader: Reader) -> None:
-    conversation(reader)
+def desktop(reader: Reader, running: Served) -> None:
+    conversation(reader, running)
 
 
-def happened(reader: Reader) -> None:
-    conversation(reader)
+def happened(reader: Reader, running: Served) -> None:
+    conversation(reader, running)
     reader.open_happened()
 
 
-def tokens(reader: Reader) -> None:
+def tokens(reader: Reader, running: Served) -> None:
     reader.settings({"temperature": 0.7, "seed": 4})
     reader.ask("Tell me a story about a fox.")
     reader.open_tokens(13)
     reader.page.evaluate("document.querySelector('token-view').scrollIntoView()")
 
 
-def settings(reader: Reader) -> None:
-    conversation(reader)
+def settings(reader: Reader, running: Served) -> None:
+    conversation(reader, running)
     reader.open_settings()
 
 
 def completions(url: str, seed: int, count: int) -> None:
-    """Some answers of all lengths, one after the other."""
+    """Some answers of all lengths, one after the other; the last one may end with the server."""
     dice = random.Random(seed)
     words = ["the", "little", "fox", "went", "to", "a", "red", "boat", "and", "saw"]
     for _ in range(count):
@@ -100,15 +103,18 @@ def completions(url: str, seed: int, count: int) -> None:
         request = urllib.request.Request(
             url + "/v1/completions", json.dumps(body).encode(), headers
         )
-        urllib.request.urlopen(request, timeout=120).read()
+        try:
+            urllib.request.urlopen(request, timeout=120).read()
+        except OSError:
+            return
 
 
-def engine(reader: Reader) -> None:
+def engine(reader: Reader, running: Served, num_answers: int = 12) -> None:
     """The engine view, with 10 clients that each send one request after the other."""
     reader.open_engine()
     reader.page.select_option(".engine-controls select", "5")
     clients = [
-        threading.Thread(target=completions, args=(reader.url, seed, 12), daemon=True)
+        threading.Thread(target=completions, args=(reader.url, seed, num_answers), daemon=True)
         for seed in range(10)
     ]
     for client in clients:
@@ -116,13 +122,23 @@ def engine(reader: Reader) -> None:
     reader.page.wait_for_timeout(8000)
 
 
-def comparison(reader: Reader) -> None:
+def replicas(reader: Reader, running: Served) -> None:
+    """The engine view of two engines, one of which dies and comes back."""
+    engine(reader, running, 200)
+    history = "document.querySelector('engine-view').history"
+    os.kill(running.engine_pids()[0], signal.SIGKILL)
+    ended = f"[...{history}.replicas.values()].some((each) => each.absences.at(-1)?.to)"
+    reader.until(ended, timeout_s=60)
+    reader.page.wait_for_timeout(1000)
+
+
+def comparison(reader: Reader, running: Served) -> None:
     reader.open_engine()
     reader.page.click(".compare-run")
     reader.page.wait_for_selector(".comparison table", timeout=150_000)
 
 
-PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
+PICTURES: dict[str, tuple[Callable[[Reader, Served], None], dict[str, Any]]] = {
     "desktop": (desktop, {}),
     "happened": (happened, {}),
     "tokens": (tokens, {}),
@@ -132,6 +148,7 @@ PICTURES: dict[str, tuple[Callable[[Reader], None], dict[str, Any]]] = {
     "phone": (conversation, {"viewport": PHONE}),
     "comparison": (comparison, {"viewport": TALL}),
     "engine": (engine, {}),
+    "replicas": (replicas, {"viewport": TALL}),
 }
 
 ELEMENTS = {"comparison": ".comparison"}
@@ -145,22 +162,21 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(PICTURES))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        server(Path(folder)) as url,
-        chromium() as browser,
-    ):
+    with chromium() as browser:
         for name in given.names:
             prepare, context = PICTURES[name]
-            reader = Reader(
-                browser, url, **{"viewport": DESKTOP, "reduced_motion": "reduce", **context}
-            )
-            prepare(reader)
-            reader.page.mouse.move(0, 0)
-            reader.page.wait_for_timeout(300)
-            reader.picture(given.out / f"{name}.png", ELEMENTS.get(name, ""))
-            reader.close()
-            print(given.out / f"{name}.png")
+            how = (4, "--replicas", "2") if name == "replicas" else ()
+            with tempfile.TemporaryDirectory() as folder, server(Path(folder), *how) as running:
+                url = f"http://127.0.0.1:{running.port}"
+                reader = Reader(
+                    browser, url, **{"viewport": DESKTOP, "reduced_motion": "reduce", **context}
+                )
+                prepare(reader, running)
+                reader.page.mouse.move(0, 0)
+                reader.page.wait_for_timeout(300)
+                reader.picture(given.out / f"{name}.png", ELEMENTS.get(name, ""))
+                reader.close()
+                print(given.out / f"{name}.png")
 
 
 if __name__ == "__main__":

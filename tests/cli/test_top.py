@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from infer.cli.engine_state import EngineState
 from infer.cli.main import app as command
-from infer.cli.top import run_top
+from infer.cli.top import picture, run_top
 from infer.errors import InferError
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import COMPLETIONS, completion_body, live
@@ -64,6 +66,69 @@ def test_a_state_follows_the_frames() -> None:
     state.take("frame", {"at": 90_000.0})
     assert not state.steps
     assert not state.output
+
+
+def gauges_of(ready: bool, running: int, restarts: int = 0) -> dict[str, Any]:
+    return {
+        **{"ready": ready, "waiting": 0, "running": running, "preempted": 0, "pages": 100},
+        **{"free_pages": 100 - 10 * running, "cached_pages": 5, "restarts": restarts},
+    }
+
+
+def shown(state: EngineState, width: int = 120) -> str:
+    console = Console(highlight=False, width=width)
+    with console.capture() as found:
+        console.print(picture(state, "http://here", width, 0))
+    return found.get()
+
+
+def test_replicas_have_seats_steps_and_pages_of_their_own() -> None:
+    state = EngineState()
+    state.take("hello", {**HELLO, "seats": 4})
+    replicas = {"replica-1": gauges_of(True, 1), "replica-2": gauges_of(True, 2)}
+    gauges = {**gauges_of(True, 3), "pages": 200, "free_pages": 170, "replicas": replicas}
+    events = [[*queued(number), f"replica-{1 + number // 2}"] for number in (1, 2, 3)]
+    events += [["admitted", 1, 0.0, 0, 9, "replica-1"], ["admitted", 2, 0.0, 0, 9, "replica-2"]]
+    events += [["admitted", 3, 0.0, 0, 9, "replica-2"]]
+    steps = [[1, 0.0, 8.0, 1, 9, 90, 5, "replica-1", 31]]
+    steps += [
+        [1, -6.0, 5.0, 2, 9, 80, 5, "replica-2", 7],
+        [1, 1.0, 2.0, 2, 0, 80, 5, "replica-2", 8],
+    ]
+    frame = {"at": 10.0, "number": 4, "steps": steps, "events": events, "gauges": gauges}
+    state.take("frame", {**frame, "tokens": [[1, 1], [2, 1], [3, 1]]})
+    seats = [(each.replica, each.seat) for each in state.requests.values()]
+    assert seats == [("replica-1", 0), ("replica-2", 0), ("replica-2", 1)]
+    assert (state.number, state.now_ms) == (7, 20.0)
+    assert [step.num_sequences for step in state.steps_of("replica-2")] == [2, 2]
+    text = shown(state)
+    words = [line.split() for line in text.splitlines() if line.strip()]
+    lines = {name: cells for name, *cells in reversed(words)}
+    assert lines["replica-1"][:6] == ["ready", "1", "0", "0", "5", "10%"]
+    assert lines["all"][:6] == ["ready", "3", "0", "0", "5", "15%"]
+    assert "rows 1" in text
+    assert "rows 2" in text
+    # One of them dies; its request goes on at the other.
+    gauges["replicas"] = {"replica-1": gauges_of(False, 0), "replica-2": gauges_of(True, 3)}
+    moved = [["resumed", 1, 0.0, 0, "replica-2"], ["admitted", 1, 1.0, 0, 9, "replica-2"]]
+    state.take("frame", {"at": 30.0, "events": moved, "gauges": gauges})
+    assert (state.requests[1].replica, state.requests[1].seat) == ("replica-2", 2)
+    assert "not ready" in shown(state)
+    narrow = shown(state, 80)
+    assert "…" not in narrow, "80 columns are enough for all that is shown in them"
+    assert re.search(r"replica-2 +ready +3 +0 +30% of 100", narrow)
+    assert re.search(r"replica-2 +3 +cmpl-\S* +running", narrow)
+    row = [1, "running", "cmpl-x", 0, 10, 20, 0.0, 0, 10, 4, "replica-1"]
+    state.take("frame", {"at": 50.0, "requests": [row]})
+    assert (state.requests[1].replica, state.requests[1].seat) == ("replica-1", 0)
+
+
+def test_one_engine_has_no_column_for_replicas() -> None:
+    state = EngineState()
+    state.take("hello", HELLO)
+    state.take("frame", {"at": 1.0, "events": [queued(1)], "gauges": gauges_of(True, 0)})
+    assert "replica" not in shown(state)
+    assert "rows a step" in shown(state)
 
 
 def test_one_picture() -> None:
@@ -123,8 +188,8 @@ def test_names_of_strangers_are_shown_as_they_are(capsys: pytest.CaptureFixture[
     hello = b'event: hello\ndata: {"model": "\\u001b[31m[red]evil", "seats": 1}\n\n'
     with answering(hello + b'event: end\ndata: {"reason": "x"}\n\n') as url:
         run_top(url, None, None, once=True)
-    shown = capsys.readouterr().out
-    assert "\\x1b[31m[red]evil" in shown
+    text = capsys.readouterr().out
+    assert "\\x1b[31m[red]evil" in text
 
 
 def test_an_address_that_is_none() -> None:

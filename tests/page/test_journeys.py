@@ -319,6 +319,29 @@ def test_an_answer_on_the_server_goes_on(
     remove(other)
 
 
+def test_the_turn_after_a_stopped_answer_has_it_on_the_server(
+    reader: Reader, new_reader: NewReader
+) -> None:
+    """The session has no answer that was stopped, so the next turn brings it."""
+    keep_on_server(reader, "settings.on-server")
+    reader.ask("What is 1 + 1?")
+    reader.settings(LONG)
+    reader.send("Tell me a story about a fox.")
+    reader.until("document.querySelectorAll('text-view')[1]?.innerText.length > 20")
+    reader.use("button.stop")
+    reader.page.wait_for_selector(".ending")
+    reader.settings({"max_tokens": 10})
+    reader.send("Who is in it?")
+    reader.until("document.querySelectorAll('.message.assistant .figures').length == 3")
+    other = new_reader()
+    keep_on_server(other, "settings.show-server")
+    other.use(".conversations button.open")
+    other.page.wait_for_selector(".message.assistant >> nth=2")
+    assert other.questions() == reader.questions()
+    assert other.answers() == reader.answers()
+    remove(other)
+
+
 def remove(reader: Reader) -> None:
     """Delete the open conversation, which is the only one."""
     page, row = reader.page, ".conversations button.open"

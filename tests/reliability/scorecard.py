@@ -39,12 +39,19 @@ class Row:
     load: str = ""
     needs: str = ""
     """a module without which the row is left out"""
+    engines: str = "one_engine"
+    """which variants run of the tests that have some; see `tests/support/engines.py`"""
+
+    @property
+    def keywords(self) -> str:
+        """The choice of its tests as pytest's `-k` has it."""
+        return "not two_engines" if self.engines == "one_engine" else self.engines
 
 
 ROWS = (
     Row(
         "1",
-        "ledger under load",
+        "counts under load",
         (f"{HERE}/test_overload.py::test_every_request_is_counted_for_longer",),
     ),
     Row(
@@ -151,7 +158,11 @@ ROWS = (
     Row(
         "22",
         "noisy neighbour",
-        ("tests/schedule/test_fair_share.py", "tests/server/test_tenants.py::test_limits"),
+        (
+            "tests/schedule/test_fair_share.py",
+            "tests/server/test_tenants.py::test_limits",
+            "tests/server/test_tenants.py::test_a_flood_beside_a_key_with_single_requests",
+        ),
         "Hash model: bounds of what one key gets while another floods, and the limits of a key; the"
         " times to the first token are in the log, by `benchmarks/tenants.py`",
     ),
@@ -227,6 +238,17 @@ ROWS = (
             f"{HERE}/test_cross_tenant.py::test_two_tenants_for_longer",
             f"{HERE}/test_cross_tenant.py::test_times_for_longer",
         ),
+    ),
+    Row(
+        "C1",
+        "limits of a key over four fronts",
+        (
+            "tests/server/test_front_limits.py::test_four_fronts_let_in_what_one_does",
+            "tests/server/test_front_limits.py::test_without_the_authority_each_has_its_share",
+            "tests/server/test_front_limits.py::test_no_failure_lets_in_more_for_longer",
+        ),
+        "600 requests and 60,000 tokens a minute, in virtual time: within 2 % of one front; with an"
+        " authority dead, slow or cut off at any moment at most 1.25 times",
     ),
     Row(
         "A9",
@@ -335,10 +357,51 @@ ROWS = (
         ),
     ),
     Row(
+        "R1",
+        "two engines: bad requests",
+        (f"{HERE}/test_hostile_inputs.py",),
+        "the list of row 15 against two engines; no step of either",
+        "two_engines",
+    ),
+    Row(
+        "R2",
+        "two engines: disconnect storm",
+        (f"{HERE}/test_leaving_clients.py::test_a_storm",),
+        engines="two_engines",
+    ),
+    Row(
+        "R3",
+        "two engines: slow readers",
+        (f"{HERE}/test_leaving_clients.py::test_slow_readers",),
+        engines="two_engines",
+    ),
+    Row(
+        "R4",
+        "two engines: noisy neighbour",
+        (
+            "tests/server/test_tenants.py::test_limits",
+            "tests/server/test_tenants.py::test_a_flood_beside_a_key_with_single_requests",
+        ),
+        "The limits of a key, and what a key waits for while another floods both engines",
+        "two_engines",
+    ),
+    Row(
+        "R5",
+        "two engines: route sweep",
+        (
+            f"{HERE}/test_hostile.py::test_every_route_and_no_other",
+            "tests/server/test_tenants.py::test_every_route_needs_a_key",
+            "tests/server/test_tenants.py::test_nothing_crosses_from_one_key_to_another",
+        ),
+        "Each route without a key, with wrong ones and with that of another",
+        "two_engines",
+    ),
+    Row(
         "V1",
         "viewers of an engine",
-        ("tests/server/test_engine_events.py",),
-        "10,000 steps a second, slow viewers, the ninth viewer, two keys, a killed engine",
+        ("tests/server/test_engine_events.py", "tests/server/test_replica_events.py"),
+        "10,000 steps a second, slow viewers, the ninth viewer, two keys, a killed engine, one of"
+        " two killed",
     ),
     Row(
         "C2",
@@ -380,7 +443,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
         findings = Path(folder) / "findings"
         started_s = time.monotonic()
         marks = "not peer and not gpu" if not row.needs else ""
-        command = [sys.executable, "-m", "pytest", "-m", marks, *row.tests]
+        command = [sys.executable, "-m", "pytest", "-m", marks, "-k", row.keywords, *row.tests]
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -451,7 +514,8 @@ def page(kept: dict[str, Any], before: str = "") -> str:
             parts += [f"- {name}: {_shown(value)}" for name, value in finding["counted"].items()]
             parts.append("")
         parts += [f"- `{line}`" for line in what["failures"]]
-        parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests))
+        only = f" (`-k {row.engines}`)" if row.engines != "one_engine" else ""
+        parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests) + only)
     return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text()))]) + "\n"
 
 

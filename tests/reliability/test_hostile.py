@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infer.engine.client.async_llm import AsyncLLM
 from infer.server.openai.chat import ChatBody
 from infer.server.openai.completions import CompletionBody
 from infer.server.openai.schema import DetokenizeBody, TokenizeBody
 from tests.support.doubles import make_hash_llm
+from tests.support.engines import ENGINES
 from tests.support.server_process import Findings, Served, follow, model_server, percentile, served
 from tests.support.serving import App, chat_body, completion_body, serving
 
@@ -237,12 +240,13 @@ FOREIGN_HOSTS = (
 )
 
 
-def test_every_route_and_no_other() -> None:
+@pytest.mark.parametrize("make_engine", ENGINES)
+def test_every_route_and_no_other(make_engine: Callable[..., AsyncLLM]) -> None:
     """Routes answer to their method only, and similar paths are refused."""
     statuses: Counter[int] = Counter()
 
     async def main() -> None:
-        async with serving(make_hash_llm()) as app:
+        async with serving(make_engine()) as app:
             known = {route.path for route in app.app.routes}  # type: ignore[attr-defined]
             sample = {path.replace("{name:path}", "hash-model") for path in known}
             assert sample == {path for _, path in OPEN}, "a route that this test does not know"

@@ -13,7 +13,7 @@ import gzip
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from infer.server.http.error_responses import MAX_HEADER_BYTES
 from infer.server.http.json_body import MAX_BODY_BYTES
 from infer.server.openai.chat import ChatBody
 from infer.types.server_limits import ServerLimits
-from tests.support.doubles import VOCAB_SIZE, make_hash_llm
+from tests.support.doubles import VOCAB_SIZE
+from tests.support.engines import COMMANDS, ENGINES
 from tests.support.server_process import Findings, Served, model_server, served
 from tests.support.serving import CHAT, COMPLETIONS, chat_body, completion_body, live
 
@@ -430,17 +431,23 @@ def check_error(status: int, headers: dict[str, str], body: bytes) -> None:
 ROWS = table(VOCAB_SIZE)
 
 
+@pytest.fixture(scope="module", params=ENGINES)
+def make_engine(request: pytest.FixtureRequest) -> Callable[..., AsyncLLM]:
+    maker: Callable[..., AsyncLLM] = request.param
+    return maker
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[tuple[AsyncLLM, int]]:
-    engine = make_hash_llm(max_seq_len=CONTEXT)
+def server(make_engine: Callable[..., AsyncLLM]) -> Iterator[tuple[AsyncLLM, int]]:
+    engine = make_engine(max_seq_len=CONTEXT)
     with live(engine) as url:
         yield engine, int(url.rpartition(":")[2])
 
 
 @pytest.fixture(scope="module")
-def impatient_server() -> Iterator[tuple[AsyncLLM, int]]:
+def impatient_server(make_engine: Callable[..., AsyncLLM]) -> Iterator[tuple[AsyncLLM, int]]:
     """Waits for a body for a moment only."""
-    engine = make_hash_llm(max_seq_len=CONTEXT)
+    engine = make_engine(max_seq_len=CONTEXT)
     with live(engine, limits=ServerLimits(body_timeout_s=0.05)) as url:
         yield engine, int(url.rpartition(":")[2])
 
@@ -469,9 +476,10 @@ async def time_all(server: Served, vocab: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_the_time_of_each_answer(tmp_path: Path) -> None:
+@COMMANDS
+def test_the_time_of_each_answer(tmp_path: Path, options: list[str]) -> None:
     """On the shipped model; `scorecard.py` judges the times."""
-    with served(model_server(), tmp_path / "log") as server:
+    with served(model_server(*options), tmp_path / "log") as server:
         config = json.loads(
             (Path(infer.__file__).parents[2] / "demo_model/config.json").read_text()
         )
@@ -481,7 +489,7 @@ def test_the_time_of_each_answer(tmp_path: Path) -> None:
     Findings().note(
         15,
         "hostile inputs",
-        "each row of the list, three times, over a socket; shipped model",
+        " ".join(["each row of the list, three times, over a socket; shipped model", *options]),
         rows=len(order),
         slowest={name: round(longest_ms[name], 1) for name in order[:10]},
         at_most={"longest answer [ms]": (round(longest_ms[order[0]], 1), 100)},

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines import COMMANDS
 from tests.support.server_process import (
     Findings,
     Served,
@@ -72,9 +73,10 @@ def test_a_small_storm(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_storm(tmp_path: Path) -> None:
-    arguments = model_server("--max-waiting-requests", "600")
-    load = "500 streams, 90 % reset within 50 ms, shipped model"
+@COMMANDS
+def test_a_storm(tmp_path: Path, options: list[str]) -> None:
+    arguments = model_server("--max-waiting-requests", "600", *options)
+    load = " ".join(["500 streams, 90 % reset within 50 ms, shipped model", *options])
     note_storm(arguments, load, tmp_path, 500, 20)
 
 
@@ -169,11 +171,13 @@ async def slow_readers(server: Served, slow: int, zero: int, normal: int) -> dic
 
 
 @pytest.mark.slow
-def test_slow_readers(tmp_path: Path) -> None:
-    arguments = model_server("--max-batch-size", "256", "--write-stall-s", "30")
+@COMMANDS
+def test_slow_readers(tmp_path: Path, options: list[str]) -> None:
+    arguments = model_server("--max-batch-size", "256", "--write-stall-s", "30", *options)
     with served(arguments, tmp_path / "log") as server:
         counted = asyncio.run(slow_readers(server, 100, 50, 50))
     load = "100 readers of 10 B/s, 50 of nothing, 50 normal, shipped model, log-probabilities"
+    load = " ".join([load, *options])
     Findings().note(11, "slow readers", load, **counted)
     before, after = counted["their p99 between tokens, all read / some do not [ms]"]
     assert after <= 1.2 * before

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,20 @@ from typer.testing import CliRunner
 
 from infer.cli.main import app as command
 from infer.config import EngineConfig
+from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, RequestError
 from infer.server import serve
 from infer.server.http.context import RequestContext
 from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Key, KeyLimits, Keys
-from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
+from infer.server.tenancy.limits import OPEN_PATHS, Tenant
+from infer.server.tenancy.token_bucket import Bucket
 from infer.types import Request, SamplingParams
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import held_runner, make_hash_llm
+from tests.support.engines import ENGINES
+from tests.support.server_process import Findings
 from tests.support.serving import COMPLETIONS, App, Reply, all_open, completion_body, with_app
 from tests.support.tenants import (
     cached,
@@ -37,7 +43,8 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "keys.json"
 
 
-def test_every_route_needs_a_key(file: Path) -> None:
+@pytest.mark.parametrize("make_engine", ENGINES)
+def test_every_route_needs_a_key(file: Path, make_engine: Callable[..., AsyncLLM]) -> None:
     key = make(file, "a")
     wrong = [{}, {"authorization": "Bearer no"}, {"authorization": "Bearer "}]
     wrong += [{"authorization": key["authorization"][:-1]}, {"authorization": "Basic x"}]
@@ -73,10 +80,13 @@ def test_every_route_needs_a_key(file: Path) -> None:
         assert (await app.get("/v1/models", **admin)).status == 503
 
     admin = make(file, "root", admin=True)
-    with_app(make_hash_llm(), use, api_keys=str(file))
+    with_app(make_engine(), use, api_keys=str(file))
 
 
-def test_nothing_crosses_from_one_key_to_another(file: Path) -> None:
+@pytest.mark.parametrize("make_engine", ENGINES)
+def test_nothing_crosses_from_one_key_to_another(
+    file: Path, make_engine: Callable[..., AsyncLLM]
+) -> None:
     keys = {name: make(file, name) for name in "ab"}
     friends = {name: make(file, name, share_cache="docs") for name in "cd"}
     admin = make(file, "root", admin=True)
@@ -105,7 +115,7 @@ def test_nothing_crosses_from_one_key_to_another(file: Path) -> None:
         shown = (await app.get("/metrics", **admin)).body.decode()
         assert 'infer:key_generation_tokens_total{key="a",model_name="hash-model"} 16' in shown
 
-    with_app(make_hash_llm(), use, api_keys=str(file))
+    with_app(make_engine(), use, api_keys=str(file))
 
 
 def test_what_a_key_has_used_outlives_the_server(
@@ -192,7 +202,8 @@ def test_traces_of_one_key_do_not_push_out_those_of_another(file: Path) -> None:
     with_app(make_hash_llm(), use, api_keys=str(file), limits=limits)
 
 
-def test_limits(file: Path) -> None:
+@pytest.mark.parametrize("make_engine", ENGINES)
+def test_limits(file: Path, make_engine: Callable[..., AsyncLLM]) -> None:
     key = make(file, "a", max_concurrent=2)
     few = make(file, "b", requests_per_minute=2)
     small = make(file, "c", tokens_per_minute=1000)
@@ -226,7 +237,66 @@ def test_limits(file: Path) -> None:
         refused = await post(alone, n=3)
         assert (refused.status, refused.error()["code"]) == (400, "too_many_choices")
 
-    with_app(make_hash_llm(step_s=0.001, max_batch_size=2), use, api_keys=str(file))
+    with_app(make_engine(step_s=0.001, max_batch_size=2), use, api_keys=str(file))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_engine", ENGINES)
+def test_a_flood_beside_a_key_with_single_requests(
+    file: Path, make_engine: Callable[..., AsyncLLM]
+) -> None:
+    """A request of a quiet key waits for the next seat, not for all that the other key has queued:
+    64 requests on 8 seats, which would be eight rounds of 32 tokens."""
+    step_s, num_flood = 0.005, 64
+    noisy, quiet = make(file, "noisy"), make(file, "quiet")
+
+    async def use(app: App) -> None:
+        async def ask(key: dict[str, str], number: int, **changes: Any) -> float:
+            body = completion_body(prompt=f"{number} {LONG}", ignore_eos=True, **changes)
+            reply = await app.post(COMPLETIONS, body, headers=key)
+            assert reply.status == 200
+            name = reply.json()["id"]
+            trace = (await app.get(f"/v1/requests/{name}", **key)).json()
+            return float(trace["first_token_ms"]) / (1000 * step_s)
+
+        async def flood(number: int) -> int:
+            count = 0
+            while not over.is_set():
+                await ask(noisy, number, max_tokens=32)
+                count += 1
+            return count
+
+        async def ask_singly() -> list[float]:
+            return [await ask(quiet, 1000 + i, max_tokens=2) for i in range(20)]
+
+        over = asyncio.Event()
+        alone = await ask_singly()
+        flooding = [asyncio.ensure_future(flood(number)) for number in range(num_flood)]
+        await asyncio.sleep(100 * step_s)
+        beside = await ask_singly()
+        over.set()
+        counts = [await each for each in flooding]
+        Findings().note(
+            22,
+            "noisy neighbour",
+            f"{num_flood} requests of one key always open, single ones of another; 8 seats, hash"
+            f" model, {len(app.engine.stats_of_members()) or 1} engine(s)",
+            **{
+                "first token of the quiet key, alone, p50 and longest [steps]": (
+                    round(statistics.median(alone), 1),
+                    round(max(alone), 1),
+                ),
+                "beside the flood [steps]": (
+                    round(statistics.median(beside), 1),
+                    round(max(beside), 1),
+                ),
+                "answers of the flood": sum(counts),
+            },
+        )
+        assert max(beside) < 3 * 32
+
+    engine = make_engine(step_s=step_s, max_batch_size=8, num_pages=2000)
+    with_app(engine, use, api_keys=str(file), limits=ServerLimits(max_traces_of_owner=500))
 
 
 def test_a_bucket() -> None:

@@ -34,7 +34,9 @@ class RequestState:
     num_computed: int = 0
     num_output: int = 0
     seat: int | None = None
-    """lowest seat that was free when it was admitted; None while it waits"""
+    """lowest seat of its replica that was free when it was admitted; None while it waits"""
+    replica: str = ""
+    """name of the engine that has it, or had it last, where there are several"""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class StepTotals:
     num_steps: int
     num_sequences: int
     num_prompt_tokens: int
+    replica: str = ""
+    """name of the engine, where there are several"""
 
 
 @dataclass
@@ -106,10 +110,14 @@ class EngineState:
         self._forget()
 
     def _take_steps(self, number: int, at_ms: float, rows: Iterable[list[Any]]) -> None:
-        for count, pause_ms, duration_ms, num_sequences, num_prompt, *_ in rows:
+        for count, pause_ms, duration_ms, num_sequences, num_prompt, _, _, *where in rows:
             number, at_ms = number + count, at_ms + pause_ms + duration_ms
-            self.steps.append(StepTotals(at_ms, duration_ms, count, num_sequences, num_prompt))
-        self.number, self.now_ms = number, max(self.now_ms, at_ms)
+            replica = str(where[0]) if where else ""
+            self.steps.append(
+                StepTotals(at_ms, duration_ms, count, num_sequences, num_prompt, replica)
+            )
+            self.now_ms = max(self.now_ms, at_ms)
+        self.number = number
 
     def _take_event(self, kind: str, number: int, at_ms: float, values: list[Any]) -> None:
         if kind == "queued" and number not in self.requests:
@@ -117,10 +125,13 @@ class EngineState:
         request = self.requests.get(number)
         if request is None:
             return
+        num_values = {"queued": 6, "admitted": 2, "resumed": 1}.get(kind)
+        if num_values is not None and len(values) > num_values:
+            request.replica = str(values[num_values])
         match kind:
             case "admitted":
                 request.state, request.num_cached = "running", values[0]
-                request.num_computed, request.seat = values[0], self._free_seat()
+                request.num_computed, request.seat = values[0], self._free_seat(request.replica)
             case "chunk":
                 request.num_computed = values[0] + values[1]
             case "first_token":
@@ -132,21 +143,28 @@ class EngineState:
             case "finished":
                 del self.requests[number]
 
-    def _free_seat(self) -> int:
-        taken = {request.seat for request in self.requests.values()}
+    def _free_seat(self, replica: str) -> int:
+        taken = {each.seat for each in self.requests.values() if each.replica == replica}
         return next(seat for seat in range(len(taken) + 1) if seat not in taken)
 
     def _replace(self, rows: Iterable[list[Any]]) -> None:
-        seats = {number: request.seat for number, request in self.requests.items()}
+        seats = {
+            number: (each.replica, each.seat)
+            for number, each in self.requests.items()
+            if each.seat is not None
+        }
         self.requests = {}
         for number, state, name, choice, num_prompt, most, since_ms, *counts in rows:
             request = RequestState(number, name, choice, num_prompt, most, since_ms, state)
-            request.num_cached, request.num_computed, request.num_output = counts
-            request.seat = seats.get(number) if state == "running" else None
+            request.num_cached, request.num_computed, request.num_output, *where = counts
+            request.replica = str(where[0]) if where else ""
+            replica, seat = seats.get(number, ("", None))
+            if state == "running" and replica == request.replica:
+                request.seat = seat
             self.requests[number] = request
         for request in self.requests.values():
             if request.state == "running" and request.seat is None:
-                request.seat = self._free_seat()
+                request.seat = self._free_seat(request.replica)
 
     def _forget(self) -> None:
         since_ms = self.now_ms - WINDOW_MS
@@ -157,6 +175,16 @@ class EngineState:
                 times.popleft()
 
     # ---- what a view shows
+
+    @property
+    def replicas(self) -> dict[str, Fields]:
+        """Gauges of each engine by name; empty where there is one."""
+        found = self.gauges.get("replicas", {})
+        return {name: each for name, each in found.items() if isinstance(each, dict)}
+
+    def steps_of(self, replica: str) -> list[StepTotals]:
+        """The steps of the last minute of one of several engines."""
+        return [step for step in self.steps if step.replica == replica]
 
     def rate(self, values: Iterable[tuple[float, float]], over_ms: float = 5_000.0) -> float:
         """Sum of (time, number) pairs of the last `over_ms`, per second."""

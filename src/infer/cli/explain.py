@@ -111,7 +111,8 @@ def write(trace: Fields, console: Console) -> None:
     console.print(Text.assemble(*first))
     cached = f", {trace['cached_tokens']} of them cached" if trace["cached_tokens"] else ""
     counts = f"{trace['prompt_tokens']} prompt tokens{cached}; {trace['completion_tokens']}"
-    console.print(plain(f"{counts} generated"))
+    where = f"; at {', '.join(trace['replicas'])}" if "replicas" in trace else ""
+    console.print(plain(f"{counts} generated{where}"))
     marks = [0.0, trace["admitted_ms"], trace["first_token_ms"], trace["total_ms"]]
     parts = []
     for name, start, stop in zip(("waiting", "prompt", "answer"), marks, marks[1:], strict=False):
@@ -155,15 +156,15 @@ def _lines(events: list[Fields]) -> Iterator[tuple[float, str, str]]:
 
 
 def _text(event: Fields) -> str:
+    where = f"; at {event['replica']}" if "replica" in event else ""
     match event["event"]:
         case "queued" | "resumed":
             behind = f": {', '.join(event['behind'])}" if event["behind"] else ""
             waits = f"behind {event['waiting_before']} waiting, {event['running']} running{behind}"
             differs = "; this engine computes other bits, so tokens may differ from here on"
-            return waits + (differs if event.get("tokens_may_differ") else "")
+            return waits + where + (differs if event.get("tokens_may_differ") else "")
         case "admitted":
             found = f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
-            where = f"; at {event['replica']}" if "replica" in event else ""
             return found + where + (f"; in {event['batch_id']}" if "batch_id" in event else "")
         case "speculated":
             return f"{event['accepted']} of {event['proposed']} proposed tokens were accepted"

@@ -23,6 +23,8 @@ MAX_LINE_BYTES = 1 << 20
 REFRESH_S = 0.2
 ONCE_S = 1.2
 """The seconds after which `--once` shows what there is: the first frames have come."""
+WIDE = 100
+"""Columns of a terminal that is wide enough for all that is known of replicas."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _END = {
     "shutting_down": "the server shuts down",
@@ -87,18 +89,21 @@ def picture(state: EngineState, url: str, width: int, height: int) -> Renderable
     """The whole view; `height` in lines limits the table, 0 = all requests."""
     parts: list[RenderableType] = [_head(state, url), _numbers(state), _latencies(state)]
     parts += _charts(state, width)
+    if state.replicas:
+        parts.append(_replicas(state, width))
     rows = sorted(state.requests.values(), key=_place)
-    most = max(3, height - 12) if height else len(rows)
+    num_above = 12 + (3 + 2 * len(state.replicas) if state.replicas else 0)
+    most = max(3, height - num_above) if height else len(rows)
     parts.append(_table(state, rows[:most], width))
     if len(rows) > most:
         parts.append(plain(f"… and {len(rows) - most} more requests", "dim"))
     return Group(*parts)
 
 
-def _place(request: RequestState) -> tuple[bool, float]:
+def _place(request: RequestState) -> tuple[bool, str, float]:
     if request.seat is not None:
-        return False, request.seat
-    return True, request.since_ms
+        return False, request.replica, request.seat
+    return True, "", request.since_ms
 
 
 def _head(state: EngineState, url: str) -> Text:
@@ -154,31 +159,69 @@ def _latencies(state: EngineState) -> Text:
 def _charts(state: EngineState, width: int) -> Iterator[Text]:
     num_columns = max(10, min(60, width - 34))
     prompt = [(step.ended_ms, step.num_prompt_tokens) for step in state.steps]
-    steps = [(step.ended_ms, step.num_steps) for step in state.steps]
-    rows = [(step.ended_ms, step.num_sequences) for step in state.steps]
     for name, pairs, rate in (
         ("output tok/s", list(state.output), state.rate(state.output)),
         ("prompt tok/s", prompt, state.rate(prompt)),
-        ("rows a step", rows, state.rate(rows) / (state.rate(steps) or 1)),
     ):
-        columns = state.history(pairs, num_columns)
-        if name == "rows a step":
-            counts = state.history(steps, num_columns)
-            columns = [a / b if b else 0.0 for a, b in zip(columns, counts, strict=True)]
-        most = max(columns) or 1
-        line = "".join(_BLOCKS[round(8 * column / most)] for column in columns)
-        yield Text.assemble((f"{name:>12} ", "dim"), (line, "cyan"), f" {rate:,.1f}")
+        yield _chart(name, state.history(pairs, num_columns), rate)
+    # The steps of several engines are not one another's: each has a line of its own.
+    for replica in state.replicas or [""]:
+        name = f"rows {_short(replica)}" if replica else "rows a step"
+        own = state.steps_of(replica)
+        rows = [(step.ended_ms, step.num_sequences) for step in own]
+        steps = [(step.ended_ms, step.num_steps) for step in own]
+        columns = state.history(rows, num_columns), state.history(steps, num_columns)
+        means = [a / b if b else 0.0 for a, b in zip(*columns, strict=True)]
+        yield _chart(name, means, state.rate(rows) / (state.rate(steps) or 1))
+
+
+def _chart(name: str, columns: list[float], rate: float) -> Text:
+    most = max(columns) or 1
+    line = "".join(_BLOCKS[round(8 * column / most)] for column in columns)
+    return Text.assemble(plain(f"{name:>12} ", "dim"), (line, "cyan"), f" {rate:,.1f}")
+
+
+def _short(replica: str) -> str:
+    """A name of a replica for a narrow column: its end tells it from others."""
+    return replica.removeprefix("replica-")[-7:]
+
+
+def _replicas(state: EngineState, width: int) -> Table:
+    """Each of several engines, and all together; the less important columns need `WIDE`."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    table.add_column("replica", no_wrap=True, max_width=24)
+    table.add_column("state", no_wrap=True)
+    counts = ["running", "waiting", *(["preempted", "cached_pages"] if width >= WIDE else [])]
+    for name in (*counts, "pages used", "steps/s", "restarts"):
+        table.add_column(name.replace("_pages", ""), justify="right", no_wrap=True)
+    for name, gauges in [*state.replicas.items(), ("all", state.gauges)]:
+        is_all = gauges is state.gauges
+        pages, free = gauges.get("pages", 0), gauges.get("free_pages", 0)
+        steps = state.steps if is_all else state.steps_of(name)
+        table.add_row(
+            plain(name, "dim" if is_all else "bold"),
+            Text("ready", "green") if gauges.get("ready") else Text("not ready", "bold red"),
+            *(f"{gauges.get(count, 0):,}" for count in counts),
+            f"{(pages - free) / pages if pages else 0.0:.0%} of {pages:,}",
+            f"{state.rate([(step.ended_ms, step.num_steps) for step in steps]):,.0f}",
+            f"{gauges.get('restarts', 0):,}",
+        )
+    return table
 
 
 def _table(state: EngineState, rows: list[RequestState], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+    has_replicas = bool(state.replicas)
+    is_narrow = has_replicas and width < WIDE
+    if has_replicas:
+        table.add_column("replica", no_wrap=True, max_width=12 if is_narrow else 16)
     table.add_column("seat", justify="right")
-    table.add_column("request", no_wrap=True, max_width=24)
+    table.add_column("request", no_wrap=True, max_width=13 if is_narrow else 24)
     table.add_column("state")
-    table.add_column("cached · prompt · output", no_wrap=True)
+    table.add_column("progress" if is_narrow else "cached · prompt · output", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
     table.add_column("age", justify="right", no_wrap=True)
-    room = max(10, min(48, width - 72))
+    room = max(10, min(48, width - (90 if has_replicas else 72)))
     for request in rows:
         name = "somebody else's" if request.name is None else request.name
         choice = f" #{request.choice}" if request.choice else ""
@@ -187,6 +230,7 @@ def _table(state: EngineState, rows: list[RequestState], width: int) -> Table:
         if doing == "running" and not request.num_output:
             doing = "prompt"
         table.add_row(
+            *([plain(request.replica)] if has_replicas else []),
             "" if request.seat is None else str(request.seat + 1),
             plain(f"{name}{choice}", "dim" if request.name is None else ""),
             plain(doing, style),

@@ -1,4 +1,4 @@
-"""The deployments of Ray Serve: `Engine` and `Front`; the only module that imports Ray
+"""The deployments of Ray Serve: `Engine` and `Front`
 
 An `Engine` replica starts an `EngineActor` in its placement group, which has the engine's process
 and one streaming call for each front. A `Front` replica has the server over a fleet of engines,
@@ -12,10 +12,8 @@ import contextlib
 import ipaddress
 import logging
 import os
-import secrets
 import threading
 import time
-import zlib
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from typing import Any
@@ -29,10 +27,13 @@ from ray.serve.exceptions import RayServeException
 
 from infer.cluster.cluster_settings import AllSettings, engine_settings
 from infer.cluster.engine_host import CommandOrder, EngineHost, link_items
+from infer.cluster.front_identity import new_front_name, seed_of_front
+from infer.cluster.front_relay import RelayedPeers
 from infer.cluster.link_messages import BEAT_S, Description, decode_description, encode
-from infer.cluster.ray_version import check_version
+from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.remote_member import LinkBrokenError, RemoteMember
 from infer.cluster.scaling import EngineLoad, engines_wanted
+from infer.cluster.shared_fronts import SharedFronts
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.fleet.fleet import Fleet, fleet_limits
@@ -42,6 +43,8 @@ from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError
 from infer.server.app import create_app
+from infer.server.fronts import SeveralFronts
+from infer.server.tenancy.front_limits import FrontLimits
 from infer.server.ui.page import Page
 from infer.text.checkpoint_text import TextFiles
 from infer.text.tokenizer import Tokenizer
@@ -315,8 +318,9 @@ class Front:
         if message := _why_too_many(self._settings):
             log.warning("replicas: %s", message)  # perhaps a machine has just died
         self._engines = engines
-        self._name = f"front-{secrets.token_hex(4)}"
+        self._name = new_front_name()
         self._finding: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[None] | None = None
         self._fleet: Fleet | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -333,18 +337,26 @@ class Front:
             moved_streams=settings.server.moved_streams,
         )
         limits = fleet_limits([description.limits] * settings.cluster.range[1])
-        seed = settings.engine.seed
-        if seed is None:
-            seed = secrets.randbits(62)
-        # Two fronts must not give equal requests equal seeds.
-        seed = (seed + zlib.crc32(self._name.encode())) % 2**62
+        seed = seed_of_front(settings.engine.seed, self._name)
         engine = AsyncLLM(
             self._fleet, InputProcessor(tokenizer, limits, seed), description.model_name
         )
         engine.expect_grammars()
         self._finding = asyncio.create_task(self._find())
         page = Page() if settings.server.ui else None
-        return create_app(engine, settings.server, page=page)
+        return self._app(engine, page)
+
+    def _app(self, engine: AsyncLLM, page: Page | None) -> Any:
+        cluster, server = self._settings.cluster, self._settings.server
+        if cluster.fronts == 1:
+            return create_app(engine, server, page=page)
+        shared = SharedFronts(serve.get_replica_context().app_name, cluster.fronts)
+        limits = FrontLimits(self._name, cluster.fronts, shared.exchange)
+        peers = RelayedPeers(self._name, shared)
+        fronts = SeveralFronts(self._name, limits, peers)
+        app = create_app(engine, server, page=page, fronts=fronts)
+        self._answering = asyncio.create_task(peers.serve(app.state.desk))
+        return app
 
     def _member(self, description: Description, actor: Any) -> RemoteMember:
         return RemoteMember(description, RayCarrier(actor, self._name))
@@ -415,6 +427,7 @@ def application(arguments: dict[str, Any]) -> Any:
     """The application of Ray Serve. Raises `ConfigError`."""
     check_version(ray.__version__)
     settings = AllSettings.of(arguments)
+    warn_without_haproxy(os.environ)
     if ray.is_initialized():
         _check_token(settings)
         if message := _why_too_many(settings):

@@ -202,6 +202,10 @@ class EngineThread:
         """See `EngineClient`."""
         return {}
 
+    def ready_members(self) -> frozenset[str]:
+        """See `EngineClient`."""
+        return frozenset()
+
     def _run(self, deliver: Deliver, died: Callable[[], None]) -> None:
         def send(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
             self._heard_s = time.monotonic()

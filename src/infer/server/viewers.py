@@ -37,6 +37,7 @@ from infer.server.observe.request_trace import RequestTrace, RequestTraces
 from infer.server.openai.events import dump, event
 from infer.server.tenancy.limits import too_many
 from infer.types import FinishReason, StepOutput
+from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
 log = logging.getLogger(__name__)
@@ -231,9 +232,6 @@ class EngineViewers:
         for request_id, request in self._traces.followed():
             self._builder.follow(request_id, request)
         self._num_restarts = self._engine.read_stats().engine.counters.num_restarts
-        for name, each in self._engine.stats_of_members().items():
-            gauges = each.gauges
-            self._builder.note_pages(name, gauges.num_free_pages, gauges.num_indexed_pages)
         self._gauges, self._credit, self._told_s = {}, float(_CREDIT_BYTES), self._zero_s
         self._traces.watch(self)
         self._ticking = asyncio.ensure_future(self._tick_often())
@@ -325,29 +323,30 @@ class EngineViewers:
 
     def _read_gauges(self) -> dict[str, Any]:
         stats, members = self._engine.read_stats(), self._engine.stats_of_members()
-        gauges, counters = stats.engine.gauges, stats.engine.counters
+        counters = stats.engine.counters
         if counters.num_restarts > self._num_restarts:
             self._num_restarts = counters.num_restarts
             if self._builder is not None and not members:
                 self._builder.restarted()
-        replicas = {
-            name: {
-                "waiting": each.gauges.num_waiting,
-                "running": each.gauges.num_running,
-                "free_pages": each.gauges.num_free_pages,
-                "restarts": each.counters.num_restarts,
-            }
-            for name, each in members.items()
-        }
+        ready = self._engine.ready_members()
+        replicas = {name: _gauges_of(each, name in ready) for name, each in members.items()}
         return {
-            **({"replicas": replicas} if replicas else {}),
-            "ready": self._engine.is_ready,
-            "waiting": gauges.num_waiting,
-            "running": gauges.num_running,
-            "preempted": gauges.num_preempted,
-            "pages": gauges.num_pages,
-            "free_pages": gauges.num_free_pages,
-            "cached_pages": gauges.num_indexed_pages,
+            **_gauges_of(stats.engine, self._engine.is_ready),
             "open": stats.num_open,
-            "restarts": counters.num_restarts,
+            **({"replicas": replicas} if replicas else {}),
         }
+
+
+def _gauges_of(stats: EngineStats, is_ready: bool) -> dict[str, Any]:
+    """The gauges of one engine, or of all together."""
+    gauges = stats.gauges
+    return {
+        "ready": is_ready,
+        "waiting": gauges.num_waiting,
+        "running": gauges.num_running,
+        "preempted": gauges.num_preempted,
+        "pages": gauges.num_pages,
+        "free_pages": gauges.num_free_pages,
+        "cached_pages": gauges.num_indexed_pages,
+        "restarts": stats.counters.num_restarts,
+    }

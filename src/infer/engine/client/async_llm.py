@@ -329,9 +329,12 @@ class AsyncLLM:
         return ServingStats(self.engine_client.stats(), copy(self._counts), limits, self.num_open)
 
     def stats_of_members(self) -> Mapping[str, EngineStats]:
-        """The statistics of each engine by name, where there are several."""
-        found = self.engine_client.stats_of_members()
-        return found if len(found) > 1 else {}
+        """The statistics of each engine by name, where engines have names; see `EngineClient`."""
+        return self.engine_client.stats_of_members()
+
+    def ready_members(self) -> frozenset[str]:
+        """Names of those of these engines that work on requests now."""
+        return self.engine_client.ready_members()
 
     def snapshot(self) -> dict[str, OpenRequest]:
         """What waits for the readers of the open requests, by request id."""

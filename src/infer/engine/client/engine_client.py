@@ -60,4 +60,8 @@ class EngineClient(Protocol):
         """Gauges of the current engine, and counters summed over all engines since the start."""
 
     def stats_of_members(self) -> Mapping[str, EngineStats]:
-        """The same of each engine of a fleet, by its name; empty where there is no fleet."""
+        """The same of each engine by its name, where engines have names: `StepEvents.member`;
+        otherwise empty."""
+
+    def ready_members(self) -> frozenset[str]:
+        """Names of those of these engines that work on requests now."""

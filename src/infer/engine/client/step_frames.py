@@ -6,6 +6,9 @@ for one circle of viewers: requests are numbers that mean something in that circ
 is written where the circle may know it. docs/events.md describes the format. The server's stream
 and the recordings of `infer bench` are made here.
 
+Where several engines serve a model, each row, request and event names its engine, and rows of two
+engines are never made one: the steps of each are a timeline of their own.
+
 Memory is bounded. Where a frame would hold more than `MAX_STEPS` rows, neighbours become one row;
 where it would hold more than `MAX_EVENTS` events, they are left out and counted, and the frame
 carries the state of all requests in their place.
@@ -84,10 +87,12 @@ class FollowedRequest:
     """output tokens so far"""
     last_s: float | None = None
     """time of its latest token; None before the first"""
+    member: str = ""
+    """name of the engine that has it, or had it last, where there are several"""
 
 
 class StepRow(NamedTuple):
-    """One step, or several neighbours."""
+    """One step, or several neighbours of one engine."""
 
     num_steps: int
     """number of steps; more than 1 where rows were merged"""
@@ -98,14 +103,16 @@ class StepRow(NamedTuple):
     num_prompt_tokens: int
     """prompt tokens computed; a sum over the steps"""
     num_free_pages: int
-    """after the last of the steps"""
+    """of the engine, after the last of the steps"""
     num_indexed_pages: int
-    """after the last of the steps"""
+    """of the engine, after the last of the steps"""
     member: str = ""
-    """name of the engine, where there are several; "" also for steps of several engines"""
+    """name of the engine, where there are several"""
+    number: int = 0
+    """number of the last of the steps at its engine"""
 
     def merged(self, other: StepRow) -> StepRow:
-        """One row for this one and the next."""
+        """One row for this one and the next of the same engine."""
         return StepRow(
             self.num_steps + other.num_steps,
             self.started_s,
@@ -114,8 +121,23 @@ class StepRow(NamedTuple):
             self.num_prompt_tokens + other.num_prompt_tokens,
             other.num_free_pages,
             other.num_indexed_pages,
-            self.member if self.member == other.member else "",
+            self.member,
+            other.number,
         )
+
+
+def _halved(rows: list[StepRow]) -> list[StepRow]:
+    """The rows with each two neighbours of one engine as one."""
+    halved: list[StepRow] = []
+    single: dict[str, int] = {}  # engine → index of its row that has no partner yet
+    for row in rows:
+        index = single.pop(row.member, None)
+        if index is None:
+            single[row.member] = len(halved)
+            halved.append(row)
+        else:
+            halved[index] = halved[index].merged(row)
+    return halved
 
 
 class FrameEvent(NamedTuple):
@@ -202,15 +224,9 @@ class FrameBuilder:
         self._followed: dict[str, FollowedRequest] = {}
         self._num_waiting = 0
         self._last_number: int | None = None
-        self._pages: dict[str, tuple[int, int]] = {}
-        """free and indexed pages of each engine, where there are several"""
         self._frame = Frame()
         self._closed: list[Frame] = []
         """frames that a restart has ended"""
-
-    def note_pages(self, member: str, num_free: int, num_indexed: int) -> None:
-        """The pages of one of several engines, which may not step for a while."""
-        self._pages[member] = (num_free, num_indexed)
 
     def follow(self, request_id: str, request: FollowedRequest) -> None:
         """Follow a request that has been there before."""
@@ -270,12 +286,9 @@ class FrameBuilder:
 
     def _add_step(self, step_events: StepEvents) -> None:
         number, started_s, num_prompt = step_events.number, step_events.started_s, 0
-        num_free, num_indexed = step_events.num_free_pages, step_events.num_indexed_pages
         member = step_events.member
-        if member:  # the steps of all engines are counted, and their pages summed
-            number = 1 + (self._last_number or 0)
-            self.note_pages(member, num_free, num_indexed)
-            num_free, num_indexed = map(sum, zip(*self._pages.values(), strict=True))
+        if member:
+            number = 1 + (self._last_number or 0)  # the steps of all engines are counted
         elif self._last_number is not None and number < self._last_number:
             self.restarted()
         step_ms = round(1000 * (step_events.ended_s - started_s), 2)
@@ -298,33 +311,32 @@ class FrameBuilder:
             step_events.ended_s,
             step_events.num_sequences,
             num_prompt,
-            num_free,
-            num_indexed,
+            step_events.num_free_pages,
+            step_events.num_indexed_pages,
             member,
+            step_events.number,
         )
         frame.rows.append(row)
         if self._max_steps is not None and len(frame.rows) > self._max_steps:
-            pairs = zip(frame.rows[::2], frame.rows[1::2], strict=False)
-            odd = frame.rows[-1:] if len(frame.rows) % 2 else []
-            frame.rows = [*(one.merged(next_one) for one, next_one in pairs), *odd]
+            frame.rows = _halved(frame.rows)
 
     def _add_event(self, event: RequestEvent, at_s: float, step_ms: float, member: str) -> None:
         is_new = event.request_id not in self._followed
-        request = self._find(event, at_s)
+        request = self._find(event, at_s, member)
         if request is None:
             return
+        request.member, where = member, (member,) if member else ()
         match event:
             case Queued():
                 if not is_new:
-                    self._note("queued", request, at_s, event.num_before)
+                    self._note("queued", request, at_s, event.num_before, *where)
             case Resumed():
                 request.state, request.num_computed, request.num_cached = "waiting", 0, 0
                 if not is_new:
-                    self._note("resumed", request, at_s, event.num_before)
+                    self._note("resumed", request, at_s, event.num_before, *where)
             case Admitted():
                 request.state = "running"
                 request.num_cached = request.num_computed = event.num_cached
-                where = (member,) if member else ()
                 self._note("admitted", request, at_s, event.num_cached, event.num_tokens, *where)
             case ComputedChunk():
                 request.num_computed = event.start + event.num_tokens
@@ -355,7 +367,7 @@ class FrameBuilder:
         else:
             self._frame.left_out.events += 1
 
-    def _find(self, event: RequestEvent, at_s: float) -> FollowedRequest | None:
+    def _find(self, event: RequestEvent, at_s: float, member: str) -> FollowedRequest | None:
         """The request of an event; a new one is introduced by an event of its own."""
         request = self._followed.get(event.request_id)
         if request is not None:
@@ -367,7 +379,7 @@ class FrameBuilder:
             return None
         request = self._followed[event.request_id] = FollowedRequest(facts)
         num_before = event.num_before if isinstance(event, Queued | Resumed) else 0
-        self._note("queued", request, at_s, num_before)
+        self._note("queued", request, at_s, num_before, *((member,) if member else ()))
         return request
 
     def _finish(self, request_id: str, at_s: float, reason: FinishReason | None) -> None:
@@ -442,7 +454,9 @@ class FrameWriter:
     def _event(self, event: FrameEvent, at_s: float) -> list[Any]:
         request, at_ms = event.request, round(1000 * (event.at_s - at_s), 2)
         if event.kind == "queued":
-            return ["queued", self._number(request), at_ms, *event.values, *self._facts(request)]
+            num_before, *where = event.values
+            number = self._number(request)
+            return ["queued", number, at_ms, num_before, *self._facts(request), *where]
         values = (
             self._numbers.get(value) if isinstance(value, FollowedRequest) else value
             for value in event.values
@@ -466,6 +480,7 @@ class FrameWriter:
                 request.num_cached,
                 request.num_computed,
                 request.num_output,
+                *([request.member] if request.member else []),
             ]
             for request, number in numbers.items()
         ]
@@ -481,6 +496,7 @@ def _begin_of(frame: Frame, now_s: float) -> float:
 
 def _step_rows(rows: list[StepRow], since_s: float) -> Iterable[list[float | str]]:
     for row in rows:
+        where: list[float | str] = [row.member, row.number] if row.member else []
         yield [
             row.num_steps,
             round(1000 * (row.started_s - since_s), 2),
@@ -489,7 +505,7 @@ def _step_rows(rows: list[StepRow], since_s: float) -> Iterable[list[float | str
             row.num_prompt_tokens,
             row.num_free_pages,
             row.num_indexed_pages,
-            *([row.member] if row.member else []),
+            *where,
         ]
         since_s = row.ended_s
 

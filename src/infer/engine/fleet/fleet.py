@@ -1,6 +1,6 @@
 """`Fleet`: an `EngineClient` over members, any of which may die while its streams go on elsewhere
 
-The fleet holds the ledger (`RequestJournal`). A request is sent to one life of one member; where
+The fleet holds the journal (`RequestJournal`). A request is sent to one life of one member; where
 that life ends, the request waits for another one and goes on there behind the tokens that its
 caller has. `Router` chooses among the members that are ready and have room. Without any, requests
 wait here, in order of arrival.
@@ -122,6 +122,8 @@ class Fleet:
         self._lock = threading.RLock()
         self._journal = RequestJournal()
         self._places = {member.name: _Place(member) for member in members}
+        self._has_names = len(members) != 1
+        """whether steps name their member: there are several, or others come and go"""
         if len(self._places) < len(members):
             raise ValueError("two members have the same name")
         self._identity: Fingerprint | None = None
@@ -181,6 +183,7 @@ class Fleet:
             if old is not None and not old.is_gone:
                 raise ValueError(f"a member {member.name!r} is there already")
             self._places[member.name] = _Place(member)
+            self._has_names = True
         member.start(self)
         self._watch()
 
@@ -237,8 +240,13 @@ class Fleet:
 
     def stats_of_members(self) -> dict[str, EngineStats]:
         """See `EngineClient`."""
-        members = self.members
+        members = self.members if self._has_names else {}
         return {name: member.stats() for name, member in members.items()}
+
+    def ready_members(self) -> frozenset[str]:
+        """See `EngineClient`."""
+        places = list(self._places.items()) if self._has_names else []
+        return frozenset(name for name, place in places if self._is_serving(place))
 
     # ---- as the listener of its members
 
@@ -273,7 +281,7 @@ class Fleet:
                 return
             if step_events is not None:
                 held.load.stepped(step_events)
-                if len(self._places) > 1:
+                if self._has_names:
                     step_events = msgspec.structs.replace(step_events, member=member.name)
             step = self._journal.record(outputs, held) if outputs else []
             for output in step:

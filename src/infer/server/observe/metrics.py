@@ -136,6 +136,13 @@ def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
     return generate_latest(registry)
 
 
+def text_of_metrics(all_metrics: Sequence[Metrics]) -> bytes:
+    """`text_of` without the numbers of connections."""
+    registry = CollectorRegistry()
+    registry.register(_Together(all_metrics))
+    return generate_latest(registry)
+
+
 class Metrics:
     """See the module's docstring. It is a collector for the prometheus client."""
 
@@ -254,9 +261,12 @@ class Metrics:
 
     def _replicas(self) -> dict[str, Any]:
         """The numbers of each engine, where there are several."""
-        found = self._engine.stats_of_members()
-        mode = self._engine.batching_mode
-        return {"replicas": {name: s.by_name(mode) for name, s in found.items()}} if found else {}
+        mode, ready = self._engine.batching_mode, self._engine.ready_members()
+        replicas = {
+            name: {"ready": name in ready, **each.by_name(mode)}
+            for name, each in self._engine.stats_of_members().items()
+        }
+        return {"replicas": replicas} if replicas else {}
 
     # ---- for the prometheus client
 
@@ -272,6 +282,9 @@ class Metrics:
         yield self._labelled("spec_decode_num_accepted_tokens_per_pos", "position", at)
         yield from self._summary(serving)
         if members := self._engine.stats_of_members():
+            ready = self._engine.ready_members()
+            states = {member: float(member in ready) for member in members}
+            yield self._labelled("replica_ready", "replica", states, GaugeMetricFamily)
             for name, gauge in _GAUGES.items():
                 values = {member: gauge(each.gauges) for member, each in members.items()}
                 yield self._labelled(f"replica_{name}", "replica", values, GaugeMetricFamily)

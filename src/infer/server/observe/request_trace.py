@@ -42,6 +42,8 @@ from infer.types.step_events import (
 
 MAX_BATCHES = 16
 """number of static batches that a trace names; the choices of one request may be in several"""
+MAX_REPLICAS = 16
+"""number of engines that a trace names"""
 NUM_GAPS = 5
 MAX_STEPS = 256
 """number of latest steps that can explain a slow gap"""
@@ -72,6 +74,8 @@ class ChoiceTrace:
     """when it sampled its latest token"""
     reason: FinishReason | None = None
     """why it ended; None while it runs, and if its client left before the end"""
+    replica: str = ""
+    """name of the engine that has it, or had it last, where there are several"""
 
 
 @dataclass(slots=True, eq=False)
@@ -120,6 +124,9 @@ class RequestTrace:
     """(seconds, details) of the longest gaps between two tokens, the longest first"""
     batches: list[BatchTrace] = field(default_factory=list)
     """the static batches that its choices were in"""
+    replicas: list[str] = field(default_factory=list)
+    """names of the engines that had its choices, where there are several, in order of the first
+    time"""
     ended_s: float | None = None
     outcome: str | None = None
     error: RequestError | None = None
@@ -165,6 +172,11 @@ class RequestTrace:
         """Number of recorded restarts of the engine that one of its choices survived."""
         resumed = (event.get("choice", 0) for event in self.events if event["event"] == "resumed")
         return max(Counter(resumed).values(), default=0)
+
+    def ran_on(self, replica: str) -> None:
+        """Note that an engine has one of its choices."""
+        if replica not in self.replicas and len(self.replicas) < MAX_REPLICAS:
+            self.replicas.append(replica)
 
     def ms(self, time_s: float | None) -> float | None:
         """Milliseconds from the arrival of the request to a time on the monotonic clock."""
@@ -264,6 +276,7 @@ class RequestTraces:
                     num_computed=choice.num_prompt if has_output else 0,
                     num_output=choice.num_tokens,
                     last_s=choice.last_s if has_output else None,
+                    member=choice.replica,
                 ),
             )
 
@@ -471,7 +484,8 @@ class RequestTraces:
                 assert_never(event)
         details["step"] = step_events.number
         if step_events.member:
-            details["replica"] = step_events.member
+            details["replica"] = choice_trace.replica = step_events.member
+            trace.ran_on(step_events.member)
         trace.record(at_s, choice_trace.index, kind, **details)
 
     def _shown(self, name: str, trace: RequestTrace) -> str:
@@ -550,6 +564,7 @@ def summary(trace: RequestTrace) -> dict[str, Any]:
         "first_token_ms": trace.ms(trace.earliest("first_s")),
         "total_ms": trace.ms(trace.ended_s),
         **({"batch_ids": trace.batch_ids} if trace.batches else {}),
+        **({"replicas": trace.replicas} if trace.replicas else {}),
     }
 
 

@@ -61,6 +61,8 @@ def make_tracing(model_name: str) -> Callable[[RequestTrace], None]:
         )
         if trace.batches:
             span.set_attribute("infer.batch.ids", trace.batch_ids)
+        if trace.replicas:
+            span.set_attribute("infer.replicas", trace.replicas)
         for name, attribute in (("admitted", "admitted_s"), ("first token", "first_s")):
             if (at_s := trace.earliest(attribute)) is not None:
                 span.add_event(name, timestamp=ns(at_s))

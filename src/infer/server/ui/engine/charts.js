@@ -10,14 +10,14 @@ const RECENT_MS = 60_000;
 /** @param {number | null} ms */
 const bound = (ms) => (ms === null ? "–" : Number.isFinite(ms) ? `≤ ${duration(ms)}` : `> ${duration(2500)}`);
 
-/** @param {import("./history.js").History} history @param {import("./draw.js").Window} view
+/** The charts of one engine's steps; those of several have its name.
+ * @param {import("./history.js").History} history @param {string} name @param {import("./draw.js").Window} view
  * @param {import("./draw.js").Colours} c @returns {Chart[]} */
-export function chartsOf(history, view, c) {
-  const { steps, gauges } = history;
-  const pages = gauges.pages ?? 0;
-  const latest = history.stepAt(view.until)?.step;
-  const recent = view.until - RECENT_MS;
-  const first = history.firstPercentile(0.5, recent, view.until);
+function ofReplica(history, name, view, c) {
+  const replica = history.replica(name);
+  const { steps, pages } = replica;
+  const latest = history.stepAt(view.until, name)?.step;
+  const where = name ? { name, replica } : {};
   /** @param {(step: import("./history.js").Step) => number[]} values @returns {Chart["points"]} */
   const ofSteps = (values) => (put, from, to) => {
     for (let i = Math.max(0, steps.from(from) - 1); i < steps.at.length && steps.at[i] <= to; i++) {
@@ -26,15 +26,27 @@ export function chartsOf(history, view, c) {
   };
   return [
     {
-      label: t("engine.chart.tokens"), kind: "bars", colour: [c.prompt, c.decode],
+      ...where, label: t("engine.chart.tokens"), kind: "bars", colour: [c.prompt, c.decode],
       value: latest ? number((latest.prompt + latest.sequences) / latest.count) : "–",
       points: ofSteps((step) => [step.prompt / step.count, step.sequences / step.count]),
     },
     {
-      label: t("engine.chart.pages"), kind: "line", colour: [c.accent],
+      ...where, label: t("engine.chart.pages"), kind: "line", colour: [c.accent],
       value: pages ? number(1 - (latest?.free ?? pages) / pages, { style: "percent" }) : "–",
       points: ofSteps((step) => [pages - step.free]),
     },
+  ];
+}
+
+/** The charts of each engine, and those of all together.
+ * @param {import("./history.js").History} history @param {import("./draw.js").Window} view
+ * @param {import("./draw.js").Colours} c @returns {Chart[]} */
+export function chartsOf(history, view, c) {
+  const { gauges } = history;
+  const recent = view.until - RECENT_MS;
+  const first = history.firstPercentile(0.5, recent, view.until);
+  return [
+    ...[...history.replicas.keys()].flatMap((name) => ofReplica(history, name, view, c)),
     {
       label: t("engine.chart.queue"), kind: "line", colour: [c.waiting],
       value: number((gauges.waiting ?? 0) + (gauges.preempted ?? 0)),

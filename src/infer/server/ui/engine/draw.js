@@ -7,6 +7,8 @@
  * `zero` */
 
 const QUEUE_ROWS = 8;
+/** Height of the line above the lanes of a replica, which has its name. */
+const HEAD = 18;
 export const LABEL = 74;
 
 const NAMES = ["quiet", "line", "waiting", "preempted", "cached", "prompt", "decode", "accent"];
@@ -62,12 +64,31 @@ export function fit(canvas, height) {
   return { context, width };
 }
 
-/** Lanes that are drawn, and their height. @param {History} history @param {number} [most] */
+/** @typedef {{name: string, seats: number, top: number}} Group lanes of one replica; `top` is that of its first seat */
+/** @typedef {{groups: Group[], queue: number, high: number, top: number, height: number}} Layout
+ * `high` is the height of a lane, `top` that of everything below the queue */
+
+/** Lanes that are drawn, and their height. @param {History} history @param {number} [most] @returns {Layout} */
 export function lanes(history, most = 0) {
-  const seats = Math.max(1, most || Math.min(history.hello.seats, history.maxLane + 1));
+  const groups = [...history.replicas].map(([name, { maxLane }]) => (
+    { name, seats: Math.max(1, most || Math.min(history.hello.seats, maxLane + 1)), top: 0 }));
+  const seats = groups.reduce((sum, each) => sum + each.seats, 0);
   const queue = Math.min(QUEUE_ROWS, history.queueRows);
   const high = seats <= 16 ? 20 : seats <= 48 ? 11 : 5;
-  return { seats, queue, high, height: (seats + queue) * high + (queue ? 10 : 0) + 18 };
+  const top = queue ? queue * high + 10 : 0;
+  let height = top;
+  for (const group of groups) {
+    group.top = height + (history.hasReplicas ? HEAD : 0);
+    height = group.top + group.seats * high;
+  }
+  return { groups, queue, high, top, height: height + 18 };
+}
+
+/** The lane at a height, and its replica; the last lane above it where there is none. @param {Layout} layout @param {number} y */
+export function laneAt(layout, y) {
+  if (y < layout.top) return { replica: layout.groups[0].name, lane: Math.floor(y / layout.high) - layout.queue };
+  const group = layout.groups.findLast((each) => y >= each.top - HEAD) ?? layout.groups[0];
+  return { replica: group.name, lane: Math.floor((y - group.top) / layout.high) };
 }
 
 /** @param {CanvasRenderingContext2D} context @param {Window} view @param {number} width */
@@ -82,13 +103,21 @@ export function drawLanes(canvas, history, view, c, words) {
   const layout = lanes(history, words.most);
   const { context, width } = fit(canvas, layout.height);
   const x = xOf(context, view, width);
-  const top = layout.queue ? layout.queue * layout.high + 10 : 0;
-  /** @param {number} lane */
-  const y = (lane) => (lane >= 0 ? top + lane * layout.high : (layout.queue + lane) * layout.high);
+  const { high, top } = layout;
+  const tops = new Map(layout.groups.map((each) => [each.name, each.top]));
+  /** @param {import("./history.js").Span} span */
+  const y = ({ lane, replica }) => (lane >= 0 ? (tops.get(replica) ?? Number.NaN) + lane * high : (layout.queue + lane) * high);
   context.font = `11px ${c.font}`;
   context.textBaseline = "middle";
-  context.fillStyle = c.line;
-  for (let lane = 0; lane < layout.seats; lane++) context.fillRect(LABEL, y(lane) + layout.high - 1, width - LABEL, 0.5);
+  for (const group of layout.groups) {
+    context.fillStyle = c.line;
+    for (let lane = 0; lane < group.seats; lane++) context.fillRect(LABEL, group.top + (lane + 1) * high - 1, width - LABEL, 0.5);
+    if (!history.hasReplicas) continue;
+    context.fillRect(0, group.top - HEAD, width, 0.5);
+    drawAbsences(context, history.replica(group.name), view, c, x, width, group.top - HEAD + 1, group.seats * high + HEAD - 2);
+    context.fillStyle = c.text;
+    context.fillText(group.name, 2, group.top - HEAD / 2 + 1);
+  }
   context.save();
   context.beginPath();
   context.rect(LABEL, 0, width - LABEL, layout.height);
@@ -100,15 +129,34 @@ export function drawLanes(canvas, history, view, c, words) {
   for (const at of history.restarts) if (at >= view.from && at <= view.until) context.fillRect(x(at) - 1, 0, 2, layout.height - 16);
   context.restore();
   context.fillStyle = c.quiet;
-  if (layout.high >= 11) for (let lane = 0; lane < layout.seats; lane++) context.fillText(`${words.seats} ${lane + 1}`, 2, y(lane) + layout.high / 2);
-  else context.fillText(words.seats, 2, top + 8);
+  for (const group of layout.groups) {
+    if (high >= 11) for (let lane = 0; lane < group.seats; lane++) context.fillText(`${words.seats} ${lane + 1}`, 2, group.top + (lane + 0.5) * high);
+    else context.fillText(words.seats, 2, group.top + 8);
+  }
   if (layout.queue) context.fillText(words.queue, 2, layout.high / 2);
   drawAxis(context, view, c, x, width, layout.height - 16);
   drawCursor(context, view, c, x, layout.height - 16);
 }
 
+/** The times in which a replica was not ready. @param {CanvasRenderingContext2D} context
+ * @param {import("./history.js").Replica} replica @param {Window} view @param {Colours} c
+ * @param {(time: number) => number} x @param {number} width @param {number} top @param {number} high */
+function drawAbsences(context, replica, view, c, x, width, top, high) {
+  context.fillStyle = c.preempted;
+  for (const { from, to } of replica.absences) {
+    const end = Math.min(to ?? view.until, view.until);
+    if (from > view.until || end < view.from) continue;
+    const left = Math.max(LABEL, x(from));
+    const right = Math.min(width, x(end));
+    context.globalAlpha = 0.22;
+    context.fillRect(left, top, right - left, high);
+    context.globalAlpha = 1;
+    if (from >= view.from) context.fillRect(left - 1, top, 2, high);
+  }
+}
+
 /** @param {CanvasRenderingContext2D} context @param {import("./history.js").Bar} bar @param {Window} view
- * @param {Colours} c @param {(time: number) => number} x @param {(lane: number) => number} y
+ * @param {Colours} c @param {(time: number) => number} x @param {(span: import("./history.js").Span) => number} y
  * @param {{high: number, queue: number}} layout @param {number | null} selected */
 function drawBar(context, bar, view, c, x, y, layout, selected) {
   for (const span of bar.spans) {
@@ -116,7 +164,7 @@ function drawBar(context, bar, view, c, x, y, layout, selected) {
     if (span.from > view.until || to < view.from || span.lane < -layout.queue) continue;
     const left = x(Math.max(span.from, view.from));
     const wide = Math.max(span.kind === "cached" ? 4 : 0.6, x(to) - left);
-    const up = y(span.lane) + 1;
+    const up = y(span) + 1;
     const high = layout.high - 3;
     if (span.kind === "waiting" || span.kind === "preempted") {
       context.fillStyle = span.kind === "waiting" ? c.waiting : c.preempted;
@@ -171,9 +219,15 @@ function drawCursor(context, view, c, x, height) {
 }
 
 /** @typedef {{label: string, value: string, colour: string[], kind: "bars" | "line" | "dots",
+ * name?: string, replica?: import("./history.js").Replica,
  * points: (put: (at: number, wide: number, values: number[]) => void, from: number, to: number) => void}} Chart */
 
 const CHART = 44;
+
+/** The chart at a height. @param {Chart[]} charts @param {number} y */
+export function chartAt(charts, y) {
+  return charts[Math.floor(y / CHART)];
+}
 
 /** @param {Chart[]} charts */
 export function chartsHeight(charts) {
@@ -195,6 +249,7 @@ export function drawCharts(canvas, charts, view, c) {
  * @param {(time: number) => number} x @param {number} width @param {number} top */
 function drawChart(context, chart, view, c, x, width, top) {
   const room = CHART - 10;
+  if (chart.replica) drawAbsences(context, chart.replica, view, c, x, width, top + 2, CHART - 6);
   const columns = Math.max(1, Math.floor(width - LABEL));
   // The largest value of each column of pixels, so that no short peak is lost.
   /** @type {Float64Array[]} */
@@ -232,8 +287,10 @@ function drawChart(context, chart, view, c, x, width, top) {
   }
   context.fillStyle = c.line;
   context.fillRect(LABEL, top + CHART - 4, width - LABEL, 0.5);
+  const lines = chart.name ? [8, 21, 34] : [0, 12, 28];
   context.fillStyle = c.quiet;
-  context.fillText(chart.label, 2, top + 12, LABEL - 6);
+  context.fillText(chart.label, 2, top + lines[1], LABEL - 6);
   context.fillStyle = c.text;
-  context.fillText(chart.value, 2, top + 28, LABEL - 6);
+  if (chart.name) context.fillText(chart.name, 2, top + lines[0], LABEL - 6);
+  context.fillText(chart.value, 2, top + lines[2], LABEL - 6);
 }

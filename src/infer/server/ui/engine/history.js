@@ -1,13 +1,14 @@
 /** `History`: what an engine did in the last minutes, from the frames of its stream (docs/events.md).
- * Times are milliseconds since `hello.time`. Memory is bounded by `KEPT_MS`. */
+ * Times are milliseconds since `hello.time`. Memory is bounded by `KEPT_MS`. Where several engines serve the model
+ * (replicas), each has its own steps, seats and pages; one engine without a name is the replica "". */
 
 /** How long things are kept, in milliseconds. */
 export const KEPT_MS = 600_000;
 const MAX_STEPS = 400_000;
 
 /** @typedef {"waiting" | "preempted" | "cached" | "chunk" | "decode" | "prompt"} Kind */
-/** @typedef {{kind: Kind, from: number, to: number | null, lane: number, tokens: number}} Span
- * a part of a request's bar; `lane` is a seat, or -1 - the place in the queue */
+/** @typedef {{kind: Kind, from: number, to: number | null, lane: number, tokens: number, replica: string}} Span
+ * a part of a request's bar; `lane` is a seat of the replica, or -1 - the place in the queue */
 
 /** A request's bar. */
 export class Bar {
@@ -21,6 +22,8 @@ export class Bar {
     this.most = most;
     this.since = since;
     this.state = "waiting";
+    /** Name of the replica that has it, or had it last. */
+    this.replica = "";
     this.cached = 0;
     this.computed = 0;
     this.output = 0;
@@ -77,6 +80,22 @@ class Series {
 }
 
 /** @typedef {{number: number, count: number, ms: number, sequences: number, prompt: number, free: number, cached: number}} Step */
+/** @typedef {{from: number, to: number | null}} Absence a time in which a replica was not ready; null: it is not over */
+
+/** What is known of one engine. */
+export class Replica {
+  constructor() {
+    /** @type {Series<Step>} */
+    this.steps = new Series();
+    /** @type {Absence[]} */
+    this.absences = [];
+    /** Null until they are known. @type {number | null} */
+    this.restarts = null;
+    /** Pages of its KV cache, also while there is no engine. */
+    this.pages = 0;
+    this.maxLane = 0;
+  }
+}
 
 export class History {
   /** @param {any} hello */
@@ -86,8 +105,8 @@ export class History {
     this.open = new Map();
     /** Requests that have ended, the oldest first. @type {Bar[]} */
     this.ended = [];
-    /** @type {Series<Step>} */
-    this.steps = new Series();
+    /** By name. @type {Map<string, Replica>} */
+    this.replicas = new Map([["", new Replica()]]);
     /** @type {Series<number>} */
     this.output = new Series();
     /** @type {Series<number>} */
@@ -106,7 +125,6 @@ export class History {
     this.start = Number.POSITIVE_INFINITY;
     this.number = 0;
     this.leftOut = 0;
-    this.maxLane = 0;
     this.queueRows = 0;
   }
 
@@ -128,7 +146,7 @@ export class History {
     }
     if (total) this.output.add(this.now, total);
     if (frame.gaps) this.gaps.add(this.now, frame.gaps);
-    if (frame.gauges) this.gauges = frame.gauges;
+    if (frame.gauges) this._gauges(frame.gauges);
     if (frame.left_out) this.leftOut += frame.left_out.steps + frame.left_out.events;
     if (frame.requests) this._replace(frame.requests);
     let running = 0;
@@ -137,24 +155,61 @@ export class History {
     this._forget();
   }
 
+  /** Whether several engines serve the model, or one that has a name. */
+  get hasReplicas() {
+    return !this.replicas.has("");
+  }
+
+  /** What is known of an engine; a new name begins a replica. @param {string} name @returns {Replica} */
+  replica(name) {
+    let found = this.replicas.get(name);
+    if (!found) {
+      found = new Replica();
+      if (!name) return found; // the others have names
+      this.replicas.delete("");
+      this.replicas.set(name, found);
+    }
+    return found;
+  }
+
+  /** @param {Record<string, any>} gauges */
+  _gauges(gauges) {
+    this.gauges = gauges;
+    const given = gauges.replicas ?? {};
+    for (const name of Object.keys(given)) this.replica(name);
+    for (const [name, replica] of this.replicas) {
+      replica.pages = (name ? given[name]?.pages : gauges.pages) || replica.pages;
+      if (!name) continue;
+      const { ready = false, restarts = replica.restarts } = given[name] ?? {};
+      const last = replica.absences[replica.absences.length - 1];
+      const isAbsent = last && last.to === null;
+      if (!ready && !isAbsent) replica.absences.push({ from: this.now, to: null });
+      else if (ready && isAbsent) last.to = this.now;
+      // It has died and come back between two frames.
+      else if (ready && replica.restarts !== null && restarts > replica.restarts && last?.to !== this.now) replica.absences.push({ from: this.now, to: this.now });
+      replica.restarts = restarts;
+    }
+  }
+
   /** @param {any} frame */
   _steps(frame) {
     let at = frame.at;
     if (frame.number !== undefined) this.number = frame.number;
-    for (const [count, pause, ms, sequences, prompt, free, cached] of frame.steps ?? []) {
+    for (const [count, pause, ms, sequences, prompt, free, cached, name = "", own] of frame.steps ?? []) {
       at += pause;
       this.number += count;
-      this.steps.add(at, { number: this.number, count, ms, sequences, prompt, free, cached });
+      this.replica(name).steps.add(at, { number: own ?? this.number, count, ms, sequences, prompt, free, cached });
       at += ms;
+      this.now = Math.max(this.now, at);
     }
-    this.now = Math.max(this.now, at);
   }
 
   /** @param {string} kind @param {number} number @param {number} at @param {any[]} values */
   _event(kind, number, at, values) {
     if (kind === "queued" && !this.open.has(number)) {
-      const [, name, choice, prompt, most, since] = values;
+      const [, name, choice, prompt, most, since, replica = ""] = values;
       const bar = new Bar(number, name, choice, prompt, most, since);
+      bar.replica = replica;
       this.open.set(number, bar);
       this._begin(bar, "waiting", Math.min(since, at), this._queueRow());
       return;
@@ -165,12 +220,13 @@ export class History {
       case "admitted":
         bar.state = "running";
         bar.cached = bar.computed = values[0];
-        this._begin(bar, "prompt", at, this._seat());
-        if (values[0]) bar.spans.push({ kind: "cached", from: at, to: at, lane: bar.last.lane, tokens: values[0] });
+        bar.replica = values[2] ?? "";
+        this._begin(bar, "prompt", at, this._seat(bar.replica));
+        if (values[0]) bar.spans.push({ kind: "cached", from: at, to: at, lane: bar.last.lane, tokens: values[0], replica: bar.replica });
         break;
       case "chunk":
         bar.computed = values[0] + values[1];
-        bar.spans.push({ kind: "chunk", from: at, to: at + values[2], lane: this._laneOf(bar), tokens: values[1] });
+        bar.spans.push({ kind: "chunk", from: at, to: at + values[2], lane: this._laneOf(bar), tokens: values[1], replica: bar.replica });
         if (bar.firstMs !== null) this._begin(bar, "decode", at + values[2], this._laneOf(bar));
         break;
       case "first_token":
@@ -181,6 +237,7 @@ export class History {
       case "preempted":
       case "resumed":
         bar.state = kind === "resumed" ? "waiting" : "preempted";
+        if (kind === "resumed") bar.replica = values[1] ?? "";
         bar.computed = 0;
         this._begin(bar, kind === "resumed" ? "waiting" : "preempted", at, this._queueRow());
         break;
@@ -214,27 +271,29 @@ export class History {
   /** @param {Bar} bar @param {Kind} kind @param {number} from @param {number} lane */
   _begin(bar, kind, from, lane) {
     this._close(bar, from);
-    bar.spans.push({ kind, from, to: null, lane, tokens: 0 });
-    if (lane >= 0) this.maxLane = Math.max(this.maxLane, lane);
+    bar.spans.push({ kind, from, to: null, lane, tokens: 0, replica: bar.replica });
+    const replica = this.replica(bar.replica);
+    if (lane >= 0) replica.maxLane = Math.max(replica.maxLane, lane);
     else this.queueRows = Math.max(this.queueRows, -lane);
   }
 
-  /** @param {(lane: number) => boolean} fits */
+  /** @param {(span: Span) => boolean} fits */
   _taken(fits) {
     const taken = new Set();
-    for (const bar of this.open.values()) if (bar.last && fits(bar.last.lane)) taken.add(bar.last.lane);
+    for (const bar of this.open.values()) if (bar.last && fits(bar.last)) taken.add(bar.last.lane);
     return taken;
   }
 
-  _seat() {
-    const taken = this._taken((lane) => lane >= 0);
+  /** The lowest free seat of a replica. @param {string} replica */
+  _seat(replica) {
+    const taken = this._taken((span) => span.lane >= 0 && span.replica === replica);
     let lane = 0;
     while (taken.has(lane)) lane += 1;
     return lane;
   }
 
   _queueRow() {
-    const taken = this._taken((lane) => lane < 0);
+    const taken = this._taken((span) => span.lane < 0);
     let lane = -1;
     while (taken.has(lane)) lane -= 1;
     return lane;
@@ -259,17 +318,19 @@ export class History {
       this._event("finished", number, this.now, [""]);
       bar.reason = "?";
     }
-    for (const [number, state, name, choice, prompt, most, since, cached, computed, output] of rows) {
+    for (const [number, state, name, choice, prompt, most, since, cached, computed, output, replica = ""] of rows) {
       let bar = this.open.get(number);
       if (!bar) {
         bar = new Bar(number, name, choice, prompt, most, since);
         this.open.set(number, bar);
       }
-      Object.assign(bar, { cached, computed, output });
+      Object.assign(bar, { cached, computed, output, replica });
       const kind = state === "running" ? (output ? "decode" : "prompt") : state;
-      if (bar.state !== state || !bar.last || bar.last.kind !== kind) {
-        const isSeated = state === "running";
-        const lane = bar.last && bar.last.lane >= 0 === isSeated ? bar.last.lane : isSeated ? this._seat() : this._queueRow();
+      const isSeated = state === "running";
+      const hasMoved = isSeated && bar.last?.replica !== replica;
+      if (bar.state !== state || !bar.last || bar.last.kind !== kind || hasMoved) {
+        const isThere = bar.last && bar.last.lane >= 0 === isSeated && !hasMoved;
+        const lane = isThere ? bar.last.lane : isSeated ? this._seat(replica) : this._queueRow();
         this._begin(bar, kind, bar.last || isSeated ? this.now : Math.min(since, this.now), lane);
       }
       bar.state = state;
@@ -278,7 +339,14 @@ export class History {
 
   _forget() {
     const since = this.now - KEPT_MS;
-    for (const series of [this.steps, this.output, this.first, this.gaps, this.queue]) series.forget(since);
+    for (const series of [this.output, this.first, this.gaps, this.queue]) series.forget(since);
+    for (const [name, replica] of this.replicas) {
+      replica.steps.forget(since);
+      if (replica.absences.length > 256) replica.absences.splice(0, 128);
+      // One that has left the fleet stays as long as its steps can be shown.
+      const isShown = Object.hasOwn(this.gauges.replicas ?? {}, name) || (replica.steps.at[replica.steps.at.length - 1] ?? 0) >= since;
+      if (name && !isShown && this.replicas.size > 1) this.replicas.delete(name);
+    }
     if (this.batches.length > 4096) this.batches.splice(0, 2048);
     let count = 0;
     while (count < this.ended.length && (this.ended[count].end ?? 0) < since) count += 1;
@@ -291,10 +359,12 @@ export class History {
     for (const bar of this.open.values()) if (bar.since <= to) yield bar;
   }
 
-  /** The step at a time, or the last before it, with the time of its start. @param {number} time */
-  stepAt(time) {
-    const index = this.steps.from(time + 1e-6) - 1;
-    return index < 0 ? null : { index, at: this.steps.at[index], step: this.steps.values[index] };
+  /** The step of a replica at a time, or the last before it, with the time of its start.
+   * @param {number} time @param {string} name */
+  stepAt(time, name) {
+    const { steps } = this.replica(name);
+    const index = steps.from(time + 1e-6) - 1;
+    return index < 0 ? null : { index, at: steps.at[index], step: steps.values[index] };
   }
 
   /** Output tokens a second. @param {number} from @param {number} to */

@@ -31,7 +31,7 @@ export class Keeper {
   recording() {
     const requests = [...this.before.open.values()].map((bar) => [
       bar.number, bar.state, bar.name, bar.choice, bar.prompt, bar.most, bar.since,
-      bar.cached, bar.computed, bar.output,
+      bar.cached, bar.computed, bar.output, ...(bar.replica ? [bar.replica] : []),
     ]);
     const at = this.frames[0]?.at ?? 0;
     const first = { at, requests, gauges: this.before.gauges };

@@ -120,6 +120,7 @@ export default {
   "happened.queue": "waiting",
   "happened.rate": "{rate} tokens/s",
   "happened.rate-label": "Speed",
+  "happened.replicas": "Replicas",
   "happened.restarts-label": "Restarts survived",
   "happened.restarts.one": "{n} restart survived",
   "happened.restarts.other": "{n} restarts survived",

@@ -120,6 +120,7 @@ export default {
   "happened.queue": "等待",
   "happened.rate": "{rate} 词元/秒",
   "happened.rate-label": "速度",
+  "happened.replicas": "副本",
   "happened.restarts-label": "经历的重启",
   "happened.restarts.one": "经历 {n} 次重启",
   "happened.restarts.other": "经历 {n} 次重启",

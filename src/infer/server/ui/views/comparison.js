@@ -63,7 +63,7 @@ class ComparisonView extends PageElement {
 
   /** @param {import("../engine/history.js").History} history */
   _begin(history) {
-    return history.steps.at[0] ?? history.start;
+    return history.replica("").steps.at[0] ?? history.start;
   }
 
   async _run() {

@@ -8,23 +8,25 @@ import { duration, learn, number, rate, t } from "../lib/i18n.js";
 import en from "../lang/engine_en.js";
 import zh from "../lang/engine_zh.js";
 import { chartsOf } from "../engine/charts.js";
-import { colours, drawCharts, drawLanes, lanes, chartsHeight, LABEL } from "../engine/draw.js";
+import { chartAt, chartsHeight, colours, drawCharts, drawLanes, LABEL, laneAt, lanes } from "../engine/draw.js";
 import { History, KEPT_MS } from "../engine/history.js";
 import { Keeper, open, played, save } from "../engine/recording.js";
 import "./comparison.js";
+import "./engine_replicas.js";
 import "./engine_table.js";
 
 learn({ en, zh });
 const SPANS = [5, 15, 30, 60, 300, 600];
 const stylesheet = "/ui/css/engine.css";
 
-/** Say what a step was made of. @param {ReturnType<History["stepAt"]>} found @param {History} history */
-export function stepText(found, history) {
-  if (!found) return "";
+/** Say what a step of a replica was made of. @param {ReturnType<History["stepAt"]>} found @param {History} history
+ * @param {string} replica */
+export function stepText(found, history, replica) {
+  if (!found) return replica ? t("engine.step-none", { replica }) : "";
   const { step } = found;
-  const pages = history.gauges.pages ?? 0;
-  return t("engine.step", {
-    number: number(step.number), took: duration(step.ms), n: step.sequences, prompt: step.prompt,
+  const { pages } = history.replica(replica);
+  return t(replica ? "engine.step-at" : "engine.step", {
+    replica, number: number(step.number), took: duration(step.ms), n: step.sequences, prompt: step.prompt,
     used: number(pages ? pages - step.free : 0), cached: number(step.cached), steps: step.count,
   });
 }
@@ -54,6 +56,8 @@ class EngineView extends PageElement {
     this.end = 0;
     /** @type {number | null} */
     this.cursor = null;
+    /** Name of the replica whose step is told. */
+    this.replica = "";
     this._stop = new AbortController();
     this._shift = 0;
     this._drawn = 0;
@@ -115,7 +119,9 @@ class EngineView extends PageElement {
       this.error = "";
       this.requestUpdate();
     } else if (name === "frame" && this.history && this.keeper) {
+      const { hasReplicas } = this.history;
       this.history.take(data);
+      if (this.history.hasReplicas !== hasReplicas) this.requestUpdate();
       this.keeper.take(data);
       this._shift = this.history.now - performance.now();
     } else if (name === "end") {
@@ -157,6 +163,7 @@ class EngineView extends PageElement {
     const c = colours(this);
     const layout = lanes(history);
     if (canvas.height !== Math.round(layout.height * devicePixelRatio)) canvas.setAttribute("height", String(layout.height));
+    if (!history.replicas.has(this.replica)) [this.replica] = history.replicas.keys();
     const under = this.cursor === null ? null : this._barAt(this.cursor);
     drawLanes(canvas, history, view, c, { seats: t("engine.seat"), queue: t("engine.queue"), selected: under });
     const charts = chartsOf(history, view, c);
@@ -184,21 +191,23 @@ class EngineView extends PageElement {
       if (element && element.textContent !== text) element.textContent = text;
     }
     const line = this.querySelector(".engine-step");
-    const text = this.cursor === null ? t("engine.hover") : stepText(history.stepAt(this.cursor), history);
+    const text = this.cursor === null ? t(history.hasReplicas ? "engine.hover-replicas" : "engine.hover")
+      : stepText(history.stepAt(this.cursor, this.replica), history, this.replica);
     if (line && line.textContent !== text) line.textContent = text;
   }
 
   /** The request whose decoding or prompt is under the pointer. @param {number} time */
   _barAt(time) {
-    if (this._lane === null || !this.history) return null;
+    const there = this._lane;
+    if (there === null || !this.history) return null;
     for (const bar of this.history.bars(time, time)) {
-      const span = bar.spans.find((each) => each.lane === this._lane && each.from <= time && (each.to ?? Infinity) >= time);
+      const span = bar.spans.find((each) => each.lane === there.lane && (there.lane < 0 || each.replica === there.replica) && each.from <= time && (each.to ?? Infinity) >= time);
       if (span) return bar.number;
     }
     return null;
   }
 
-  /** @type {number | null} */
+  /** @type {{replica: string, lane: number} | null} */
   _lane = null;
 
   /** @param {PointerEvent} event */
@@ -212,22 +221,29 @@ class EngineView extends PageElement {
     }
     const { from, to } = this._shown;
     this.cursor = from + share * (to - from);
-    const layout = lanes(this.history);
-    const top = layout.queue ? layout.queue * layout.high + 10 : 0;
     const y = event.clientY - box.top;
-    this._lane = canvas.classList.contains("lanes") ? Math.floor((y - top) / layout.high) : null;
+    this._lane = canvas.classList.contains("lanes") ? laneAt(lanes(this.history), y) : null;
+    this.replica = this._lane?.replica
+      ?? chartAt(chartsOf(this.history, { from, to, until: to, cursor: null }, colours(this)), y)?.name ?? this.replica;
     this._draw();
   }
 
   /** @param {KeyboardEvent} event */
   _key(event) {
-    if (!this.history || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
+    const { history } = this;
+    if (!history) return;
+    const names = [...history.replicas.keys()];
+    const isAcross = names.length > 1 && ["ArrowUp", "ArrowDown"].includes(event.key);
+    if (!isAcross && !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
     event.preventDefault();
     this._pause(true);
-    const way = event.key === "ArrowLeft" ? -1 : 1;
-    const found = this.history.stepAt(this.cursor ?? this.end);
-    const index = Math.max(0, Math.min(this.history.steps.at.length - 1, (found?.index ?? 0) + (this.cursor === null ? 0 : way)));
-    this.cursor = this.history.steps.at[index] ?? null;
+    const way = ["ArrowLeft", "ArrowUp"].includes(event.key) ? -1 : 1;
+    if (isAcross) this.replica = names[(names.indexOf(this.replica) + way + names.length) % names.length];
+    const { at } = history.replica(this.replica).steps;
+    const found = history.stepAt(this.cursor ?? this.end, this.replica);
+    const moves = isAcross || this.cursor === null ? 0 : way;
+    const index = Math.max(0, Math.min(at.length - 1, (found?.index ?? 0) + moves));
+    this.cursor = at[index] ?? null;
     if (this.cursor !== null) this.end = Math.max(Math.min(this.end, this.cursor + 1000 * this.span), this.cursor);
     this._draw();
   }
@@ -314,10 +330,12 @@ class EngineView extends PageElement {
   _picture() {
     const history = /** @type {History} */ (this.history);
     const names = ["running", "waiting", "pages", "speed", "step"];
+    const kinds = ["waiting", "prompt", "cached", "chunk", "decode", "preempted", ...(history.hasReplicas ? ["absent"] : [])];
     const charts = chartsOf(history, { from: 0, to: 1, until: 1, cursor: null }, colours(this));
     return html`
       <dl class="engine-numbers">${names.map((name) => html`<div><dt>${t(`engine.number.${name}`)}</dt><dd data-number=${name}>–</dd></div>`)}</dl>
-      <p class="legend engine-legend">${["waiting", "prompt", "cached", "chunk", "decode", "preempted"].map((kind) => html`<span class=${`kind-${kind}`}>${t(`engine.kind.${kind}`)}</span>`)}</p>
+      <engine-replicas .history=${history}></engine-replicas>
+      <p class="legend engine-legend">${kinds.map((kind) => html`<span class=${`kind-${kind}`}>${t(`engine.kind.${kind}`)}</span>`)}</p>
       <div class="engine-picture" tabindex="0" role="group" aria-label=${t("engine.picture")} @keydown=${this._key}>
         <canvas class="lanes" height="120" role="img" aria-label=${t("engine.lanes-label")}
           @pointermove=${this._point} @pointerleave=${() => { this.cursor = null; }} @click=${() => this._pause(true)}></canvas>

@@ -61,6 +61,7 @@ class WhatHappened extends PageElement {
       ["happened.cached-label", number(cachedTokens)],
       ["happened.model", plainLine(figures.model)],
       ["happened.id", figures.requestId],
+      ...(this.trace?.replicas ? [["happened.replicas", plainLine(this.trace.replicas.join(", "))]] : []),
       ...(this.trace?.preemptions ? [["happened.preemptions", number(this.trace.preemptions)]] : []),
       ...(this.trace?.restarts ? [["happened.restarts-label", number(this.trace.restarts)]] : []),
     ];
@@ -99,8 +100,9 @@ function said(event) {
     tokens: event.tokens ?? 0, from: event.from_token ?? 0, lost: event.lost_tokens ?? 0, proposed: event.proposed ?? 0, accepted: event.accepted ?? 0, outcome: String(event.outcome ?? ""),
   });
   if (text === key) return plainLine(String(event.event));
+  const where = event.replica && ["queued", "admitted", "resumed"].includes(event.event) ? ` (${plainLine(event.replica)})` : "";
   const names = (event.behind ?? event.needed_by ?? []).slice(0, 3).join(", ");
-  return names ? `${text} ${t("happened.behind", { names })}` : text;
+  return (names ? `${text} ${t("happened.behind", { names })}` : text) + where;
 }
 
 customElements.define("what-happened", WhatHappened);

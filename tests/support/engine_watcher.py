@@ -1,0 +1,67 @@
+"""A client of the stream of an engine's steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from infer.server.engine_endpoints import EVENTS_PATH
+from tests.support.serving import App
+
+
+class Watcher:
+    """A viewer's stream, read as a client reads it."""
+
+    def __init__(self) -> None:
+        self.leave = asyncio.Event()
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.num_bytes = 0
+        self.status = 0
+        self._rest = b""
+
+    def read(self, data: bytes) -> None:
+        """Take what was written."""
+        self.num_bytes += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n\n")
+        for each in whole:
+            kind, line = each.decode("ascii").split("\n")
+            self.events.append(
+                (kind.removeprefix("event: "), json.loads(line.removeprefix("data: ")))
+            )
+
+    @property
+    def frames(self) -> list[dict[str, Any]]:
+        return [fields for kind, fields in self.events if kind == "frame"]
+
+    def all(self, name: str) -> list[Any]:
+        """The entries of one field of all frames."""
+        return [entry for frame in self.frames for entry in frame.get(name, [])]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def watching(app: App, query: str = "", **headers: str) -> AsyncIterator[Watcher]:
+    """Watch from the state of all requests on; leaves at the end."""
+    watcher = Watcher()
+
+    async def watch() -> None:
+        path = EVENTS_PATH + query
+        reply = await app.send(
+            "GET", path, headers=headers, leave=watcher.leave, on_write=watcher.read
+        )
+        watcher.status = reply.status
+
+    task = asyncio.ensure_future(watch())
+    try:
+        await watcher.until(lambda: bool(watcher.frames) or task.done())
+        yield watcher
+    finally:
+        watcher.leave.set()
+        await task
