@@ -188,6 +188,16 @@ def test_fronts_know_at_once_what_is_computed_alone() -> None:
         assert beat.alone == "suspect"
 
 
+def test_a_front_knows_the_silence_of_an_engine_whose_machine_lives(world: World) -> None:
+    machine, member = world.engines[0], world.fleets[0].members["engine-0"]
+    with machine.lock:
+        machine.engine.cut()
+    wait_until(lambda: member.link_silence_s > 50)  # the engine says 99
+    with machine.lock:
+        machine.engine.heal()
+    wait_until(lambda: member.link_silence_s < 50)
+
+
 def test_commands_of_an_earlier_epoch_are_ignored() -> None:
     _, host = host_with_link()
     link = host.attach("front", lambda: None)

@@ -102,9 +102,9 @@ def get(path: str) -> Any:
 
 
 async def submitted() -> dict[str, int]:
-    """Number of requests that each engine has had."""
+    """Number of requests that each engine has had; none are named while there is only one."""
     stats = await asyncio.to_thread(get, "/stats")
-    return {name: each["num_submitted"] for name, each in stats["replicas"].items()}
+    return {name: each["num_submitted"] for name, each in stats.get("replicas", {}).items()}
 
 
 async def num_restarts() -> int:
@@ -397,7 +397,7 @@ async def until_one_is_left(cluster: RayCluster) -> tuple[float, float]:
 
 
 def test_engines_follow_the_load(tmp_path: Path) -> None:
-    wanted = [each for i, each in enumerate(bodies(5, 400)) if i in (0, 2, 4)]
+    wanted = [each for i, each in enumerate(bodies(5, 200)) if i in (0, 2, 4)]
 
     async def body(cluster: RayCluster) -> tuple[Load, float, float, float]:
         calm = await Crowd(wanted).answers()

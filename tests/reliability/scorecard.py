@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,9 @@ class Row:
     name: str
     tests: tuple[str, ...]
     load: str = ""
-    needs: str = ""
+    needs: str = field(default="", kw_only=True)
     """a module without which the row is left out"""
-    engines: str = "one_engine"
+    engines: str = field(default="one_engine", kw_only=True)
     """which variants run of the tests that have some; see `tests/support/engines.py`"""
 
     @property
@@ -361,7 +361,7 @@ ROWS = (
         "two engines: bad requests",
         (f"{HERE}/test_hostile_inputs.py",),
         "the list of row 15 against two engines; no step of either",
-        "two_engines",
+        engines="two_engines",
     ),
     Row(
         "R2",
@@ -383,7 +383,7 @@ ROWS = (
             "tests/server/test_tenants.py::test_a_flood_beside_a_key_with_single_requests",
         ),
         "The limits of a key, and what a key waits for while another floods both engines",
-        "two_engines",
+        engines="two_engines",
     ),
     Row(
         "R5",
@@ -394,7 +394,7 @@ ROWS = (
             "tests/server/test_tenants.py::test_nothing_crosses_from_one_key_to_another",
         ),
         "Each route without a key, with wrong ones and with that of another",
-        "two_engines",
+        engines="two_engines",
     ),
     Row(
         "V1",

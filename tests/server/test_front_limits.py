@@ -98,7 +98,7 @@ OF_ONE = st.builds(
 @given(st.sampled_from(sorted(LOADS)), st.lists(FAULTS | OF_ONE, min_size=1, max_size=4))
 def test_no_failure_lets_in_more_than_a_quarter_more(name: str, faults: list[Fault]) -> None:
     for ratio in ratios(name, tuple(faults)):
-        assert 0.75 <= ratio <= 1.25
+        assert 0.7 <= ratio <= 1.25  # below 0.75 where a front is dead all the time
 
 
 @pytest.mark.slow

@@ -64,6 +64,8 @@ MAX_RESTARTS = 10
 """times that Ray starts the actor of an engine again before the whole replica is replaced"""
 DESCRIBE_S = 1.0
 """seconds that an engine's actor has to say who it is; it may be frozen, or being started again"""
+ASKED_S = 0.1
+"""seconds that Ray waits, before an engine drains, for calls that ask it who it is"""
 MOVE_S = 0.5
 """seconds that fronts have to move what is left at the end of a drain"""
 DISCOVERY_S = 1.0
@@ -456,6 +458,7 @@ def application(arguments: dict[str, Any]) -> Any:
         placement_group_bundles=[bundle],
         max_ongoing_requests=OPEN_REQUESTS,
         graceful_shutdown_timeout_s=cluster.drain_timeout_s + 10,
+        graceful_shutdown_wait_loop_s=ASKED_S,
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         **how,
