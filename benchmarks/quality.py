@@ -1,27 +1,38 @@
 """What narrower numbers cost in quality: `python benchmarks/quality.py [DOCUMENTS]`.
 
 The shipped model reads held-out documents of its grammar, teacher-forced: in float32, in bfloat16,
-with int8 and int4 layers, and with keys and values in int8 where the CPU has the instructions. The
+with int8 and int4 layers, with the blocks of GGUF files (Q8_0, Q4_K_M) and the numbers of these in
+float32, and with keys and values in int8 where the CPU has the instructions. The
 table has the loss, the perplexity, the divergence from bfloat16's distributions (KL), and how often
 the most probable token is the same.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from k_quants import kind_of, q4_k, q6_k
+from safetensors.torch import load_file
 from torch import Tensor
 
 from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
 from infer.engine.build.checkpoint import find_checkpoint
+from infer.kernels.blocks import BlockWeight
 from infer.kernels.loader import int8_cache_obstacle
 from infer.kernels.rotary import QKRotation
+from infer.models.hub import SHIPPED_FOLDER
 from infer.models.model import Model, build_model
 from infer.models.model_config import ModelConfig
+from infer.models.weights import WeightSource
 from infer.runner.kv_storage import KVStorage
 from infer.text.tokenizer import Tokenizer
 
@@ -66,6 +77,39 @@ def load(dtype: torch.dtype, quantization: str | None = None) -> Model:
     return build_model(checkpoint.config, source, 4096)
 
 
+def load_blocks(kind_of_name: Callable[[str], str], *, dequantised: bool) -> Model:
+    """The shipped model with its matrices in blocks, or with the numbers of these in float32."""
+    tensors = load_file(SHIPPED_FOLDER / "model.safetensors")
+
+    @functools.cache
+    def rows_of(name: str) -> tuple[str, np.ndarray]:
+        kind, rows = kind_of_name(name), tensors[name].float().numpy()
+        if kind in ("Q4_K", "Q6_K"):
+            return kind, (q4_k if kind == "Q4_K" else q6_k)(rows)
+        return kind, quantize(rows, GGMLQuantizationType[kind])
+
+    def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
+        if len(shape) != 2:
+            return tensors[name]
+        kind, rows = rows_of(name)
+        return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]).reshape(shape).copy())
+
+    def blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight]:
+        return [
+            BlockWeight(kind, shape, rows)
+            for (kind, rows), shape in zip(map(rows_of, parts), parts.values(), strict=True)
+        ]
+
+    source = WeightSource(
+        tensors,
+        numbers,
+        dtype=torch.float32 if dequantised else torch.bfloat16,
+        device=torch.device("cpu"),
+        blocks=None if dequantised else blocks,
+    )
+    return build_model(find_checkpoint(None).config, source, 4096)
+
+
 @torch.inference_mode()
 def main() -> None:
     """Measure and print."""
@@ -81,6 +125,11 @@ def main() -> None:
         "int8": load(torch.bfloat16, "int8"),
         "int4": load(torch.bfloat16, "int4"),
     }
+    num_layers = find_checkpoint(None).config.num_layers
+    mixed = functools.partial(kind_of, num_layers=num_layers)
+    for name, kinds in (("Q8_0", lambda name: "Q8_0"), ("Q4_K_M", mixed)):
+        models[name] = load_blocks(kinds, dequantised=False)
+        models[f"{name} in float32"] = load_blocks(kinds, dequantised=True)
     ways = {name: (model, dense) for name, model in models.items()}
     config = find_checkpoint(None).config
     if int8_cache_obstacle(config.head_dim, 16) is None:

@@ -100,10 +100,14 @@ LEVELS = (
     Level("server.sessions", "conversations that the server keeps"),
     Level("server bench", "endpoints and their composition; workloads and reports"),
     Level(
-        "cluster.scaling cluster.ray_version cluster.link_messages cluster.cluster_settings",
+        "cluster.scaling cluster.ray_version cluster.link_messages cluster.cluster_settings"
+        " cluster.front_identity cluster.front_relay",
         "what is said between machines, and how many there are to be",
     ),
-    Level("cluster.engine_host cluster.remote_member", "the ends of a link between machines"),
+    Level(
+        "cluster.engine_host cluster.remote_member cluster.shared_fronts",
+        "the ends of links between machines",
+    ),
     Level("cluster.deployments", "the deployments of Ray Serve"),
     Level("cluster", "engines on several machines under one address"),
     Level("cli", "the terminal"),
@@ -126,7 +130,7 @@ BANNED = [
     ("server.openai", "infer.engine.process"),
 ]
 # What may import a library, wherever it is written.
-ONLY_IMPORTERS = {"ray": ("cluster.deployments",)}
+ONLY_IMPORTERS = {"ray": ("cluster.deployments", "cluster.shared_fronts")}
 # Beside the standard library, these may import nothing, or what is named.
 LIBRARIES = {
     **dict.fromkeys(

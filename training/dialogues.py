@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from random import Random
 
-from traces import PLOTS, RequestTrace, Wish, invented_name, random_kind, random_name, tell
-
 from exercises import draw_problem, json_exercise, pose
+from stories import PLOTS, Story, Wish, invented_name, random_kind, random_name, tell
 from templates import choose
 from words import ANIMAL_HOMES, BOY_NAMES, COLOURS, GIRL_NAMES, THINGS, with_article
 
@@ -105,7 +104,7 @@ def _wish(rng: Random) -> tuple[str, Wish]:
     return rng.choice(options)
 
 
-def _story_turn(rng: Random, requests: tuple[str, ...]) -> tuple[list[Message], RequestTrace]:
+def _story_turn(rng: Random, requests: tuple[str, ...]) -> tuple[list[Message], Story]:
     about, wish = _wish(rng)
     request = rng.choice(requests).replace("{about}", about)
     roll = rng.random()
@@ -113,13 +112,13 @@ def _story_turn(rng: Random, requests: tuple[str, ...]) -> tuple[list[Message], 
         length, detail = rng.choice((("short", SHORT), ("long", LONG)))
         request = request.replace(" a story", f" a {length} story")
         wish = Wish(wish.kind, wish.name, wish.thing, wish.colour, wish.plot, detail)
-    trace = tell(rng, wish)
-    return [("user", request), ("assistant", trace.text)], trace
+    story = tell(rng, wish)
+    return [("user", request), ("assistant", story.text)], story
 
 
-def question_turns(rng: Random, trace: RequestTrace, count: int) -> list[Message]:
+def question_turns(rng: Random, story: Story, count: int) -> list[Message]:
     """Return questions about a story just told, with their answers."""
-    asked = rng.sample(trace.questions, min(count, len(trace.questions)))
+    asked = rng.sample(story.questions, min(count, len(story.questions)))
     turns: list[Message] = []
     for question, answer in asked:
         turns += [("user", question), ("assistant", answer)]
@@ -128,19 +127,19 @@ def question_turns(rng: Random, trace: RequestTrace, count: int) -> list[Message
 
 def story_chat(rng: Random) -> list[Message]:
     """Return a chat in which a story is told, mostly with questions after it."""
-    messages, trace = _story_turn(rng, STORY_REQUESTS)
+    messages, story = _story_turn(rng, STORY_REQUESTS)
     count = rng.choice((0, 2, 3, 4, 5))
-    return messages + question_turns(rng, trace, count)
+    return messages + question_turns(rng, story, count)
 
 
 def retelling_chat(rng: Random) -> list[Message]:
     """Return a chat in which the user tells the story and asks about it."""
-    trace = tell(rng, Wish(detail=rng.uniform(0.1, 0.7)))
+    story = tell(rng, Wish(detail=rng.uniform(0.1, 0.7)))
     lead = rng.choice(("Here is a story.", "Read this story.", "Listen to this story."))
-    question, answer = rng.choice(trace.questions)
-    first = [("user", f"{lead}\n\n{trace.text}\n\n{question}"), ("assistant", answer)]
-    rest = [pair for pair in trace.questions if pair[0] != question]
-    others = RequestTrace(trace.text, trace.slots, rest)
+    question, answer = rng.choice(story.questions)
+    first = [("user", f"{lead}\n\n{story.text}\n\n{question}"), ("assistant", answer)]
+    rest = [pair for pair in story.questions if pair[0] != question]
+    others = Story(story.text, story.slots, rest)
     return first + question_turns(rng, others, rng.randint(1, 4))
 
 
@@ -167,11 +166,11 @@ def recall_chat(rng: Random) -> list[Message]:
     count = rng.randint(2, 5)
     owners = rng.sample(GIRL_NAMES + BOY_NAMES, count)
     things = rng.sample(THINGS, count)
-    step_events, turns = [], []
+    facts, turns = [], []
     for owner, thing in zip(owners, things, strict=True):
         kind, colour = rng.choice(list(ANIMAL_HOMES)), rng.choice(COLOURS)
         owned = with_article(f"{colour} {thing}")
-        step_events.append(f"{owner} the {kind} has {owned}.")
+        facts.append(f"{owner} the {kind} has {owned}.")
         turns += [(f"Who has the {thing}?", f"{owner} has the {colour} {thing}."),
                   (f"What does {owner} have?", f"{owner} has {owned}."),
                   (f"What is {owner}?", f"{owner} is {with_article(kind)}."),
@@ -179,7 +178,7 @@ def recall_chat(rng: Random) -> list[Message]:
                   (f"What colour is the {thing}?", f"The {thing} is {colour}.")]  # fmt: skip
     messages: list[Message] = []
     for question, answer in rng.sample(turns, rng.randint(1, 8)):
-        lead = "" if messages else " ".join(step_events) + "\n\n"
+        lead = "" if messages else " ".join(facts) + "\n\n"
         messages += [("user", lead + question), ("assistant", answer)]
     return messages
 
@@ -188,8 +187,8 @@ def long_chat(rng: Random) -> list[Message]:
     """Return a long chat that goes from one thing to another."""
     messages = small_talk(rng) if rng.random() < 0.5 else []
     for turn in range(rng.randint(2, 4)):
-        told, trace = _story_turn(rng, MORE_REQUESTS if turn else STORY_REQUESTS)
-        messages += told + question_turns(rng, trace, rng.randint(0, 4))
+        told, story = _story_turn(rng, MORE_REQUESTS if turn else STORY_REQUESTS)
+        messages += told + question_turns(rng, story, rng.randint(0, 4))
         if rng.random() < 0.5:
             part = rng.choice((small_talk, sums_chat, json_chat))
             messages += part(rng)[:4]

@@ -15,11 +15,11 @@ from random import Random
 from typing import Any
 
 import torch
-from traces import Wish, tell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dialogues import Message
 from exercises import draw_problem, json_exercise, pose
+from stories import Wish, tell
 
 STORY_PROMPTS = (
     "Once upon a time", "One day, a little fox", "Tell me a story.", "Long ago,",
@@ -120,9 +120,9 @@ def _question_share(speaker: Speaker, count: int) -> float:
     right = 0
     for number in range(count):
         rng = Random(f"infer demo model/evaluation/questions/{number}")
-        trace = tell(rng, Wish())
-        question, answer = rng.choice(trace.questions)
-        said = speaker.answer([("user", "Tell me a story."), ("assistant", trace.text),
+        story = tell(rng, Wish())
+        question, answer = rng.choice(story.questions)
+        said = speaker.answer([("user", "Tell me a story."), ("assistant", story.text),
                                ("user", question)])  # fmt: skip
         right += said.strip() == answer
     return right / count

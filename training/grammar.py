@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from traces import Wish, tell
-
 from dialogues import Message, conversation, recall_chat, sums_chat
+from stories import Wish, tell
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 TURN_END = "<|end|>"

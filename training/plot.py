@@ -20,7 +20,7 @@ class Plot:
     themes: tuple[str, ...]
     """What the story can be said to be about, when somebody asks for one."""
     paragraphs: tuple[tuple[str, ...], ...]
-    step_events: tuple[tuple[str, str], ...]
+    facts: tuple[tuple[str, str], ...]
     things: tuple[str, ...] = THINGS
     """The things that make sense in this plot."""
     picks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -39,7 +39,7 @@ SHARE = Plot(
             "food.|After that day, they ate together every week.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} have?|What did {hero} eat?", "{hero} had some {food}."),
         ("Who was hungry?|Who asked for food?", "{friend} was hungry."),
         ("Where did {hero} find {friend}?", "{hero} found {fhim} {spot}."),
@@ -89,7 +89,7 @@ AFRAID = Plot(
             "{hero} was not so afraid of {fear}.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What was {hero} afraid of?", "{hero} was afraid of {fear}."),
         ("Who called for help?|Who needed help?", "{friend} called for help."),
         ("Where was {friend}?", "{friend} was {at_place}."),
@@ -150,7 +150,7 @@ LEARN = Plot(
             "{he} had learned.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} want to learn?", "{hero} wanted to learn to {skill}."),
         ("Who helped {hero}?|Who taught {hero}?", "{friend} helped {hero}."),
         ("Where did {hero} go to try?", "{hero} went to {place}."),
@@ -197,7 +197,7 @@ QUARREL = Plot(
             "again.|Saying sorry can be hard, but it is worth it.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did they find?|What did they fight about?", "They found {a_obj}."),
         ("Who was {hero}'s best friend?", "{hero}'s best friend was {friend}."),
         ("Where did they find the {thing}?", "They found it {at_place}."),
@@ -249,7 +249,7 @@ NEWCOMER = Plot(
             "friend.|It only takes one kind word.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("Who was new?|Who came to {place}?", "{friend} was new."),
         ("What did {friend} have?", "{friend} had {a_obj}."),
         ("Where did {friend} sit?", "{friend} sat {spot}."),

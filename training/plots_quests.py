@@ -48,7 +48,7 @@ RESCUE = Plot(
             "can be a big help.|That evening, they shared some {food}.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("Who was {stuck}?|Who needed help?", "It was {friend}."),
         ("Who brought {the_rescue}?|Who helped {hero}?", "The {helper} helped {hero}."),
         ("What did the {helper} bring?", "The {helper} brought {rescue}."),
@@ -94,7 +94,7 @@ NOISE = Plot(
             "well.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} hear?", "{hero} heard {noise}."),
         ("What made the noise?|What was the monster?", "It was {baby}."),
         ("Who went with {hero}?|Who helped {hero}?", "{friend} went with {hero}."),
@@ -144,7 +144,7 @@ SEED = Plot(
             "side] and [looked at|admired] {the_plant}.",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did the {helper} give {hero}?", "The {helper} gave {hero} a tiny seed."),
         ("What did the seed become?|What grew from the seed?", "It became {plant}."),
         ("Where did {hero} plant the seed?", "{hero} planted it {at_place}."),
@@ -190,7 +190,7 @@ JOURNEY = Plot(
             "sang.|{friend} got the biggest piece.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("Who was ill?|Who did {hero} visit?", "It was {hero}'s {sick}."),
         ("What did {hero} bring?|What was in the basket?", "{hero} brought some {food}."),
         ("What was in the way?", "It was {barrier}."),
@@ -235,7 +235,7 @@ RACE = Plot(
             "turns with the {thing}.|It was better than winning.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What was the prize?", "The prize was {a_obj}."),
         ("Who did {hero} help?|Who was hurt?", "{hero} helped {friend}."),
         ("What happened to {friend}?", "{friend} {hurt}."),
@@ -283,7 +283,7 @@ STORM = Plot(
             'friends build them.|"We are a good team," said {friend}.]',
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} build first?", "First, {hero} built {build}."),
         ("What did they build together?|What did they build at last?", "They built {strong}."),
         ("Who helped {hero}?", "{friend} helped {hero}."),
@@ -332,7 +332,7 @@ LOST_WAY = Plot(
             "near.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} follow at first?", "At first, {hero} followed {chase}."),
         ("What did they follow home?|How did they find the way?", "They followed {guide}."),
         ("Who helped {hero}?|Who showed {hero} the way?", "{friend} helped {hero}."),

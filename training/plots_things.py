@@ -51,7 +51,7 @@ LOST = Plot(
             "{friend} had helped {him}|and {friend} were the best of friends].",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} lose?", "{hero} lost {a_obj}."),
         ("Who helped {hero}?", "{friend} helped {hero}."),
         ("Where was the {thing}?|Where did {friend} find the {thing}?", "It was {spot2}."),
@@ -94,7 +94,7 @@ FOUND = Plot(
             "new friend, and {he} felt {glad}.",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} find?", "{hero} found {a_obj}."),
         ("Where did {hero} find the {thing}?|Where was the {thing}?", "{hero} found it {spot}."),
         ("Who had lost the {thing}?|Who did the {thing} belong to?", "It belonged to {friend}."),
@@ -145,7 +145,7 @@ BROKEN = Plot(
             "always careful with things that {he} borrowed.|It is always best to tell the truth.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} break?", "{hero} broke {a_obj}."),
         ("Who owned the {thing}?|Whose {thing} was it?", "It belonged to {friend}."),
         ("Who helped {hero} mend the {thing}?|Who helped {hero}?", "The {helper} helped {hero}."),
@@ -199,7 +199,7 @@ GIFT = Plot(
             "?[A gift made with love is worth more than gold.|{friend} kept the gift for ever.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("Whose birthday was it?", "It was {friend}'s birthday."),
         ("What did {hero} make?|What did {hero} give {friend}?", "{hero} made {made}."),
         ("What did {hero} want to buy?", "{hero} wanted to buy {a_obj}."),
@@ -249,7 +249,7 @@ THIEF = Plot(
             "tastes better with friends|and so did {friend}|and the mystery was solved].",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} make?", "{hero} made some {food}."),
         ("Who ate the {food}?|Who was the thief?", "It was {thief}."),
         ("What did they follow?|What was on the floor?", "It was {clue}."),
@@ -299,7 +299,7 @@ WISH = Plot(
             "{badwish}.]",
         ),
     ),
-    step_events=(
+    facts=(
         ("What did {hero} find?", "{hero} found {a_obj}."),
         ("Who came out of the {thing}?", "It was {wisher}."),
         ("What did {hero} wish for?", "{hero} wished that {friend} would be well again."),

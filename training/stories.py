@@ -106,7 +106,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class RequestTrace:
+class Story:
     """A told story, its plot slots, and the questions with their answers."""
 
     text: str
@@ -237,7 +237,7 @@ def _is_told(answer: str, text: str, slots: dict[str, str]) -> bool:
 
 def _questions(rng: Random, plot: Plot, text: str, slots: dict[str, str]) -> list[tuple[str, str]]:
     asked = []
-    for question, answer in (*GENERAL_FACTS, *plot.step_events):
+    for question, answer in (*GENERAL_FACTS, *plot.facts):
         if _is_told(answer, text, slots):
             wording = rng.choice(question.split("|"))
             asked.append((fill(wording, slots), fill(answer, slots)))
@@ -252,7 +252,7 @@ def _plot_for(rng: Random, wish: Wish) -> Plot:
     return rng.choice(fitting or PLOTS)
 
 
-def tell(rng: Random, wish: Wish | None = None) -> RequestTrace:
+def tell(rng: Random, wish: Wish | None = None) -> Story:
     """Tell one story that fulfils the wish."""
     wish = wish or Wish()
     plot = _plot_for(rng, wish)
@@ -266,4 +266,4 @@ def tell(rng: Random, wish: Wish | None = None) -> RequestTrace:
     questions = _questions(rng, plot, text, slots)
     if rng.random() < 0.1:
         text += "\n\n" + choose(rng, rng.choice(CLOSINGS))
-    return RequestTrace(text, slots, questions)
+    return Story(text, slots, questions)

@@ -24,6 +24,16 @@ from typing import Any
 
 HERE = Path(__file__).parent
 IN_OUR_ENVIRONMENT = ("ours", "hf")
+CAPS = {
+    "": {},
+    "avx2": {
+        "INFER_ISA": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "DNNL_MAX_CPU_ISA": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    },
+}
+"""Variables that keep an engine to an instruction set, by what follows its variant's @."""
 BANDWIDTH = """
 import torch
 from infer.bench.machine import read_rates
@@ -38,10 +48,13 @@ class Worker:
 
     def __init__(self, engine: str, model: Path, peers: Path, log: Path) -> None:
         name, _, variant = engine.partition(":")
+        variant, _, cap = variant.partition("@")
         python = Path(sys.executable) if name in IN_OUR_ENVIRONMENT else peers / name / "bin/python"
         script = HERE / f"worker_{name}.py"
         if not script.is_file():
             raise SystemExit(f"no engine {name!r}")
+        if cap not in CAPS:
+            raise SystemExit(f"{engine!r}: after @ comes one of {', '.join(filter(None, CAPS))}")
         if not python.is_file():
             raise SystemExit(f"{python} is missing; run: sh {HERE / 'setup.sh'} {name}")
         self.engine, self.log = engine, log
@@ -53,6 +66,7 @@ class Worker:
                 stderr=errors,
                 text=True,
                 start_new_session=True,
+                env=os.environ | CAPS[cap],
             )
         self.ready = self._read()
         self._signal(signal.SIGSTOP)
@@ -225,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--show", type=Path, help="print the tables of a stored run and stop")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint")
-    parser.add_argument("--engines", help="NAME:VARIANT,…; ratios are those of the first")
+    parser.add_argument("--engines", help="NAME:VARIANT[@avx2],…; ratios are those of the first")
     parser.add_argument(
         "--loads", type=lambda s: [int(n) for n in s.split(",")], default=[1, 8, 32]
     )

@@ -46,5 +46,9 @@ llamacpp)
     cmake -S "$root/src" -B "$root/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
         -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
     ninja -C "$root/build" llama-quantize llama-batched-bench
+    # Its products without AVX-512, which `@avx2` puts in the place of those of this machine.
+    cmake -S "$root/src" -B "$root/build-avx2" -G Ninja -DCMAKE_BUILD_TYPE=Release \
+        -DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+    ninja -C "$root/build-avx2" ggml-cpu
     ;;
 esac

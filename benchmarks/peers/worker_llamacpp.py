@@ -1,16 +1,18 @@
-"""llama.cpp without HTTP: its own llama-batched-bench; VARIANT is bf16, q8_0 or q4_0.
+"""llama.cpp without HTTP: its own llama-batched-bench; VARIANT is bf16, q8_0, q4_0 or q4_k_m.
 
 The tool runs the prompts of the whole batch, then one decode step after the other, without sampling
 and text, and so is faster than llama-server. The last position of a prompt gives the first token,
 so output_len - 1 steps follow. The tool makes its own prompts, warms up, and does not count
 loading. Flash attention is off, because it was slower at 8 and 32 sequences. The GGUF files lie
 beside the checkpoint and are made when they are missing. `convert` runs in a process of its own,
-because it replaces the converter's check that it knows the tokenizer; it does not know ours.
+because it replaces the converter's check that it knows the tokenizer; it does not know ours. Kept
+to AVX2 (INFER_ISA), the tool loads its products from a second build without AVX-512.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -56,7 +58,10 @@ def _load():
         command = [str(ROOT / "build/bin/llama-batched-bench"), "-fa", "off"]
         for name, value in options.items():
             command += [name, str(value)]
-        done = subprocess.run(command, check=True, text=True, capture_output=True)
+        environment = dict(os.environ)
+        if environment.get("INFER_ISA") == "avx2":
+            environment["LD_LIBRARY_PATH"] = str(ROOT / "build-avx2/bin")
+        done = subprocess.run(command, check=True, text=True, capture_output=True, env=environment)
         lines = (done.stdout + done.stderr).splitlines()
         record = json.loads(next(line for line in lines if line.startswith('{"n_kv_max"')))
         if output_len == 1:  # the tool wants a step: not counted

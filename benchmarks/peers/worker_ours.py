@@ -1,4 +1,8 @@
-"""Our engine in this process, through `infer.LLM`; VARIANT is its `dtype`."""
+"""Our engine in this process, through `infer.LLM`; VARIANT is its `dtype`.
+
+`q4_k_m.gguf`, for example, runs the GGUF file that llama.cpp's worker has made beside the
+checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from infer import LLM, SamplingParams
 
 def _load():
     model, dtype = arguments()
+    if dtype.endswith(".gguf"):
+        model, dtype = model.with_name(f"{model.name}-{dtype}"), "auto"
     llm = LLM(
         str(model),
         dtype=dtype,

@@ -9,6 +9,7 @@ import pytest
 
 from infer.cells.cell_table import CellTable
 from infer.errors import RequestError
+from tests.support.cases import slow_but
 from tests.support.dense_cells import SetCell, SetCells
 
 MAX_LEN = 1 << 40
@@ -75,8 +76,9 @@ def random_program(seed: int, num_cells: int, max_seqs: int, num_ops: int, every
             assert len(table.row(seq)) == len(own)
 
 
-def test_ten_thousand_operations_on_4096_cells() -> None:
-    random_program(seed=1, num_cells=4096, max_seqs=24, num_ops=10_000, every=100)
+@pytest.mark.parametrize("num_ops", slow_but([1000], [1000, 10_000]))
+def test_thousands_of_operations_on_4096_cells(num_ops: int) -> None:
+    random_program(seed=1, num_cells=4096, max_seqs=24, num_ops=num_ops, every=100)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -9,10 +9,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.cluster.engine_host import MAX_QUEUED_BYTES, EngineHost, link_items
+from infer.cluster.engine_host import (
+    MAX_QUEUED_BYTES,
+    MISSING_S,
+    CommandOrder,
+    EngineHost,
+    link_items,
+)
 from infer.cluster.link_messages import (
     LinkAbandon,
     LinkAdd,
+    LinkBeat,
     LinkDraining,
     LinkReady,
     LinkReport,
@@ -80,7 +87,9 @@ def world() -> Iterator[World]:
     world.stop()
 
 
-@pytest.mark.parametrize("fault", ["none", "process", "machine", "frozen", "slow", "drain"])
+@pytest.mark.parametrize(
+    "fault", ["none", "process", "machine", "frozen", "stopped", "slow", "drain"]
+)
 def test_no_token_is_lost_or_changed(world: World, fault: str) -> None:
     dice = random.Random(fault)
     for number in range(24):
@@ -94,6 +103,9 @@ def test_no_token_is_lost_or_changed(world: World, fault: str) -> None:
             victim.has_gone = True
         case "frozen":
             victim.is_frozen = True
+        case "stopped":  # the engine's process, not its machine
+            with victim.lock:
+                victim.engine.cut()
         case "slow":
             victim.host.detach("front-0")  # what a full queue does
         case "drain":
@@ -104,6 +116,15 @@ def test_no_token_is_lost_or_changed(world: World, fault: str) -> None:
     if fault == "frozen":
         wait_until(lambda: len([1 for _, r in world.sent if r.request_id in world.callers[0].ends]))
         victim.is_frozen = False
+    if fault == "stopped":
+        wait_until(lambda: all(r.request_id in world.callers[f].ends for f, r in world.sent))
+        members = [fleet.members[victim.engine.name] for fleet in world.fleets]
+        assert not any(member.is_ready for member in members)
+        with victim.lock:
+            victim.engine.heal()
+        wait_until(lambda: all(member.is_ready for member in members))
+        for number in range(36, 48):
+            world.send(number % 2, request(f"r{number}", dice))
     world.finish()
 
 
@@ -152,6 +173,21 @@ def test_a_link_that_is_not_read_is_dropped_and_the_engine_goes_on() -> None:
     assert not member.core.has_work
 
 
+def test_fronts_know_at_once_what_is_computed_alone() -> None:
+    member, host = host_with_link()
+    links = [host.attach(name, lambda: None) for name in ("a", "b")]
+    for link in links:
+        link.take()
+    member.alone = "suspect"
+    host.computes_alone()
+    for link in links:
+        item = link.take()
+        assert item is not None
+        (beat,) = decode_events(item)
+        assert isinstance(beat, LinkBeat)
+        assert beat.alone == "suspect"
+
+
 def test_commands_of_an_earlier_epoch_are_ignored() -> None:
     _, host = host_with_link()
     link = host.attach("front", lambda: None)
@@ -168,6 +204,45 @@ def test_commands_of_an_earlier_epoch_are_ignored() -> None:
     assert link.take() is None
 
 
+def test_commands_for_an_earlier_link_are_ignored() -> None:
+    _, host = host_with_link()
+    host.attach("front", lambda: None)
+    host.attach("front", lambda: None)
+    dice = random.Random(4)
+    host.command("front", encode([LinkAdd(1, request("late", dice))]))
+    assert host.num_unfinished == 0
+    host.command("front", encode([LinkAdd(2, request("now", dice))]))
+    assert host.num_unfinished == 1
+
+
+def test_commands_are_obeyed_in_the_order_in_which_they_were_sent() -> None:
+    dice, order = random.Random(8), CommandOrder()
+    order.arrived("front", 1, 3, b"of a link that has ended")
+    numbers = list(range(50))
+    dice.shuffle(numbers)
+    obeyed: list[bytes] = []
+    for number in numbers:
+        obeyed += order.arrived("front", 2, number, b"%d" % number)
+        assert order.arrived("front", 1, number, b"late") == []
+    assert obeyed == [b"%d" % number for number in range(50)]
+    assert order.arrived("other", 1, 0, b"x") == [b"x"]
+
+
+def test_a_command_that_never_comes_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    order = CommandOrder()
+    assert order.arrived("front", 1, 0, b"") == [b""]
+    now_s += 2 * MISSING_S  # nothing is missing
+    assert order.incomplete() == []
+    assert order.arrived("front", 1, 1, b"") == [b""]
+    assert order.arrived("front", 1, 3, b"") == []
+    assert order.incomplete() == []
+    now_s += 1.01 * MISSING_S
+    assert order.incomplete() == ["front"]
+    assert order.incomplete() == []
+
+
 def test_an_engine_that_drains_takes_no_front() -> None:
     _, host = host_with_link()
     host.drain(3.0)
@@ -181,7 +256,7 @@ def test_an_engine_that_drains_takes_no_front() -> None:
 def test_each_front_hears_what_is_done_for_the_others() -> None:
     member, host = host_with_link()
     links = [host.attach(name, lambda: None) for name in ("a", "b")]
-    host.command("b", encode([LinkAdd(1, request("r", random.Random(5)))]))
+    host.command("b", encode([LinkAdd(2, request("r", random.Random(5)))]))
     for _ in range(3):
         member.step()
     loads = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 import infer.cluster
 from infer.cli.cluster_file import write_yaml
 from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
-from infer.cluster.ray_version import check_version
+from infer.cluster.front_identity import new_front_name, seed_of_front
+from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.scaling import EngineLoad, engines_wanted
 from infer.config import EngineConfig
 from infer.errors import ConfigError
@@ -44,7 +46,8 @@ def test_strings_become_what_the_settings_are() -> None:
         ({"uds": "/tmp/x"}, "uds", "Ray Serve decides"),
         ({"page_size": "16", "kv_cache_backend": "none"}, "page_size", "leave page_size out"),
         ({"insecure": "false"}, "api_keys", "infer keys create"),
-        ({"fronts": "2", "sessions": "sqlite:///x.db"}, "sessions", "postgresql://"),
+        ({"fronts": "2", "sessions": "sqlite:///x.db"}, "sessions", r"postgresql\+psycopg://"),
+        ({"fronts": 2, "sessions": "mysql://me@host/x"}, "sessions", "not mysql: give a postgres"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_would_be_right(
@@ -57,6 +60,32 @@ def test_what_cannot_be_is_refused_with_what_would_be_right(
 
 def test_one_front_may_have_its_sessions_in_a_file() -> None:
     AllSettings.of({"insecure": "true", "sessions": "sqlite:///x.db"})
+
+
+def test_sessions_of_several_fronts() -> None:
+    """Without a database there are none, rather than a file of each front's machine."""
+    settings = {"insecure": "true", "fronts": "2"}
+    assert AllSettings.of(settings).server.sessions == "off"
+    assert AllSettings.of({**settings, "fronts": "1"}).server.sessions is None
+    for url in ("postgresql://me@host/x", "postgresql+psycopg://me@host/x", "off"):
+        assert AllSettings.of({**settings, "sessions": url}).server.sessions == url
+
+
+def test_a_warning_where_haproxy_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    warn_without_haproxy({"RAY_SERVE_ENABLE_HA_PROXY": "1"})
+    assert caplog.text == ""
+    warn_without_haproxy({})
+    assert "RAY_SERVE_ENABLE_HA_PROXY is off" in caplog.text
+
+
+def test_fronts_draw_different_seeds() -> None:
+    names = {new_front_name() for _ in range(100)}
+    assert all(re.fullmatch("front-[0-9a-f]{8}", name) for name in names)
+    for seed in (7, None):
+        drawn = {seed_of_front(seed, name) for name in names}
+        assert len(drawn) == len(names) == 100
+        assert all(0 <= each < 2**62 for each in drawn)
+    assert seed_of_front(7, "front-1") == seed_of_front(7, "front-1") != seed_of_front(8, "front-1")
 
 
 def test_an_engine_has_as_many_threads_as_cores() -> None:

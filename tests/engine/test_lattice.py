@@ -26,6 +26,7 @@ from infer.models.registry import read_model_config
 from infer.models.weights import open_checkpoint
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Sequence
+from tests.support.cases import slow_but
 from tests.support.lattice import (
     NUM_TOKENS,
     OPENING,
@@ -112,6 +113,7 @@ def test_dense_reference_without_any_cache(alone: Tokens) -> None:
             assert tuple(sequence.tokens[sequence.num_prompt :]) == alone[i]
 
 
+QUICK = {"sequential", "continuous", "static", "chunks of 7", "slotted", "contiguous", "preempted"}
 VARIANTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
     "sequential": (
         {"batching_mode": "sequential", "enable_prefix_caching": False},
@@ -156,7 +158,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(QUICK, VARIANTS))
 def test_same_tokens_as_alone(name: str, alone: Tokens) -> None:
     settings, pending_events = VARIANTS[name]
     if settings.get("kv_cache_memory_bytes") == 0:

@@ -1,19 +1,21 @@
-"""Batch invariance on a CPU in bfloat16, int8 and int4: tokens and log-probabilities are bitwise
-equal in any batch.
+"""Batch invariance on a CPU in bfloat16, int8, int4 and the blocks of GGUF files: tokens and
+log-probabilities are bitwise equal in any batch.
 
 On the shipped model, with the defaults (its own dtype, the native attention kernel), with int8 or
-int4 layers, with keys and values in int8, and with the kernels for CPUs that have AVX2 only.
-Without the compiled kernel there is no such
+int4 layers, with keys and values in int8, and with the kernels for CPUs that have AVX2 only; and on
+a small random model in a GGUF file of Q4_K and Q6_K. Without the compiled kernel there is no such
 guarantee, and the start-up warns; these tests are then skipped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Q
 
 from infer import LLM
 from infer.attention.cpu import obstacle
@@ -25,6 +27,8 @@ from infer.kernels.loader import (
     instruction_sets,
 )
 from infer.types import RequestOutput
+from tests.support.checkpoints import make_model
+from tests.support.gguf_files import write
 from tests.support.lattice import PROMPTS, params
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
@@ -35,9 +39,26 @@ Result = list[tuple[tuple[int, ...], Any]]
 def run(llm: LLM, order: list[int] | None = None) -> Result:
     order = order or list(range(len(PROMPTS)))
     each = [params(i).replace(logprobs=3) for i in order]
-    outputs = llm.generate([PROMPTS[i] for i in order], each, use_tqdm=False)
+    texts = [text[:MOST_BYTES] for text in PROMPTS] if is_of_bytes(llm) else PROMPTS
+    outputs = llm.generate([texts[i] for i in order], each, use_tqdm=False)
     by_prompt: dict[int, RequestOutput] = dict(zip(order, outputs, strict=True))
     return [(by_prompt[i].token_ids, by_prompt[i].logprobs) for i in range(len(PROMPTS))]
+
+
+MOST_BYTES = 96
+"""length of a prompt for a model with a token for each byte: it fits 128 tokens with the answer"""
+
+
+def is_of_bytes(llm: LLM) -> bool:
+    return str(llm.config.model).endswith(".gguf")
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "lattice.gguf"
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+    write(path, "llama", make_model("llama", **shape), Q.Q4_K, Q.Q6_K)
+    return path
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,10 +68,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "int8-cache": {"dtype": "int8", "kv_cache_dtype": "int8"},
     "avx2": {},
     "int8-cache-avx2": {"dtype": "int8", "kv_cache_dtype": "int8"},
+    "gguf": {},
+    "gguf-avx2": {},
 }
 
 
-SLOW_KINDS = {"int4", "int8-cache-avx2"}  # both halves of each are in another kind
+# Both halves of each are in another kind, and GGUF files have a short test of their own.
+SLOW_KINDS = {"int4", "int8-cache-avx2", "gguf", "gguf-avx2"}
 
 
 @pytest.fixture(
@@ -59,8 +83,12 @@ SLOW_KINDS = {"int4", "int8-cache-avx2"}  # both halves of each are in another k
         pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind for kind in KINDS
     ],
 )
-def alone(request: pytest.FixtureRequest) -> Iterator[tuple[dict[str, Any], Result]]:
+def alone(
+    request: pytest.FixtureRequest, gguf_file: Path
+) -> Iterator[tuple[dict[str, Any], Result]]:
     kind = KINDS[request.param]
+    if request.param.startswith("gguf"):
+        kind = {"model": str(gguf_file), "kv_cache_dtype": "model"}
     with pytest.MonkeyPatch.context() as patched:
         if request.param.endswith("avx2"):
             if "avx2" not in instruction_sets():
@@ -119,6 +147,21 @@ def test_bitwise_as_alone(settings: dict[str, Any], alone: tuple[dict[str, Any],
             assert stats["num_preemptions"] > 0
         if settings.get("kv_cache_backend") is None:
             assert stats["num_cached_tokens"] > 0
+
+
+def test_blocks_of_a_gguf_file_in_chunks_and_preempted(gguf_file: Path) -> None:
+    kind = {"model": str(gguf_file), "kv_cache_dtype": "model"}
+    wanted = result_of(kind)
+    assert any(len(set(tokens)) > 3 for tokens, _ in wanted)
+    small: dict[str, Any] = {
+        "page_size": 4,
+        "max_seq_len": 128,
+        "kv_cache_pages": 41,
+        "max_num_batched_tokens": 50,
+    }
+    with LLM(**kind, **small) as llm:
+        assert run(llm) == wanted
+        assert llm.stats()["num_preemptions"] > 0
 
 
 def test_int8_and_int4_are_other_models_than_bfloat16() -> None:

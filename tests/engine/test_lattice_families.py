@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, SamplingParams
+from tests.support.cases import slow_but
 from tests.support.checkpoints import write_checkpoint
 from tests.support.model_shapes import SHAPES
 from tests.support.parity import tokens_of
@@ -47,7 +48,7 @@ def run(llm: LLM) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", slow_but({"mistral", "gemma3", "gpt2"}, WINDOWED))
 def test_same_tokens_in_any_company(family: str, tmp_path: Path) -> None:
     theirs = write_checkpoint(tmp_path, family, **SHAPES[family][WINDOWED[family]])
 

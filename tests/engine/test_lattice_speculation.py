@@ -13,6 +13,7 @@ import pytest
 
 from infer import LLM, RequestOutput, SamplingParams
 from infer.schedule.ngram_index import NgramIndex
+from tests.support.cases import slow_but
 from tests.support.lattice import OPENING, preempt_at_every_third_step
 from tests.support.speculated import SETTINGS, WAYS, answers, requests_of, values
 
@@ -54,7 +55,7 @@ def oracle(plain: tuple[str, list[RequestOutput]]) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("oracle")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", slow_but(list(SETTINGS)[:3], SETTINGS))
 def test_the_same_answers_in_fewer_steps(name: str, plain: tuple[str, list[RequestOutput]]) -> None:
     dtype, wanted = plain
     settings = {"max_seq_len": 512, "speculative_config": CONFIG, **SETTINGS[name]}

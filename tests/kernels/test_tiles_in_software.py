@@ -30,6 +30,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a build, and the kernels' tests with tiles in software
 @pytest.mark.skipif(
     "avx512_bf16" not in loader.instruction_sets(), reason="around tiles there are AVX-512 vectors"
 )

@@ -88,7 +88,7 @@ async def mixed_load(server: Served, count: int, width: int) -> dict[str, Any]:
     stats = await server.stats()
     assert stats["num_requests_finished"] == stats["num_requests_admitted"] == seen["choices"]
     assert stats["num_requests_failed"] == stats["num_requests_cancelled"] == 0
-    return {"requests": count, **seen, "ledger looked at": looks, "lost": 0}
+    return {"requests": count, **seen, "counts looked at": looks, "lost": 0}
 
 
 def run_mixed_load(count: int, tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def run_mixed_load(count: int, tmp_path: Path) -> None:
     with served(arguments, tmp_path / "log") as server:
         counted = asyncio.run(mixed_load(server, count, 1000))
     load = "1,000 at a time, streamed and not, 1 to 4 choices, hash model"
-    Findings().note(1, "the ledger under load", load, **counted)
+    Findings().note(1, "the counts under load", load, **counted)
 
 
 def test_every_request_is_counted(tmp_path: Path) -> None:

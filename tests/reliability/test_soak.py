@@ -85,7 +85,7 @@ async def soak(server: Served, minutes: float) -> dict[str, Any]:
     return {
         "minutes": minutes,
         **seen,
-        "ledger looked at, always exact": len(looks),
+        "counts looked at, always exact": len(looks),
         **{
             f"memory {name}, MB, after a third and at the end": (round(a, 2), round(b, 2))
             for name, ((_, a), *_, (_, b)) in levels.items()

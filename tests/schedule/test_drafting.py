@@ -16,6 +16,7 @@ from infer.schedule.sequence import Plan, Sampled, Sequence
 from infer.schedule.speculation import DraftTimes, Speculator, draft_counts
 from infer.types import FinishReason, Request, SamplingParams
 from tests.support import doubles
+from tests.support.cases import slow_but
 from tests.support.doubles import (
     HashDraftRunner,
     drafts_of,
@@ -413,7 +414,7 @@ def timed_core(
 
 
 @pytest.mark.parametrize("right", [True, False])
-@pytest.mark.parametrize("num_streams", [1, 32])
+@pytest.mark.parametrize("num_streams", slow_but([32], [1, 32]))
 @pytest.mark.parametrize(
     ("cost_ms", "is_cheap"),
     [(lambda rows: 10.0 + 0.02 * rows, True), (lambda rows: 1.0 + 4.0 * rows, False)],

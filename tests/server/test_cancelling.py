@@ -16,6 +16,7 @@ import pytest
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.schedule.sequence import Plan, Sequence, Status
+from tests.support.cases import slow_but
 from tests.support.doubles import HashRunner, core_of, make_hash_llm, thread_of
 from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
 
@@ -71,7 +72,7 @@ ENDS = {"cancel": (499, "request_cancelled"), "delete": (499, "request_cancelled
 ENDS |= {"timeout": (504, "deadline_exceeded"), "leave": (0, "")}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", slow_but([True], [False, True]))
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("state", FORMS)
 def test_pages_are_free_within_one_step(state: str, end: str, stream: bool) -> None:

@@ -166,7 +166,7 @@ SCRIPT = (
     ("drain_s", "num_signals", "num_tokens", "last", "at_most_s"),
     [
         ("20", 1, 100, b"data: [DONE]", 10.0),
-        ("0.5", 1, 400, b"shutting down", 3.0),
+        pytest.param("0.5", 1, 400, b"shutting down", 3.0, marks=pytest.mark.slow),
         ("20", 2, 400, b"shutting down", 2.0),
     ],
 )

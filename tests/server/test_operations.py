@@ -69,20 +69,20 @@ def test_the_metrics_add_up() -> None:
         computed = stats["num_computed_tokens"]
         assert found["infer:iteration_tokens_total_sum", ""] == computed
         assert found["infer:kv_cache_usage_perc", ""] == 0
-        told = (await app.get("/stats")).json()
-        assert told["queue_depth"] == told["running"] == 0
-        assert 1 < told["mean_rows_per_step"] < 3
-        assert told["mode"] == "continuous"
-        assert 0 < told["p50_wait_ms"] <= told["p95_wait_ms"] <= told["p99_wait_ms"]
-        assert told["success_rate"] == 1
-        shared = told.keys() & stats.keys()
-        assert {name: stats[name] for name in shared} == {name: told[name] for name in shared}
+        reported = (await app.get("/stats")).json()
+        assert reported["queue_depth"] == reported["running"] == 0
+        assert 1 < reported["mean_rows_per_step"] < 3
+        assert reported["mode"] == "continuous"
+        assert 0 < reported["p50_wait_ms"] <= reported["p95_wait_ms"] <= reported["p99_wait_ms"]
+        assert reported["success_rate"] == 1
+        shared = reported.keys() & stats.keys()
+        assert {name: stats[name] for name in shared} == {name: reported[name] for name in shared}
         assert found["infer:engine_mode", "continuous"] == 1
         for name in shared - {"mode"}:
-            assert found[f"infer:{name}", ""] == told[name]
+            assert found[f"infer:{name}", ""] == reported[name]
         assert shared >= {"mode", "mean_wait_ms", "mean_processing_ms", "prefix_hit_rate"}
         assert not {name for name, _ in found if "batch" in name}
-        assert not {name for name in (*told, *told["engine"]) if "batch" in name}
+        assert not {name for name in (*reported, *reported["engine"]) if "batch" in name}
         again = await samples(app)
         assert all(again[key] >= found[key] for key in found)
 
@@ -94,10 +94,10 @@ def test_static_mode_has_statistics_of_its_batches() -> None:
         body = completion_body(max_tokens=3, ignore_eos=True)
         await asyncio.gather(*(app.post(COMPLETIONS, body) for _ in range(4)))
         await app.idle()
-        told = (await app.get("/stats")).json()
-        assert (told["mode"], told["batches_formed"]) == ("static", 2)
-        assert told["batches_per_minute"] == 2
-        assert told["mean_batch_size"] == 2.0
+        reported = (await app.get("/stats")).json()
+        assert (reported["mode"], reported["batches_formed"]) == ("static", 2)
+        assert reported["batches_per_minute"] == 2
+        assert reported["mean_batch_size"] == 2.0
         found = await samples(app)
         assert found["infer:batches_formed_total", ""] == 2
         assert found["infer:mean_batch_size", ""] == 2.0

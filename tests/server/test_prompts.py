@@ -119,11 +119,11 @@ def test_prompt_logprobs_and_token_ids(llm: LLM) -> None:
         CHAT, body, {**body, "prompt_logprobs": 1, "n": 2}, {**body, "stream": True}
     )
     [choice] = chat["choices"]
-    told = [event["choices"][0] for event in events]
-    assert [i for part in told for i in part.get("token_ids", ())] == choice["token_ids"]
+    choices = [event["choices"][0] for event in events]
+    assert [i for part in choices for i in part.get("token_ids", ())] == choice["token_ids"]
     # The prompt is common to all choices, so it is in the response and in the first chunk.
     assert events[0]["prompt_token_ids"] == chat["prompt_token_ids"]
-    assert not any("prompt_token_ids" in event for event in (*events[1:], *told, choice))
+    assert not any("prompt_token_ids" in event for event in (*events[1:], *choices, choice))
     assert looked["prompt_token_ids"] == chat["prompt_token_ids"]
     assert len(looked["prompt_logprobs"]) == len(chat["prompt_token_ids"])
     assert looked["prompt_logprobs"][0] is None

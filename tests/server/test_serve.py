@@ -243,7 +243,7 @@ SCRIPT = textwrap.dedent(
     ("drain_s", "signals", "num_tokens", "last"),
     [
         ("10", [signal.SIGTERM], 30, b"data: [DONE]"),
-        ("10", [signal.SIGINT], 30, b"data: [DONE]"),
+        pytest.param("10", [signal.SIGINT], 30, b"data: [DONE]", marks=pytest.mark.slow),
         ("0.2", [signal.SIGTERM], 400, b"shutting down"),
         ("30", [signal.SIGTERM, signal.SIGTERM], 400, b"shutting down"),
     ],

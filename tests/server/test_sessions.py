@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +21,17 @@ import pytest
 import sqlalchemy as sql
 
 from infer.errors import ConfigError
+from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
-from infer.server.sessions.store import SessionStore
+from infer.server.sessions import store
+from infer.server.sessions.database_threads import DatabaseThreads
+from infer.server.sessions.leases import SessionLeases
+from infer.server.sessions.store import LEASE_S, SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import CHAT, App, Reply, chat_body, scripted, spelled, until, with_app
+from tests.support.several_fronts import FrontOfSeveral, SharedByFronts, with_several_fronts
 
 PATH = os.pathsep.join([os.environ["PATH"], *sorted(glob.glob("/usr/lib/postgresql/*/bin"))[::-1]])
 ASKED = ["Tell me of the fox and the river", "And then?", "Why?"]
@@ -236,6 +242,95 @@ def test_a_session_is_its_owners(url: str, tmp_path: Path) -> None:
         assert len((await call(app, "GET", "", **a))["data"]) == 2
 
     with_app(make_hash_llm(), use, sessions=url, api_keys=str(file))
+
+
+def test_a_second_turn_at_another_front_is_refused_before_it_computes(url: str) -> None:
+    async def use(shared: SharedByFronts, fronts: list[FrontOfSeveral], apps: list[App]) -> None:
+        name = (await call(apps[0], "POST", ""))["id"]
+        body = question("?", session_id=name, max_tokens=200)
+        asking = asyncio.ensure_future(apps[0].post(CHAT, body))
+        while not apps[0].engine.num_open:
+            await asyncio.sleep(0.01)
+        second = await apps[1].post(CHAT, body)
+        assert (second.status, second.error()["code"]) == (409, "session_busy")
+        assert len((await apps[1].get("/v1/requests")).json()["data"]) == 1  # no engine saw it
+        assert (await asking).status == 200
+        for app in reversed(apps):  # the lease has ended with its turn, at once
+            assert (await app.post(CHAT, {**body, "max_tokens": 5})).status == 200
+        leave = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.1, leave.set)
+        await apps[0].post(CHAT, body, leave=leave)  # a turn that breaks off
+        await asyncio.sleep(0.2)
+        assert (await apps[1].post(CHAT, {**body, "max_tokens": 5})).status == 200
+        assert len((await call(apps[1], "GET", f"/{name}"))["messages"]) == 8
+
+    with_several_fronts(use, lambda: make_hash_llm(step_s=0.005), 2, sessions=url)
+
+
+def test_a_lease_ends_with_its_front(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its renewals, which hold it for as long as a turn lasts."""
+    sessions, other = SessionStore(url), SessionStore(url)
+    name = sessions.create("me")["id"]
+    now_s = [1000.0]
+    monkeypatch.setattr(store, "database_clock", lambda db: now_s[0])
+    sessions.lease("me", name, "turn-1")
+    for _ in range(5):
+        now_s[0] += 0.9 * LEASE_S
+        with pytest.raises(HttpError, match="another turn"):
+            other.lease("me", name, "turn-2")
+        sessions.renew_leases(["turn-1"])
+    now_s[0] += 1.1 * LEASE_S
+    other.lease("me", name, "turn-2")
+    sessions.end_lease("turn-1")  # has it no more
+    with pytest.raises(HttpError, match="another turn"):
+        sessions.lease("me", name, "turn-3")
+    with pytest.raises(HttpError, match="no such session"):
+        sessions.lease("you", name, "turn-3")
+    other.add_turn("me", name, 0, [{"role": "user", "content": "?"}], 0, "turn-2")
+    sessions.lease("me", name, "turn-3")
+    sessions.delete("me", name)
+    with pytest.raises(HttpError, match="no such session"):
+        sessions.lease("me", name, "turn-4")
+    sessions.close()
+    other.close()
+
+
+def test_a_request_that_ends_while_it_waits_for_its_lease_leaves_none(url: str) -> None:
+    sessions = SessionStore(url)
+    name = sessions.create("me")["id"]
+
+    def call_store(method: str, *arguments: Any) -> Any:
+        if method == "lease":
+            time.sleep(0.2)
+        return getattr(sessions, method)(*arguments)
+
+    async def end_early() -> None:
+        leases, context = SessionLeases(threads := DatabaseThreads(), call_store), RequestContext()
+        taking = asyncio.ensure_future(leases.take("me", name, context))
+        await asyncio.sleep(0.05)
+        taking.cancel()
+        await asyncio.gather(taking, return_exceptions=True)
+        context.cleanup.close()
+        await asyncio.sleep(0.5)
+        leases.close()
+        threads.close()
+
+    asyncio.run(end_early())
+    sessions.lease("me", name, "turn-2")
+    sessions.close()
+
+
+def test_a_server_without_sessions() -> None:
+    async def use(app: App) -> None:
+        for reply in (
+            await app.post("/v1/sessions", {}),
+            await app.get("/v1/sessions"),
+            await app.post(CHAT, question("?", session_id="sess-1")),
+        ):
+            assert (reply.status, reply.error()["code"]) == (404, "sessions_off")
+        assert (await app.post(CHAT, question("?"))).status == 200
+
+    with_app(make_hash_llm(), use, sessions="off")
 
 
 def test_an_answer_that_breaks_off_is_not_kept(url: str) -> None:

@@ -22,7 +22,8 @@ from infer.server.http.context import RequestContext
 from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Key, KeyLimits, Keys
-from infer.server.tenancy.limits import OPEN_PATHS, Bucket, Tenant
+from infer.server.tenancy.limits import OPEN_PATHS, Tenant
+from infer.server.tenancy.token_bucket import Bucket
 from infer.types import Request, SamplingParams
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import held_runner, make_hash_llm

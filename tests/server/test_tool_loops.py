@@ -256,11 +256,11 @@ def test_reasoning_effort_goes_to_a_template_that_reads_it(tmp_path: Path) -> No
     assert end_of(reasoning_effort="none", chat_template_kwargs=own) == "[high]<True>"
     other = tokenizer_of(tmp_path, NO_TOOLS)
     for path, make in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
-        told = [
+        answers = [
             ask(saying(script_of(other, "Hi"), other), path, make(**fields)).json()
             for fields in ({}, {"reasoning_effort": "low"})
         ]
-        assert told[0]["choices"] == told[1]["choices"]
+        assert answers[0]["choices"] == answers[1]["choices"]
 
 
 def test_thoughts_of_earlier_turns_have_two_names(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from infer.server.openai.completions import CompletionsApi
 from infer.server.openai.large_json import render
 from infer.text.tokenizer import Tokenizer
 from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
+from tests.support.cases import slow_but
 from tests.support.checkpoints import END_ID, write_tokenizer
 from tests.support.doubles import small_tokenizer
 from tests.support.serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
@@ -239,7 +240,7 @@ def check(chat: bool, events: list[Any], expected: dict[str, Any]) -> None:
         ({"chat_template_kwargs": {"open": True}}, "Hm\n</think>\n", "Hm", ("", "</think>")),
     ],
 )
-@pytest.mark.parametrize("way", ["schema", "forced"])
+@pytest.mark.parametrize("way", slow_but(["forced"], ["schema", "forced"]))
 def test_a_grammar_begins_behind_the_thoughts(
     tokenizer: Tokenizer,
     options: dict[str, Any],

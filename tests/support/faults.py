@@ -147,7 +147,7 @@ class FaultyCore(EngineCore):
     """An engine core with injected faults."""
 
     def __init__(self, core: EngineCore, faults: Faults) -> None:
-        super().__init__(core.scheduler, _FaultyRunner(core.runner, faults))
+        super().__init__(core.scheduler, _FaultyRunner(core.runner, faults), core.announce)
         self._faults = faults
         self._num_steps = 0
         if faults.poison:

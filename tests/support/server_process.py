@@ -129,7 +129,7 @@ class Served:
         result: dict[str, Any] = json.loads((await asyncio.to_thread(self.get, "/test/stats"))[1])
         names = ("num_open", "num_requests_finished", "num_requests_cancelled")
         ended = sum(result[name] for name in (*names, "num_requests_failed"))
-        assert result["num_requests_admitted"] == ended, f"the ledger is wrong: {result}"
+        assert result["num_requests_admitted"] == ended, f"the counts are wrong: {result}"
         return result
 
     async def is_back(self, baseline: Mapping[str, Any], within_s: float) -> float:

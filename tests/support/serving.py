@@ -25,6 +25,7 @@ from infer.engine.client.input import InputProcessor
 from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled, verified
 from infer.server.app import create_app
+from infer.server.fronts import SeveralFronts
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.openapi import document
 from infer.server.serve import Server, bind, url_of
@@ -115,10 +116,12 @@ class App:
         self,
         engine: AsyncLLM,
         generating: Sequence[GeneratingApi[Any]] | None = None,
+        fronts: SeveralFronts | None = None,
         **settings: Any,
     ) -> None:
         self.engine = engine
-        self.app = create_app(engine, ServerSettings(**settings), generating=generating)
+        own = ServerSettings(**settings)
+        self.app = create_app(engine, own, generating=generating, fronts=fronts)
 
     async def send(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -22,6 +23,7 @@ from infer.config import (
     settings_of,
 )
 from infer.errors import ConfigError
+from infer.server.sessions import NO_SESSIONS
 from infer.server.settings import ServerSettings
 
 C = TypeVar("C")
@@ -108,21 +110,26 @@ class AllSettings:
                 raise ConfigError(key, f"there is no such setting; {hint}")
             found[place][key] = _value(specs[place][key], value)
         cluster, engine, server = found
+        if str(cluster.get("fronts", 1)) != "1":
+            # A file in the state folder of each front's machine would show each its own sessions.
+            server.setdefault("sessions", NO_SESSIONS)
         settings = cls(
             cluster=ClusterSettings(**cluster),
             engine=EngineConfig(**engine),
-            server=ServerSettings(**{"sessions": None, **server}),
+            server=ServerSettings(**server),
         )
         settings._check()
         return settings
 
     def _check(self) -> None:
-        sessions = self.server.sessions
-        if self.cluster.fronts > 1 and sessions is not None and sessions.startswith("sqlite"):
+        sessions, fronts = self.server.sessions, self.cluster.fronts
+        is_shared = sessions is None or re.match(r"postgresql(\+\w+)?://|off$", sessions)
+        if fronts > 1 and not is_shared:
+            kind = str(sessions).partition(":")[0]
             raise ConfigError(
                 "sessions",
-                f"{sessions!r} is a file of one machine, and there are {self.cluster.fronts}"
-                " fronts; give a postgresql:// URL, or fronts=1",
+                f"{fronts} fronts need one database that all of them reach, and not {kind}: give a"
+                " postgresql+psycopg:// URL, sessions=off, or fronts=1",
             )
         if self.server.api_keys is None and not self.cluster.insecure:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The deployments of Ray Serve: `Engine` and `Front`; the only module that imports Ray
+"""The deployments of Ray Serve: `Engine` and `Front`
 
 An `Engine` replica starts an `EngineActor` in its placement group, which has the engine's process
 and one streaming call for each front. A `Front` replica has the server over a fleet of engines,
@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
-import secrets
+import os
 import threading
 import time
-import zlib
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -26,19 +26,25 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.exceptions import RayServeException
 
 from infer.cluster.cluster_settings import AllSettings, engine_settings
-from infer.cluster.engine_host import EngineHost, link_items
+from infer.cluster.engine_host import CommandOrder, EngineHost, link_items
+from infer.cluster.front_identity import new_front_name, seed_of_front
+from infer.cluster.front_relay import RelayedPeers
 from infer.cluster.link_messages import BEAT_S, Description, decode_description, encode
-from infer.cluster.ray_version import check_version
+from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.remote_member import LinkBrokenError, RemoteMember
 from infer.cluster.scaling import EngineLoad, engines_wanted
+from infer.cluster.shared_fronts import SharedFronts
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.fleet.fleet import Fleet, fleet_limits
 from infer.engine.fleet.routing import make_router
 from infer.engine.process.messages import Text
+from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor import EngineProcess
-from infer.errors import ConfigError, LoadError
+from infer.errors import ConfigError
 from infer.server.app import create_app
+from infer.server.fronts import SeveralFronts
+from infer.server.tenancy.front_limits import FrontLimits
 from infer.server.ui.page import Page
 from infer.text.checkpoint_text import TextFiles
 from infer.text.tokenizer import Tokenizer
@@ -52,10 +58,20 @@ BACKPRESSURE = 256
 """items of a link that may wait at a front before its engine keeps them in its own queue"""
 HEALTH_S = 2.0
 """seconds between two checks of an engine by Ray"""
+HEALTH_TIMEOUT_S = 10.0
+"""seconds that a check may take; after three that fail Ray replaces the engine"""
+MAX_RESTARTS = 10
+"""times that Ray starts the actor of an engine again before the whole replica is replaced"""
+DESCRIBE_S = 1.0
+"""seconds that an engine's actor has to say who it is; it may be frozen, or being started again"""
+MOVE_S = 0.5
+"""seconds that fronts have to move what is left at the end of a drain"""
 DISCOVERY_S = 1.0
 """seconds between two rounds in which a front asks for engines"""
-ROUND_TIMEOUT_S = 5.0
+DISCOVERY_TIMEOUT_S = 2.5
 """seconds that a round may take"""
+CLOCK_TIMEOUT_S = 5.0
+"""seconds that an engine's actor has to tell its time"""
 
 _decode_files = msgspec.msgpack.Decoder(TextFiles).decode
 
@@ -64,50 +80,64 @@ class EngineActor:
     """An engine's process, and its ends of the links; an actor of Ray."""
 
     def __init__(self, plain: dict[str, Any], name: str) -> None:
-        """`plain`: see `AllSettings.to_plain`. Raises the `LoadError` that keeps it from
-        starting."""
+        """`plain`: see `AllSettings.to_plain`. The engine is loaded meanwhile; see `ready`."""
         self._settings = AllSettings.from_plain(plain)
         self._name = name
         self._stop = threading.Event()
-        self._is_ready = threading.Event()
-        self._error: LoadError | None = None
+        self._loaded: Future[None] = Future()
         self._text: Text | None = None
         engine = engine_settings(self._settings.engine, self._settings.cluster)
         server = self._settings.server
+        self._standby = Standby(FACTORY) if server.standby else None
         self._process = EngineProcess(
             FACTORY,
             engine,
             name=name,
+            standby=self._standby,
             log_fields={"replica": name},
             hang_s=server.hang_s,
             load_timeout_s=server.load_timeout_s,
+            on_alone=lambda: self._host.computes_alone(),
         )
-        self._host = EngineHost(self._process)
+        # Ray starts this actor again where its process has died: epochs go on from there.
+        self._host = EngineHost(self._process, first_epoch=time.time_ns() // 1000)
+        self._order = CommandOrder()
         # An engine's process dies with the thread that started it; this one stays.
         self._keeper = threading.Thread(target=self._keep, name="infer-keeper", daemon=True)
         self._keeper.start()
-        self._is_ready.wait()
-        if self._error is not None:
-            raise self._error
 
     def _keep(self) -> None:
         try:
+            self._serve()
+        finally:
+            if self._standby is not None:
+                self._standby.stop()
+
+    def _serve(self) -> None:
+        try:
             self._process.launch(self._read)
             self._process.start(self._host)
-        except LoadError as error:
-            self._error = error
+        except BaseException as error:
+            self._loaded.set_exception(error)
             return
-        finally:
-            self._is_ready.set()
+        self._loaded.set_result(None)
         while not self._stop.wait(BEAT_S):
             self._host.beat()
+            for front in self._order.incomplete():
+                log.warning("a command of %s has been lost: its link is dropped", front)
+                self._host.detach(front)
         self._process.stop()
 
     def _read(self, text: Text) -> None:
         self._text = text
 
+    async def ready(self) -> None:
+        """Wait until the engine is loaded; raises the `LoadError` that keeps it from starting."""
+        await asyncio.shield(asyncio.wrap_future(self._loaded))
+
     async def describe(self) -> bytes:
         """A `Description`, in msgpack."""
+        await self.ready()
         assert self._text is not None
         process, name = self._process, self._text.model_name
         limits, fingerprint = process.limits, process.fingerprint
@@ -116,6 +146,7 @@ class EngineActor:
 
     async def text(self) -> bytes:
         """The text files of the checkpoint, in msgpack."""
+        await self.ready()
         assert self._text is not None
         return encode(self._text.files)
 
@@ -123,29 +154,38 @@ class EngineActor:
         """The clock of `StepEvents` on this machine."""
         return time.monotonic()
 
-    async def link(self, front: str) -> AsyncIterator[bytes]:
-        """The items for a front."""
-        async for item in link_items(self._host, front):
-            yield item
+    async def link(self, front: str, number: int) -> AsyncIterator[bytes]:
+        """The items for a front; `number`: of this link of the front."""
+        await self.ready()
+        try:
+            async for item in link_items(self._host, front):
+                yield item
+        finally:
+            self._order.forget(front, number)
 
-    async def command(self, front: str, item: bytes) -> None:
-        """The commands of a front."""
-        self._host.command(front, item)
+    async def command(self, front: str, link: int, number: int, item: bytes) -> None:
+        """The commands of a front; calls may come in another order than they were made."""
+        for each in self._order.arrived(front, link, number, item):
+            self._host.command(front, each)
 
     async def check(self) -> None:
         """Raise if the engine does not serve and will not soon."""
+        if not self._loaded.done():
+            return
+        self._loaded.result()
         if not self._stop.is_set() and not self._process.is_alive:
             raise RuntimeError("the engine has failed several times in a row")
 
     async def load(self) -> dict[str, float]:
         """What the engine has to do, for the autoscaler."""
+        await self.ready()
         load = self._host.load()
         return {name: float(getattr(load, name)) for name in EngineLoad.__slots__}
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; return when nothing runs any more, or the time is over."""
         self._host.drain(timeout_s)
-        ends_s = time.monotonic() + timeout_s
+        ends_s = time.monotonic() + timeout_s + MOVE_S
         while self._host.num_unfinished and time.monotonic() < ends_s:
             await asyncio.sleep(0.05)
 
@@ -164,20 +204,26 @@ class Engine:
         name = serve.get_replica_context().replica_id.unique_id
         actor = ray.remote(EngineActor)
         self._actor = actor.options(
-            num_cpus=cluster.cpus, num_gpus=cluster.gpus, max_concurrency=1000
+            num_cpus=cluster.cpus,
+            num_gpus=cluster.gpus,
+            max_concurrency=1000,
+            max_restarts=MAX_RESTARTS,
         ).remote(plain, name)
-        ray.get(self._actor.describe.remote())
+        ray.get(self._actor.ready.remote())
 
     async def describe(self) -> tuple[bytes, Any] | None:
-        """What a front needs: a `Description` in msgpack, and the actor. None if that has gone."""
+        """What a front needs: a `Description` in msgpack, and the actor. None if that does not
+        answer."""
         try:
-            return await self._actor.describe.remote(), self._actor
-        except RayError:
+            return await asyncio.wait_for(self._actor.describe.remote(), DESCRIBE_S), self._actor
+        except (RayError, TimeoutError):
             return None
 
     async def check_health(self) -> None:
         """Called by Ray; raises if the replica is to be replaced."""
-        await self._actor.check.remote()
+        # While Ray starts the actor again, there is nothing that a new replica would do better.
+        with contextlib.suppress(ActorUnavailableError):
+            await self._actor.check.remote()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Ray."""
@@ -197,15 +243,20 @@ class RayCarrier:
     def __init__(self, actor: Any, front: str) -> None:
         self._actor, self._front = actor, front
         self._stream: Any = None
+        self._lock = threading.Lock()
+        self._link = self._num_sent = 0
+        """number of the link, and of its commands so far; see `CommandOrder`"""
 
     def connect(self) -> Iterator[bytes]:
         """See `Carrier`."""
+        with self._lock:
+            self._link, self._num_sent = self._link + 1, 0
         with _errors():
             options = {
                 "num_returns": "streaming",
                 "_generator_backpressure_num_objects": BACKPRESSURE,
             }
-            self._stream = self._actor.link.options(**options).remote(self._front)
+            self._stream = self._actor.link.options(**options).remote(self._front, self._link)
         return self._items()
 
     def _items(self) -> Iterator[bytes]:
@@ -219,7 +270,7 @@ class RayCarrier:
         with _errors():
             for _ in range(3):
                 before_s = time.monotonic()
-                theirs_s = ray.get(self._actor.clock.remote(), timeout=ROUND_TIMEOUT_S)
+                theirs_s = ray.get(self._actor.clock.remote(), timeout=CLOCK_TIMEOUT_S)
                 took_s = time.monotonic() - before_s
                 found.append((took_s, before_s + took_s / 2 - theirs_s))
         took_s, offset_s = min(found)
@@ -227,8 +278,9 @@ class RayCarrier:
 
     def send(self, item: bytes) -> None:
         """See `Carrier`."""
-        with _errors():
-            self._actor.command.remote(self._front, item)
+        with self._lock, _errors():
+            number, self._num_sent = self._num_sent, self._num_sent + 1
+            self._actor.command.remote(self._front, self._link, number, item)
 
     def close(self) -> None:
         """See `Carrier`."""
@@ -260,10 +312,13 @@ class Front:
 
     def __init__(self, plain: dict[str, Any], engines: Any) -> None:
         self._settings = AllSettings.from_plain(plain)
-        _check_ray(self._settings)  # `serve run` builds the application before Ray is started
+        _check_token(self._settings)  # `serve run` builds the application before Ray is started
+        if message := _why_too_many(self._settings):
+            log.warning("replicas: %s", message)  # perhaps a machine has just died
         self._engines = engines
-        self._name = f"front-{secrets.token_hex(4)}"
+        self._name = new_front_name()
         self._finding: asyncio.Task[None] | None = None
+        self._answering: asyncio.Task[None] | None = None
         self._fleet: Fleet | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -280,18 +335,26 @@ class Front:
             moved_streams=settings.server.moved_streams,
         )
         limits = fleet_limits([description.limits] * settings.cluster.range[1])
-        seed = settings.engine.seed
-        if seed is None:
-            seed = secrets.randbits(62)
-        # Two fronts must not give equal requests equal seeds.
-        seed = (seed + zlib.crc32(self._name.encode())) % 2**62
+        seed = seed_of_front(settings.engine.seed, self._name)
         engine = AsyncLLM(
             self._fleet, InputProcessor(tokenizer, limits, seed), description.model_name
         )
         engine.expect_grammars()
         self._finding = asyncio.create_task(self._find())
         page = Page() if settings.server.ui else None
-        return create_app(engine, settings.server, page=page)
+        return self._app(engine, page)
+
+    def _app(self, engine: AsyncLLM, page: Page | None) -> Any:
+        cluster, server = self._settings.cluster, self._settings.server
+        if cluster.fronts == 1:
+            return create_app(engine, server, page=page)
+        shared = SharedFronts(serve.get_replica_context().app_name, cluster.fronts)
+        limits = FrontLimits(self._name, cluster.fronts, shared.exchange)
+        peers = RelayedPeers(self._name, shared)
+        fronts = SeveralFronts(self._name, limits, peers)
+        app = create_app(engine, server, page=page, fronts=fronts)
+        self._answering = asyncio.create_task(peers.serve(app.state.desk))
+        return app
 
     def _member(self, description: Description, actor: Any) -> RemoteMember:
         return RemoteMember(description, RayCarrier(actor, self._name))
@@ -300,8 +363,9 @@ class Front:
         """The engines that can be reached."""
         response = self._engines.broadcast("describe")
         try:
-            results = await response.results_async(
-                timeout_s=ROUND_TIMEOUT_S, return_exceptions=True
+            # `results_async` has no result at all where one replica is frozen.
+            results = await asyncio.to_thread(
+                response.results, timeout_s=DISCOVERY_TIMEOUT_S, return_exceptions=True
             )
         except (RayServeException, RayError, TimeoutError) as error:
             log.debug("no engine can be asked: %s", error)  # such as before the first one is ready
@@ -330,36 +394,49 @@ class Front:
                     await asyncio.to_thread(fleet.leave, name)
 
 
-def autoscale(context: AutoscalingContext, *, target_wait_s: float) -> tuple[int, dict[str, Any]]:
-    """The policy of the engines' autoscaler: `engines_wanted` over what the engines report."""
-    metrics = context.aggregated_metrics or {}
-    values = {name: list(metrics.get(name, {}).values()) for name in EngineLoad.__slots__}
-    count = max(map(len, values.values()), default=0)
-    loads = [
-        EngineLoad(**{name: each[i] for name, each in values.items() if i < len(each)})
-        for i in range(count)
-    ]
-    wanted = engines_wanted(
-        loads,
-        low=context.capacity_adjusted_min_replicas,
-        high=context.capacity_adjusted_max_replicas,
-        target_wait_s=target_wait_s,
-    )
-    return wanted, {}
+class Autoscaler:
+    """The policy of the engines' autoscaler: `engines_wanted` over what the engines report. Ray
+    makes it with the settings' values, which a plain function would not get."""
+
+    def __init__(self, target_wait_s: float) -> None:
+        self._target_wait_s = target_wait_s
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Number of engines, and nothing to be kept for the next call."""
+        metrics = context.aggregated_metrics or {}
+        values = {name: list(metrics.get(name, {}).values()) for name in EngineLoad.__slots__}
+        count = max(map(len, values.values()), default=0)
+        loads = [
+            EngineLoad(**{name: each[i] for name, each in values.items() if i < len(each)})
+            for i in range(count)
+        ]
+        if not loads:
+            return max(context.capacity_adjusted_min_replicas, context.target_num_replicas), {}
+        wanted = engines_wanted(
+            loads,
+            low=context.capacity_adjusted_min_replicas,
+            high=context.capacity_adjusted_max_replicas,
+            target_wait_s=self._target_wait_s,
+        )
+        return wanted, {}
 
 
 def application(arguments: dict[str, Any]) -> Any:
     """The application of Ray Serve. Raises `ConfigError`."""
     check_version(ray.__version__)
     settings = AllSettings.of(arguments)
-    _check_ray(settings)
+    warn_without_haproxy(os.environ)
+    if ray.is_initialized():
+        _check_token(settings)
+        if message := _why_too_many(settings):
+            raise ConfigError("replicas", message)
     cluster, plain = settings.cluster, settings.to_plain()
     low, high = cluster.range
     bundle = {"CPU": float(cluster.cpus)} | ({"GPU": cluster.gpus} if cluster.gpus else {})
     how: dict[str, Any] = {"num_replicas": low}
     if low < high:
         policy = AutoscalingPolicy(
-            policy_function=f"{__name__}:autoscale",
+            policy_function=f"{__name__}:{Autoscaler.__name__}",
             policy_kwargs={"target_wait_s": cluster.target_wait_s},
         )
         how = {
@@ -368,6 +445,7 @@ def application(arguments: dict[str, Any]) -> Any:
                 max_replicas=high,
                 upscale_delay_s=cluster.scale_delay_s,
                 downscale_delay_s=cluster.shrink_delay_s,
+                look_back_period_s=_look_back_s(cluster.scale_delay_s),
                 policy=policy,
             )
         }
@@ -379,6 +457,7 @@ def application(arguments: dict[str, Any]) -> Any:
         max_ongoing_requests=OPEN_REQUESTS,
         graceful_shutdown_timeout_s=cluster.drain_timeout_s + 10,
         health_check_period_s=HEALTH_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         **how,
     )
     fronts = serve.deployment(
@@ -392,28 +471,49 @@ def application(arguments: dict[str, Any]) -> Any:
     return fronts.bind(plain, engines.bind(plain))
 
 
-def _check_ray(settings: AllSettings) -> None:
-    """Refuse a Ray cluster that anyone may use, and one that is too small; once it is known."""
-    if not ray.is_initialized():
-        return
-    cluster = settings.cluster
+def _look_back_s(delay_s: float) -> float:
+    """Seconds over which loads are averaged: no longer than the delay, but two of their reports."""
+    every_s = float(os.environ.get("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "10"))
+    return max(delay_s, 2 * every_s)
+
+
+def _check_token(settings: AllSettings) -> None:
+    """Refuse a Ray cluster that anyone may use."""
     host = ray.get_runtime_context().gcs_address.rpartition(":")[0].strip("[]")
-    with contextlib.suppress(ValueError):
-        if not ipaddress.ip_address(host).is_loopback and not _has_token():
-            message = (
-                f"the Ray cluster at {host} has no token, so whoever reaches it may run code there;"
-                " give it one (RAY_AUTH_MODE=token), or insecure=true"
-            )
-            if not cluster.insecure:
-                raise ConfigError("insecure", message)
-            log.warning("%s", message)
-    fitting = int(ray.cluster_resources().get("CPU", 0) // cluster.cpus)
-    if fitting < cluster.range[0]:
-        raise ConfigError(
-            "replicas",
-            f"{cluster.range[0]} engines with {cluster.cpus} cores each do not fit this cluster;"
-            f" {fitting} do",
-        )
+    if _is_loopback(host) or _has_token():
+        return
+    message = (
+        f"the Ray cluster at {host} has no token, so whoever reaches it may run code there;"
+        " give it one (RAY_AUTH_MODE=token), or insecure=true"
+    )
+    if not settings.cluster.insecure:
+        raise ConfigError("insecure", message)
+    log.warning("%s", message)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _why_too_many(settings: AllSettings) -> str:
+    """Why the machines of the Ray cluster have no room for the engines; "" if they have it."""
+    cluster = settings.cluster
+    wanted = {"CPU": float(cluster.cpus)} | ({"GPU": cluster.gpus} if cluster.gpus else {})
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = sum(
+        min(int(machine.get(name, 0) // count) for name, count in wanted.items())
+        for machine in machines
+    )
+    if fitting >= cluster.range[0]:
+        return ""
+    each = f"cpus={cluster.cpus}" + (f" and gpus={cluster.gpus:g}" if cluster.gpus else "")
+    return (
+        f"{cluster.range[0]} engines with {each} do not fit the {len(machines)} machines of this"
+        f" cluster; {fitting} do"
+    )
 
 
 def _has_token() -> bool:

@@ -46,6 +46,11 @@ MAX_QUEUED_BYTES = 32 << 20
 """bytes that wait for one front before its link is dropped"""
 MAX_SILENCE_S = 10.0
 """seconds without a sign of a front after which its link is dropped"""
+MISSING_S = 3.0
+"""seconds for which commands wait for an earlier one before their link is dropped"""
+SILENT_S = 2.5
+"""seconds without a sign of the engine's process, which gives one every `HEARTBEAT_S`, after which
+no life of a link begins"""
 
 
 class FrontLink:
@@ -57,6 +62,8 @@ class FrontLink:
         """name of the front"""
         self.epoch = 0
         """number of its present life; 0 before the first"""
+        self.is_waiting = False
+        """whether its next life begins as soon as the engine's process answers"""
         self.load = load
         """its requests"""
         self.requests: set[str] = set()
@@ -72,10 +79,13 @@ class FrontLink:
         """The front has given a sign."""
         self.heard_s = time.monotonic()
 
-    def begin(self, load: MemberLoad) -> None:
+    def end_life(self) -> None:
+        """The front has ended its life, and waits for the next one."""
+        self.is_waiting = True
+
+    def begin(self, load: MemberLoad, epoch: int) -> None:
         """Another life begins, with nothing to do."""
-        self.epoch += 1
-        self.load = load
+        self.epoch, self.load, self.is_waiting = epoch, load, False
 
     def put(self, event: LinkEvent) -> bool:
         """Queue an event; returns False, and closes the link, where the queue is full."""
@@ -106,8 +116,10 @@ class FrontLink:
 class EngineHost:
     """See the module's docstring. A `MemberListener`."""
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, *, first_epoch: int = 1) -> None:
+        """`first_epoch`: above all numbers of a host whose place this one takes."""
         self._member = member
+        self._next_epoch = first_epoch
         self._lock = threading.RLock()
         self._links: dict[str, FrontLink] = {}
         self._owners: dict[str, FrontLink] = {}
@@ -161,6 +173,14 @@ class EngineHost:
                     self.detach(link.front)
                 else:
                     self._beat(link)
+                    if link.is_waiting and self._life and not self._is_silent:
+                        self._begin(link)
+
+    def computes_alone(self) -> None:
+        """Say which request the engine computes alone: this machine may vanish with it."""
+        with self._lock:
+            for link in self._links.values():
+                self._beat(link)
 
     def drain(self, timeout_s: float) -> None:
         """Tell all fronts that this engine will end."""
@@ -258,8 +278,13 @@ class EngineHost:
 
     # ---- inside; the lock is held
 
+    @property
+    def _is_silent(self) -> bool:
+        return self._member.link_silence_s > SILENT_S
+
     def _begin(self, link: FrontLink) -> None:
-        link.begin(MemberLoad(link.front, self._member.limits))
+        link.begin(MemberLoad(link.front, self._member.limits), self._next_epoch)
+        self._next_epoch += 1
         link.put(LinkReady(link.epoch, self._member.fingerprint))
 
     def _beat(self, link: FrontLink) -> None:
@@ -268,6 +293,7 @@ class EngineHost:
             LinkBeat(
                 member.stats(),
                 member.silence_s,
+                member.link_silence_s,
                 member.alone,
                 member.is_ready and member.link_silence_s < MAX_SILENCE_S,
                 member.is_alive,
@@ -292,7 +318,9 @@ class EngineHost:
             case LinkAbandon():
                 self._drop_requests(link)
                 if not self.is_draining:
-                    self._begin(link)
+                    link.end_life()
+                    if not self._is_silent:
+                        self._begin(link)
 
     def _forget(self, link: FrontLink, request_id: str) -> None:
         self._owners.pop(request_id, None)
@@ -325,6 +353,69 @@ class EngineHost:
             self._prompt_tokens = 0.98 * self._prompt_tokens + sum(chunks)
             took_s = step_events.ended_s - step_events.started_s
             self._prompt_s = 0.98 * self._prompt_s + took_s
+
+
+class CommandOrder:
+    """Puts the commands of fronts in order, where what carries them keeps none.
+
+    A front numbers its links, and its commands on each link from 0. A command that never comes is
+    noticed by those behind it, for a living front gives a sign every `BEAT_S`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fronts: dict[str, _Arrivals] = {}
+
+    def arrived(self, front: str, link: int, number: int, item: bytes) -> list[bytes]:
+        """The commands that may be obeyed now that this one has come."""
+        with self._lock:
+            arrivals = self._fronts.get(front)
+            if arrivals is None or arrivals.link < link:
+                arrivals = self._fronts[front] = _Arrivals(link)
+            return arrivals.add(number, item) if arrivals.link == link else []
+
+    def incomplete(self) -> list[str]:
+        """The fronts of which a command is missing for `MISSING_S`; each is named once."""
+        with self._lock:
+            late = [name for name, each in self._fronts.items() if each.is_incomplete]
+            for front in late:
+                del self._fronts[front]
+            return late
+
+    def forget(self, front: str, link: int) -> None:
+        """A link has ended."""
+        with self._lock:
+            arrivals = self._fronts.get(front)
+            if arrivals is not None and arrivals.link == link:
+                del self._fronts[front]
+
+
+class _Arrivals:
+    """What has come on the latest link of a front."""
+
+    def __init__(self, link: int) -> None:
+        self.link = link
+        self._next_number = 0
+        self._early: dict[int, bytes] = {}
+        """commands that have come before an earlier one"""
+        self._complete_s = time.monotonic()
+        """when a command could be obeyed for the last time"""
+
+    def add(self, number: int, item: bytes) -> list[bytes]:
+        """See `CommandOrder.arrived`."""
+        self._early[number] = item
+        ready = []
+        while (found := self._early.pop(self._next_number, None)) is not None:
+            ready.append(found)
+            self._next_number += 1
+        if ready:
+            self._complete_s = time.monotonic()
+        return ready
+
+    @property
+    def is_incomplete(self) -> bool:
+        """See `CommandOrder.incomplete`."""
+        return bool(self._early) and time.monotonic() - self._complete_s > MISSING_S
 
 
 async def link_items(host: EngineHost, front: str) -> AsyncIterator[bytes]:

@@ -1,8 +1,8 @@
 """The messages of a link between a front and an engine on another machine, and how they are written
 
 An item is a list of records in msgpack; one item goes out for each step, for all requests of the
-front together. A link is numbered by the engine, and a life of it by `epoch`: each begins with
-`LinkReady`, and commands and reports of another epoch are ignored.
+front together. The engine numbers the lives of its links by `epoch`, and uses no number twice: each
+begins with `LinkReady`, and commands and reports of another epoch are ignored.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class LinkBeat(msgspec.Struct, array_like=True, tag="beat"):
     stats: EngineStats
     silence_s: float
     """seconds since the engine's last report of a step; see `Member`"""
+    link_silence_s: float
+    """seconds since anything has come from the engine's process, which may be frozen while its
+    machine is not"""
     alone: str | None
     is_ready: bool
     is_alive: bool

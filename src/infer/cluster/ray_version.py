@@ -1,11 +1,15 @@
-"""Whether the installed Ray is one that `infer.cluster` works with; without importing it"""
+"""Whether there is a Ray that `infer.cluster` works with, set up well; without importing it"""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
+from collections.abc import Mapping
 
 from infer.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 LOWEST, BELOW = (2, 60), (3, 0)
 """versions that the extra `cluster` allows"""
@@ -24,3 +28,13 @@ def check_version(found: str | None) -> None:
 def is_installed() -> bool:
     """Whether there is a Ray at all."""
     return importlib.util.find_spec("ray") is not None
+
+
+def warn_without_haproxy(environment: Mapping[str, str]) -> None:
+    """Log a warning where all answers pass through a Python process of Ray's."""
+    if environment.get("RAY_SERVE_ENABLE_HA_PROXY", "0") != "1":
+        log.warning(
+            "RAY_SERVE_ENABLE_HA_PROXY is off: every part of an answer passes through Ray's own"
+            " proxy, which is slower; set it to 1 where Ray is started and where this is run, and"
+            " clients reach the fronts through HAProxy"
+        )

@@ -85,8 +85,8 @@ class RemoteMember:
         self._lock = threading.Lock()
         self._life = self._epoch = 0
         """number of the latest life, and of its epoch at the other end; an epoch of 0: none"""
-        self._beat = LinkBeat(EngineStats(), 0.0, None, False, True)
-        self._heard_s = time.monotonic()
+        self._beat = LinkBeat(EngineStats(), 0.0, 0.0, None, False, True)
+        self._heard_s = self._beat_s = time.monotonic()
         self._offset_s = 0.0
         self._ended = threading.Event()
         self.has_gone = False
@@ -132,8 +132,11 @@ class RemoteMember:
 
     @property
     def link_silence_s(self) -> float:
-        """See `Member`."""
-        return time.monotonic() - self._heard_s if self._epoch else 0.0
+        """See `Member`: of the other machine, or of the engine's process on it."""
+        if not self._epoch:
+            return 0.0
+        now_s, theirs_s = time.monotonic(), self._beat.link_silence_s
+        return max(now_s - self._heard_s, theirs_s and theirs_s + now_s - self._beat_s)
 
     @property
     def alone(self) -> str | None:
@@ -238,13 +241,13 @@ class RemoteMember:
                 listener.ready(self, life)
             case LinkReport():
                 self._beat = msgspec.structs.replace(
-                    self._beat, stats=event.stats, silence_s=0.0, alone=None
+                    self._beat, stats=event.stats, silence_s=0.0, link_silence_s=0.0, alone=None
                 )
                 if event.epoch == self._epoch:
                     events = self._shifted(event.step_events)
                     listener.reported(self, self._life, event.outputs, events)
             case LinkBeat():
-                self._beat = event
+                self._beat, self._beat_s = event, self._heard_s
             case LinkLost():
                 if event.epoch == self._epoch:
                     loss = Loss(event.reason, from_outside=event.from_outside, alone=event.alone)

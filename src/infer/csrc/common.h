@@ -30,6 +30,15 @@
 #define INLINE inline ALWAYS_INLINE
 #define NOINLINE __attribute__((noinline))
 #define FENCE() __asm__ volatile("" ::: "memory")
+// A vector is computed as it is written: compilers add up sums of many whole numbers as a tree, whose parts they
+// spill.
+#if defined(X86)
+#define IN_ORDER(vector) __asm__("" : "+v"(vector))
+#elif defined(ARM64)
+#define IN_ORDER(vector) __asm__("" : "+w"(vector))
+#else
+#define IN_ORDER(vector) (void)0
+#endif
 
 // What lies between these two is compiled for an instruction set. The flags of a whole file would also reach
 // templates of the standard library, of which the linker keeps one copy for all files: it might be one that

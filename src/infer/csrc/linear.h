@@ -44,6 +44,9 @@ constexpr long MOST_ROWS = 1024;        // rows that are packed at a time: bound
 constexpr long PACK_ROWS = 4;           // rows that a thread packs at a time; divides 16
 constexpr long LEAD_BYTES = 32 * TILE;  // how far a sweep over panels prefetches
 
+// Bytes of a step that is unpacked: its codes, and the factors of blocks.
+constexpr long MOST_UNPACKED = 2 * TILE + 512;
+
 enum Gate { NONE, SILU, GELU };
 
 // How a row's numbers of one step lie, from its first byte on.

@@ -81,10 +81,17 @@ struct Ahead {  // two streams of lines to ask for
   }
 };
 
-template <BlockType TYPE>
+// UNPACKED: the weight's steps are as `unpack` leaves them.
+template <BlockType TYPE, bool UNPACKED = false>
 struct Blocks {
   static constexpr BlockFormat F = *block_format(TYPE);
   static constexpr int GROUPS = 64 / F.group, LINES = F.group / 4;
+  static constexpr long UNPACKED_BYTES = 2 * TILE + GROUPS * (F.has_minima ? 2 : 1) * SIDE * 4;  // of a step
+  static constexpr long UNIT_STEPS = UNPACKED ? 1 : F.unit_steps(), HEAD_BYTES = UNPACKED ? 0 : F.head_bytes();
+  static constexpr long STEP_BYTES = UNPACKED ? UNPACKED_BYTES : F.step_bytes();
+  // Where the codes of columns from `at` on are in a step. Unpacked ones lie as they are read: 16 lines of a vector.
+  static constexpr long codes_at(long at) { return UNPACKED ? at * 2 * 16 * 4 : F.multiple_bytes() + at * 4; }
+  static_assert(UNPACKED_BYTES <= MOST_UNPACKED);
 #ifdef HAS_SIGNED_PRODUCTS
   static constexpr bool HAS_SIGNS = F.bits == 8;  // codes are multiplied without their offset
 #else
@@ -97,8 +104,11 @@ struct Blocks {
 
   // The codes of line `line` of a step, one vector of each half of the columns.
   static INLINE void codes_of(const char* codes, int line, vb (&to)[2]) {
-    if constexpr (F.bits == 8) {
-      to[0] = load_bytes(codes + line * 64), to[1] = load_bytes(codes + 1024 + line * 64);
+    if constexpr (UNPACKED) {
+      to[0] = load_bytes(codes + line * 4 * W), to[1] = load_bytes(codes + (line + 16) * 4 * W);
+      return;
+    } else if constexpr (F.bits == 8) {
+      to[0] = load_bytes(codes + line * 64), to[1] = load_bytes(codes + TILE + line * 64);
     } else {
       const vb both = load_bytes(codes + line * 64);
       to[0] = low_nibbles(both), to[1] = high_nibbles(both);
@@ -116,6 +126,20 @@ struct Blocks {
         to[half] = to[half] | (moved(bits, 4 - bit) & all_bytes(48));
       }
   }
+  // a and b of W columns from `at` on, for a group of inputs.
+  static INLINE void factors_of(const char* unit, const char* step, int group, long at, vf& a, vf& b) {
+    if constexpr (UNPACKED) {
+      const float* from = (const float*)(step + 2 * TILE) + group * SIDE + at;
+      a = load(from);
+      if constexpr (F.has_minima) b = load(from + GROUPS * SIDE);
+    } else if constexpr (F.has_halves) {
+      a = half_floats(step + (group * SIDE + at) * 2);
+    } else {
+      a = half_floats(unit + at * 2) * float_lanes(widen_bytes(step + group * SIDE + at));
+      if constexpr (F.has_minima)
+        b = half_floats(unit + 64 + at * 2) * float_lanes(widen_bytes(step + (GROUPS + group) * SIDE + at));
+    }
+  }
   static INLINE vb moved(vb bits, int by) { return by > 0 ? words_left(bits, by) : words_right(bits, -by); }
 
   // What all sums of a row begin with, for a group of inputs.
@@ -127,16 +151,12 @@ struct Blocks {
   static INLINE vb times_offset(vb lanes) { return lanes_left(lanes, F.offset_bits); }
 
   // The products of a group's lines and R rows' numbers in whole numbers.
+#ifdef HAS_BYTE_PRODUCTS
   template <int R>
   static INLINE void add_up(const char* codes, const char* a, const RowGroup* rows, int group, vb (&sum)[R][2],
                             Ahead& ahead) {
-#ifdef HAS_BYTE_PRODUCTS
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = HAS_OFFSET ? start(rows + r * 2, group) : no_bytes();
-#else
-    const vb ones = word_ones();
-    vb words[R][2];
-#endif
 #pragma GCC unroll 8
     for (int i = 0; i < LINES; ++i) {
       const int line = group * LINES + i;
@@ -144,32 +164,26 @@ struct Blocks {
       vb some[2];
       codes_of(codes, line, some);
       for (int v = 0; HAS_SIGNS && v < 2; ++v) some[v] = some[v] ^ all_bytes((char)0x80);
-#ifndef HAS_BYTE_PRODUCTS
-      vb most[2];
-      for (int v = 0; v < 2; ++v) {
-        if constexpr (F.bits == 8) some[v] = some[v] ^ all_bytes((char)0x80);
-        most[v] = F.bits == 8 ? magnitudes_of(some[v]) : some[v];
-      }
-#endif
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const vb x = four_bytes(a + r * 64 + line * 4);
 #pragma GCC unroll 2
-        for (int v = 0; v < 2; ++v) {
-#ifdef HAS_BYTE_PRODUCTS
-          add_products(sum[r][v], some[v], x);
-#else
-          const vb pairs = pairs_of_bytes(most[v], F.bits == 8 ? with_signs(x, some[v]) : x);
-          words[r][v] = i % WORD_LINES ? add_words(words[r][v], pairs) : pairs;
-          if (i % WORD_LINES == WORD_LINES - 1) {
-            const vb four = pair_products(words[r][v], ones);
-            sum[r][v] = i < WORD_LINES ? four : add_lanes(sum[r][v], four);
-          }
-#endif
-        }
+        for (int v = 0; v < 2; ++v) add_products(sum[r][v], some[v], x);
       }
     }
-#ifndef HAS_BYTE_PRODUCTS
+  }
+#else
+  template <int R>
+  static INLINE void add_up(const char* codes, const char* a, const RowGroup* rows, int group, vb (&sum)[R][2],
+                            Ahead& ahead) {
+#pragma GCC unroll 8
+    for (int i = 0; i < LINES; i += WORD_LINES) {
+      const int line = group * LINES + i;
+      if constexpr (WORD_LINES <= 2)
+        add_few_lines<R>(codes, a, line, sum, ahead, i == 0);
+      else
+        add_words_of_lines<R>(codes, a, line, sum, ahead, i == 0);
+    }
     if constexpr (HAS_OFFSET && F.bits < 8) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
@@ -177,91 +191,202 @@ struct Blocks {
         for (int v = 0; v < 2; ++v) sum[r][v] = add_lanes(sum[r][v], more);
       }
     }
-#endif
   }
 
-  // sums (= or +=) R rows × 2 vectors over some steps, which begin with a unit. `b`, `sums`: of the pass.
+  // WORD_LINES lines at once: sums of 16 bits live for two instructions only.
   template <int R>
-  static void multiply(BlockRows rows, const char* b, long column, long steps, float* sums, bool first, Ahead ahead) {
-    constexpr bool KEEP = R <= KEPT_ROWS;
-    vf kept[R][2];
+  static INLINE void add_few_lines(const char* codes, const char* a, int line, vb (&sum)[R][2], Ahead& ahead,
+                                   bool first) {
+    const vb ones = word_ones();
+    vb some[WORD_LINES][2], most[WORD_LINES][2];
+#pragma GCC unroll 2
+    for (int j = 0; j < WORD_LINES; ++j) {
+      if ((line + j) % 4 == 0) ahead.quarter<R>();
+      codes_of(codes, line + j, some[j]);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        if constexpr (F.bits == 8) some[j][v] = some[j][v] ^ all_bytes((char)0x80);
+        most[j][v] = F.bits == 8 ? magnitudes_of(some[j][v]) : some[j][v];
+      }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        kept[r][v] = first ? set1(0.f) : load(sums + r * 16 + v * 256);
-        if (!KEEP && first) store(sums + r * 16 + v * 256, kept[r][v]);
-      }
-    for (; steps > 0; steps -= F.unit_steps()) {
-      const char *unit = b, *step = b + F.head_bytes();
-      b += F.unit_bytes();
-      for (int i = 0; i < F.unit_steps(); ++i, step += F.step_bytes()) {
-#pragma GCC unroll 4
-        for (int group = 0; group < GROUPS; ++group) {
-          vb sum[R][2];
-          add_up<R>(step + F.multiple_bytes() + column * 4, rows.bytes, rows.groups, group, sum, ahead);
-          vf by[2], minimum[2];
+        vb words{};
 #pragma GCC unroll 2
-          for (int v = 0; v < 2; ++v) {
-            const long at = column + v * 16;
-            if constexpr (F.has_halves) {
-              by[v] = half_floats(step + (group * 32 + at) * 2);
-            } else {
-              by[v] = half_floats(unit + at * 2) * float_lanes(widen_bytes(step + group * 32 + at));
-              if constexpr (F.has_minima)
-                minimum[v] =
-                    half_floats(unit + 64 + at * 2) * float_lanes(widen_bytes(step + (GROUPS + group) * 32 + at));
-            }
-          }
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) {
-            const RowGroup& own = rows.groups[r * 2 + group * F.group / 32];
-#pragma GCC unroll 2
-            for (int v = 0; v < 2; ++v) {
-              float* at = sums + r * 16 + v * 256;
-              vf total = KEEP ? kept[r][v] : load(at);
-              total = fused(float_lanes(sum[r][v]) * set1(own.scale), by[v], total);
-              if constexpr (F.has_minima) total = fused(minimum[v], set1(own.negated_sum), total);
-              if (KEEP)
-                kept[r][v] = total;
-              else
-                store(at, total);
-            }
-          }
+        for (int j = 0; j < WORD_LINES; ++j) {
+          const vb x = four_bytes(a + r * 64 + (line + j) * 4);
+          const vb pairs = pairs_of_bytes(most[j][v], F.bits == 8 ? with_signs(x, some[j][v]) : x);
+          words = j ? add_words(words, pairs) : pairs;
         }
+        const vb four = pair_products(words, ones);
+        sum[r][v] = first ? four : add_lanes(sum[r][v], four);
+        IN_ORDER(sum[r][v]);
+      }
+  }
+
+  // WORD_LINES lines, one after the other, with sums of 16 bits of all rows.
+  template <int R>
+  static INLINE void add_words_of_lines(const char* codes, const char* a, int line, vb (&sum)[R][2], Ahead& ahead,
+                                        bool first) {
+    vb words[R][2];
+#pragma GCC unroll 8
+    for (int j = 0; j < WORD_LINES; ++j) {
+      if ((line + j) % 4 == 0) ahead.quarter<R>();
+      vb some[2];
+      codes_of(codes, line + j, some);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const vb x = four_bytes(a + r * 64 + (line + j) * 4);
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          const vb pairs = pairs_of_bytes(some[v], x);
+          words[r][v] = j ? add_words(words[r][v], pairs) : pairs;
+          IN_ORDER(words[r][v]);
+        }
+      }
+    }
+    const vb ones = word_ones();
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const vb four = pair_products(words[r][v], ones);
+        sum[r][v] = first ? four : add_lanes(sum[r][v], four);
+      }
+  }
+#endif
+
+  // Some steps, which begin with a unit, as bytes of codes in two tiles, and a and b of each group as floats.
+  static void unpack(const char* from, long steps, char* to) {
+    for (; steps > 0; steps -= UNIT_STEPS) {
+      const char *unit = from, *step = from + HEAD_BYTES;
+      from += HEAD_BYTES + UNIT_STEPS * STEP_BYTES;
+      for (int i = 0; i < UNIT_STEPS; ++i, step += STEP_BYTES, to += UNPACKED_BYTES)
+        for (long column = 0; column < 16; column += W) {
+          float* factors = (float*)(to + 2 * TILE) + column;
+#pragma GCC unroll 16
+          for (int line = 0; line < 16; ++line) {
+            vb some[2];
+            codes_of(step + codes_at(column), line, some);
+            for (int v = 0; v < 2; ++v) store_bytes(to + column * 128 + (v * 16 + line) * 4 * W, some[v]);
+          }
+          for (int group = 0; group < GROUPS; ++group)
+            for (int v = 0; v < 2; ++v) {
+              vf a, b;
+              factors_of(unit, step, group, column + v * 16, a, b);
+              store(factors + group * SIDE + v * 16, a);
+              if constexpr (F.has_minima) store(factors + (GROUPS + group) * SIDE + v * 16, b);
+            }
+        }
+    }
+  }
+
+  // sums (= or +=) R rows × P pairs of vectors over some steps, which begin with a unit. `sums`: of the first pair.
+  template <int R, int P>
+  static void multiply(BlockRows rows, const char* b, long column, long steps, float* sums, bool first, Ahead ahead) {
+    constexpr bool KEEP = R <= KEPT_ROWS;
+    const auto place = [&](int r, int p, int v) { return sums + r * 16 + p * W + v * 256; };
+    vf kept[R][P][2];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p)
+#pragma GCC unroll 2
+        for (int v = 0; v < 2; ++v) {
+          kept[r][p][v] = first ? set1(0.f) : load(place(r, p, v));
+          if (!KEEP && first) store(place(r, p, v), kept[r][p][v]);
+        }
+    Ahead nothing{{b, 0}, {b, 0}};
+    for (; steps > 0; steps -= UNIT_STEPS) {
+      const char *unit = b, *step = b + HEAD_BYTES;
+      b += HEAD_BYTES + UNIT_STEPS * STEP_BYTES;
+      for (int i = 0; i < UNIT_STEPS; ++i, step += STEP_BYTES) {
+#pragma GCC unroll 4
+        for (int group = 0; group < GROUPS; ++group)
+#pragma GCC unroll 4
+          for (int p = 0; p < P; ++p) {
+            const long at = column + p * W;
+            vb sum[R][2];
+            add_up<R>(step + codes_at(at), rows.bytes, rows.groups, group, sum, p ? nothing : ahead);
+            vf by[2], minimum[2];
+#pragma GCC unroll 2
+            for (int v = 0; v < 2; ++v) factors_of(unit, step, group, at + v * 16, by[v], minimum[v]);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+              const RowGroup& own = rows.groups[r * 2 + group * F.group / 32];
+#pragma GCC unroll 2
+              for (int v = 0; v < 2; ++v) {
+                vf total = KEEP ? kept[r][p][v] : load(place(r, p, v));
+                total = fused(float_lanes(sum[r][v]) * set1(own.scale), by[v], total);
+                if constexpr (F.has_minima) total = fused(minimum[v], set1(own.negated_sum), total);
+                if (KEEP)
+                  kept[r][p][v] = total;
+                else
+                  store(place(r, p, v), total);
+              }
+            }
+          }
         rows.bytes += rows.step_bytes, rows.groups += rows.step_groups;
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; KEEP && r < R; ++r)
+#pragma GCC unroll 4
+      for (int p = 0; p < P; ++p)
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) store(sums + r * 16 + v * 256, kept[r][v]);
+        for (int v = 0; v < 2; ++v) store(place(r, p, v), kept[r][p][v]);
   }
 };
 
-using MultiplyBlocks = decltype(&Blocks<BlockType::Q8_0>::multiply<1>);
+constexpr int PANEL_PAIRS = 16 / W;  // pairs of vectors, one of each half of a panel
 
-template <BlockType TYPE>
+// Few rows take a panel in one pass, so that it is read as it lies in memory.
+constexpr int pairs_of_pass(int rows) { return rows <= 2 ? PANEL_PAIRS : 1; }
+
+using MultiplyBlocks = decltype(&Blocks<BlockType::Q8_0>::multiply<1, 1>);
+
+template <BlockType TYPE, bool UNPACKED>
 MultiplyBlocks blocks_of_rows(int rows) {
+  using Own = Blocks<TYPE, UNPACKED>;
   constexpr int MOST = BLOCK_ROWS[0];
   switch (rows) {
-    case 1: return Blocks<TYPE>::template multiply<1>;
-    case 2: return Blocks<TYPE>::template multiply<2>;
-    case 3: return Blocks<TYPE>::template multiply<3>;
-    case 4: return Blocks<TYPE>::template multiply<4>;
-    case 6: return Blocks<TYPE>::template multiply<(MOST < 6 ? MOST : 6)>;
-    default: return Blocks<TYPE>::template multiply<MOST>;
+    case 1: return Own::template multiply<1, PANEL_PAIRS>;
+    case 2: return Own::template multiply<2, PANEL_PAIRS>;
+    case 3: return Own::template multiply<3, 1>;
+    case 4: return Own::template multiply<4, 1>;
+    case 6: return Own::template multiply<(MOST < 6 ? MOST : 6), 1>;
+    default: return Own::template multiply<MOST, 1>;
   }
 }
 
+template <bool UNPACKED>
 MultiplyBlocks product_of_blocks(BlockType type, int rows) {
   switch (type) {
-    case BlockType::Q4_0: return blocks_of_rows<BlockType::Q4_0>(rows);
-    case BlockType::Q4_K: return blocks_of_rows<BlockType::Q4_K>(rows);
-    case BlockType::Q5_K: return blocks_of_rows<BlockType::Q5_K>(rows);
-    case BlockType::Q6_K: return blocks_of_rows<BlockType::Q6_K>(rows);
-    default: return blocks_of_rows<BlockType::Q8_0>(rows);
+    case BlockType::Q4_0: return blocks_of_rows<BlockType::Q4_0, UNPACKED>(rows);
+    case BlockType::Q4_K: return blocks_of_rows<BlockType::Q4_K, UNPACKED>(rows);
+    case BlockType::Q5_K: return blocks_of_rows<BlockType::Q5_K, UNPACKED>(rows);
+    case BlockType::Q6_K: return blocks_of_rows<BlockType::Q6_K, UNPACKED>(rows);
+    default: return blocks_of_rows<BlockType::Q8_0, false>(rows);
   }
+}
+
+// Whether a panel is unpacked before its rows are multiplied, which pays if they are many. Bytes are as they were.
+bool is_unpacked(const Call& c, long panel) {
+  return c.M > 2 * BLOCK_ROWS[0] && c.layer.panel_blocks && c.layer.panel_blocks[panel].format->bits < 8;
+}
+
+// Some steps of a panel in blocks, unpacked; returns `to`.
+const char* unpack_blocks(const Layer& layer, long panel, long first, long steps, char* to) {
+  const char* from = layer.tiles(panel, first);
+  switch (layer.panel_blocks[panel].format->type) {
+    case BlockType::Q4_0: Blocks<BlockType::Q4_0>::unpack(from, steps, to); break;
+    case BlockType::Q4_K: Blocks<BlockType::Q4_K>::unpack(from, steps, to); break;
+    case BlockType::Q5_K: Blocks<BlockType::Q5_K>::unpack(from, steps, to); break;
+    default: Blocks<BlockType::Q6_K>::unpack(from, steps, to); break;
+  }
+  return to;
 }
 
 // The most rows that are multiplied together, of those that are left of a tile's 16.
@@ -271,24 +396,25 @@ int block_rows(long left) {
   return 1;
 }
 
-constexpr int PASSES_OF_BLOCKS = 16 / W;  // a vector of each half of a panel in each
-
-// A group × some steps of a panel in blocks, which lie at `b`.
+// A group × some steps of a panel in blocks, which lie at `b`, unpacked or not.
 void multiply_blocks(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
                      PrefetchStream one, PrefetchStream two) {
   const Layer& layer = c.layer;
   const BlockType type = layer.panel_blocks[panel].format->type;
+  const bool unpacked = is_unpacked(c, panel);
   const long rows = c.rows_in(group);
+  const auto count_from = [=](long row) { return block_rows(std::min(rows, row / 16 * 16 + 16) - row); };
   long parts = 0;
-  for (long row = 0; row < rows; ++parts) row += block_rows(std::min(rows, row / 16 * 16 + 16) - row);
-  one.lines = ceil_div(one.lines, parts * PASSES_OF_BLOCKS), two.lines = ceil_div(two.lines, parts * PASSES_OF_BLOCKS);
-  for (long pass = 0; pass < PASSES_OF_BLOCKS; ++pass)
-    for (long row = 0; row < rows;) {
-      const int count = block_rows(std::min(rows, row / 16 * 16 + 16) - row);
+  for (long row = 0; row < rows; row += count_from(row)) parts += PANEL_PAIRS / pairs_of_pass(count_from(row));
+  one.lines = ceil_div(one.lines, parts), two.lines = ceil_div(two.lines, parts);
+  for (long pair = 0; pair < PANEL_PAIRS; ++pair)
+    for (long row = 0; row < rows; row += count_from(row)) {
+      const int count = count_from(row);
+      if (pair && pairs_of_pass(count) > 1) continue;
       const BlockRows some{c.tiles(group, k) + row * 64, c.step_bytes(group),
                            c.row_groups + (group * SIDE * layer.steps + k * rows + row) * 2, rows * 2};
-      product_of_blocks(type, count)(some, b, pass * W, steps, place(sums, row, 0) + pass * W, k == 0, {one, two});
-      row += count;
+      (unpacked ? product_of_blocks<true> : product_of_blocks<false>)(type, count)(
+          some, b, pair * W, steps, place(sums, row, 0) + pair * W, k == 0, {one, two});
       one.next += steps * one.lines * 64, two.next += steps * two.lines * 64;
     }
 }

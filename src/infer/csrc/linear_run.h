@@ -1,5 +1,5 @@
 // The road of a linear layer's call through its weight, for one instruction set, whose products an isa/*.cpp
-// has included before: `multiply_panel` (a group of rows × a panel, over some steps).
+// has included before: `unpacked_panel` (some steps of a panel), `multiply_panel` (a group of rows × these steps).
 #pragma once
 
 #include "linear_finish.h"
@@ -21,9 +21,8 @@ void block(const Call& c, long group, long group_end, long begin, long end, floa
     };
     for (long panel = begin; panel < end; ++panel) {
       const long lines = ceil_div(layer.lines(panel), groups);
-      const char* b = layer.tiles(panel, k);
       const char* next = panel + 1 < end ? layer.tiles(panel + 1, k) : layer.tiles(begin, next_k);
-      if (layer.bits == 4 && !c.nibbles()) b = unpack_some(layer, panel, k, steps, unpacked);
+      const char* b = unpacked_panel(c, panel, k, steps, unpacked);
       for (long g = 0; g < groups; ++g) {
         const char* ahead = next + g * steps * lines * 64;
         float* own = sums + ((panel - begin) * groups + g) * SUMS;
@@ -39,7 +38,7 @@ void compute(void* data) {
   static thread_local ThreadMemory memory;
   Call& c = *(Call*)data;
   const long sum_bytes = BLOCK_GROUPS * KERNELS.block_panels * SUMS * (long)sizeof(float);
-  char* own = memory.reserve((size_t)(sum_bytes + KERNELS.block_steps * 2 * TILE));
+  char* own = memory.reserve((size_t)(sum_bytes + KERNELS.block_steps * MOST_UNPACKED));
   long item = c.next_item.fetch_add(1);
   if (c.groups == 1)
     for (long i = 0; i < LEAD_BYTES; i += 64) __builtin_prefetch(c.start_of(item) + i, 0, 2);
@@ -51,7 +50,7 @@ void compute(void* data) {
       std::this_thread::yield();
   const ProductState state(c);
   float* sums = (float*)own;
-  char* unpacked = own + sum_bytes;  // int4
+  char* unpacked = own + sum_bytes;  // int4, blocks
   for (long following; item < c.num_items; item = following) {
     following = c.next_item.fetch_add(1);
     const long panel = item / c.row_blocks * c.item_panels, part = item % c.row_blocks;

@@ -108,6 +108,10 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
 #undef PRODUCT
 }
 
+const char* unpacked_panel(const Call& c, long panel, long k, long steps, char* to) {
+  return c.layer.bits == 4 ? unpack_some(c.layer, panel, k, steps, to) : c.layer.tiles(panel, k);
+}
+
 void multiply_panel(const Call& c, long group, const char* b, long, long k, long steps, float* sums, PrefetchStream one,
                     PrefetchStream) {
   constexpr decltype(&multiply<16, 1, true, false>) KINDS[2][2][2] = {

@@ -464,6 +464,13 @@ const Kernels KERNELS{false,           HAS_STARTS,  VECTOR_WIDTH == 16 ? 2 * SLI
                       ITEM_PANELS / 4, VECTOR_ROWS, pack_weight,
                       compute,         row_format};
 
+// Some steps of a panel as `multiply_panel` wants them; `to`: memory for them.
+const char* unpacked_panel(const Call& c, long panel, long k, long steps, char* to) {
+  if (is_unpacked(c, panel)) return unpack_blocks(c.layer, panel, k, steps, to);
+  if (c.layer.bits == 4 && !c.nibbles()) return unpack_some(c.layer, panel, k, steps, to);
+  return c.layer.tiles(panel, k);
+}
+
 // A group × some steps of a panel, which lie at `b`; the streams' lines are for all of the group's rows.
 void multiply_panel(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
                     PrefetchStream one, PrefetchStream two) {
@@ -502,11 +509,11 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
     const long slice = fits && panel + 1 < end ? layer.steps : SLICE;
     for (long k = 0; k < layer.steps; k += slice) {
       const long steps = std::min(slice, layer.steps - k);
-      const char *b = layer.tiles(panel, k), *next = b + LEAD_BYTES;
-      if (layer.bits == 4 && !c.nibbles()) b = unpack_some(layer, panel, k, steps, unpacked);
+      const char *b = unpacked_panel(c, panel, k, steps, unpacked), *next = layer.tiles(panel, k) + LEAD_BYTES;
       if (next >= last) next = following + (next - last);
       const long lines = layer.lines(panel);
-      multiply_panel(c, 0, b, panel, k, steps, sums, {next, lines}, {next + 64, lines});
+      // Blocks ask for all lines of a stream, others for every other one.
+      multiply_panel(c, 0, b, panel, k, steps, sums, {next, lines}, {next + 64, layer.panel_blocks ? 0 : lines});
     }
     finish(c, sums, 0, 0, panel, panel + 1);
   }

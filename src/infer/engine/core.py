@@ -125,7 +125,7 @@ class EngineCore:
         `kv_bytes` is the size of the runner's KV cache, for statistics."""
         self.scheduler = scheduler
         self.runner = runner
-        self._announce = announce
+        self.announce = announce
         self._kv_bytes = kv_bytes
         self.step_events: StepEvents | None = None
         """events of the last call of `step`; None if there were none"""
@@ -208,7 +208,7 @@ class EngineCore:
         failed: dict[str, ErrorRecord] = {}
         for part in self._parts(plan):
             if part is not plan or _is_suspect(part[0]):
-                self._announce(part[0].sequence.request_id if _is_suspect(part[0]) else None)
+                self.announce(part[0].sequence.request_id if _is_suspect(part[0]) else None)
             self._execute(part, computed, sampled, failed)
         outputs = self.scheduler.commit(self.scheduler.advance(tuple(computed)), sampled)
         for request_id, error in failed.items():

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import State
@@ -29,6 +29,7 @@ from infer.errors import EngineDeadError, UnprocessableError
 from infer.server.body_reader import BodyReader
 from infer.server.comparisons import Comparisons
 from infer.server.engine_endpoints import EngineEndpoints
+from infer.server.fronts import AskingFronts, FrontDesk, SeveralFronts
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
@@ -50,6 +51,7 @@ from infer.server.request_endpoints import cancelled, listed, shown
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Quota
 from infer.server.settings import ServerSettings
+from infer.server.tenancy.front_limits import SharedTenant
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
@@ -62,6 +64,8 @@ GENERATING: tuple[GeneratingApi[Any], ...] = (CompletionsApi(), ChatApi())
 """the endpoints that generate"""
 _BYTES_AN_ID = 8
 """size of a token id in an answer, about"""
+_BYTES_A_REQUEST = 500
+"""size of a request in a list, about"""
 
 
 def generating_apis(settings: ServerSettings) -> tuple[GeneratingApi[Any], ...]:
@@ -81,7 +85,13 @@ def unknown_model_statuses(settings: ServerSettings) -> dict[str, int]:
 class Endpoints:
     """What the paths lead to: the engine, and what is known about its requests."""
 
-    def __init__(self, engine: AsyncLLM, offload: Offload, settings: ServerSettings) -> None:
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        offload: Offload,
+        settings: ServerSettings,
+        fronts: SeveralFronts | None = None,
+    ) -> None:
         self._engine = engine
         self._offload = offload
         self._settings = settings
@@ -94,7 +104,9 @@ class Endpoints:
         quota = Quota(
             settings.max_sessions, settings.max_session_messages, settings.max_session_bytes
         )
-        self.sessions = SessionRoutes(settings.sessions, offload, quota, settings.limits)
+        self.sessions = SessionRoutes(
+            settings.sessions, offload, quota, settings.limits, has_leases=fronts is not None
+        )
         self.generation = GenerationPipeline(
             engine,
             offload,
@@ -109,6 +121,11 @@ class Endpoints:
         )
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
         self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage, settings.limits)
+        self.desk: FrontDesk | None = None
+        self._fronts: AskingFronts | None = None
+        if fronts is not None:
+            self.desk = FrontDesk(fronts.tag, self.traces, self.metrics)
+            self._fronts = AskingFronts(fronts, self.desk)
         self._started = int(time.time())
         self._document: bytes | None = None
         """the OpenAPI document, once somebody has asked for it"""
@@ -117,15 +134,33 @@ class Endpoints:
 
     async def requests(self, http: HttpRequest) -> Response:
         """The requests that run, and the latest that have ended."""
+        if self._fronts is not None:
+            return await self._of_all(http, self._fronts.requests(tenant_of(http.scope).sight))
         return listed([self.traces], http)
 
     async def request(self, http: HttpRequest) -> Response:
         """The trace of one: what it waited for, and why."""
+        if self._fronts is not None:
+            return await self._of_one(http, self._fronts, "request")
         return shown([self.traces], http)
 
     async def cancel(self, http: HttpRequest) -> Response:
         """End one."""
+        if self._fronts is not None:
+            return await self._of_one(http, self._fronts, "cancel")
         return cancelled([self.traces], http)
+
+    async def _of_one(
+        self, http: HttpRequest, fronts: AskingFronts, kind: Literal["request", "cancel"]
+    ) -> Response:
+        sight = tenant_of(http.scope).sight
+        return JSONResponse(await fronts.one(kind, http.path_params["id"], sight))
+
+    async def _of_all(self, http: HttpRequest, asking: Awaitable[dict[str, Any]]) -> Response:
+        """An answer made of those of all fronts, which may be long."""
+        fields = await asking
+        num_bytes = _BYTES_A_REQUEST * len(fields.get("data", ()))
+        return await self._offload.render(http, num_bytes, json_response, fields)
 
     # ---- asking the tokenizer
 
@@ -160,7 +195,9 @@ class Endpoints:
         size of the body."""
         wire = await self._bodies.validate(http, model, body)
         num_bytes = http.scope.get(NUM_BYTES, 0)
-        tenant_of(http.scope).charge_chars(num_bytes, RequestContext.of(http.scope))
+        tenant, context = tenant_of(http.scope), RequestContext.of(http.scope)
+        await tenant.ask_for_chars(num_bytes, context)
+        tenant.charge_chars(num_bytes, context)
         heavy = isinstance(wire, ChatBody) and wire.is_heavy
         fields = await self._offload.run(http, work, wire, heavy=heavy)
         num_ids = len(fields.get("token_ids", fields.get("tokens", ())))
@@ -248,10 +285,14 @@ class Endpoints:
     async def metrics_text(self, http: HttpRequest) -> Response:
         """For Prometheus."""
         text = text_of([self.metrics], connections_of(http.scope))
+        if self._fronts is not None:
+            text = await self._fronts.metrics_text(text, self.metrics.prefix)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    async def stats(self, _: HttpRequest) -> Response:
+    async def stats(self, http: HttpRequest) -> Response:
         """Queue depth, batch sizes, waiting times."""
+        if self._fronts is not None:
+            return await self._of_all(http, self._fronts.stats())
         return JSONResponse(self.metrics.stats())
 
     @takes(answers=("text/plain", "text/html"))
@@ -302,15 +343,17 @@ def layers(
     on_end: Sequence[Callable[[RequestContext], None]] = (),
     model: str = "",
     page: Page | None = None,
+    fronts: SeveralFronts | None = None,
 ) -> list[Middleware]:
     """What is around an app, from the outside in. `model`: name of the only one, if it is; `page`:
-    for browsers, None = there is none."""
+    for browsers, None = there is none. `fronts`: see `create_app`."""
     found = [
         Middleware(
             RequestBoundary,
             write_stall_s=settings.write_stall_s,
             on_end=(*on_end, log_request),
             model=model,
+            id_prefix=fronts.tag if fronts else "",
         )
     ]
     found.append(
@@ -334,7 +377,8 @@ def layers(
     if page is not None:
         found.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
-    return [*found, Middleware(AuthMiddleware, keys=keys)]
+    make_tenant = partial(SharedTenant, limits=fronts.limits) if fronts else None
+    return [*found, Middleware(AuthMiddleware, keys=keys, make_tenant=make_tenant)]
 
 
 def create_app(
@@ -344,28 +388,35 @@ def create_app(
     generating: Sequence[GeneratingApi[Any]] | None = None,
     is_inner: bool = False,
     page: Page | None = None,
+    fronts: SeveralFronts | None = None,
 ) -> Starlette:
     """The ASGI app over `engine`, which must not have been started: the app does that, and closes
     it at the end. There are no paths but the ones below, those of `generating` and those of `page`,
     and no redirects. By default the settings choose the formats of `GENERATING`. `is_inner`:
-    another app around this one has the outer layers, and starts and ends the engine."""
+    another app around this one has the outer layers, and starts and ends the engine. `fronts`: this
+    one among several servers of the same engines."""
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await engine.start()
+        if limits is not None:
+            limits.start()
         try:
             yield
         finally:
+            if limits is not None:
+                await limits.close()
             await engine.close()
             endpoints.metrics.save()
             endpoints.sessions.close()
             offload.close()
 
     settings = settings or ServerSettings()
+    limits = fronts.limits if fronts is not None and settings.api_keys is not None else None
     generating = generating_apis(settings) if generating is None else generating
     offload = Offload(settings.limits)
-    endpoints = Endpoints(engine, offload, settings)
-    outer = layers(settings, (endpoints.metrics.seen,), engine.model_name, page)
+    endpoints = Endpoints(engine, offload, settings, fronts)
+    outer = layers(settings, (endpoints.metrics.seen,), engine.model_name, page, fronts)
     app = Starlette(
         routes=[*map(endpoints.generation.route, generating), *endpoints.routes()],
         exception_handlers={**error_handlers(settings.status_when_full), Exception: pass_on},
@@ -374,6 +425,7 @@ def create_app(
     )
     app.router.redirect_slashes = False
     paths = frozenset(api.path for api in generating)
-    state = {"metrics": endpoints.metrics, "traces": endpoints.traces, "generating_paths": paths}
+    state: dict[str, Any] = {"metrics": endpoints.metrics, "traces": endpoints.traces}
+    state |= {"generating_paths": paths, "desk": endpoints.desk}
     app.state = State(state)
     return app

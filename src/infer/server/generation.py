@@ -105,6 +105,7 @@ class GenerationCall(Generic[B]):
         wire = await self._validate(body)
         with self._admit(wire) as places:
             prepared = await self._to_engine(wire)
+            await self._tenant.ask_for_tokens(prepared.requests, self._context)
             running = self._begin(wire, prepared, places)
         if prepared.events is not None:
             return self._stream(prepared.events, running)
@@ -120,6 +121,7 @@ class GenerationCall(Generic[B]):
     async def _validate(self, body: dict[str, Any]) -> B:
         """The wire model. Grammars are paid for here, before they are compiled."""
         wire = await self._pipeline.bodies.validate(self._http, self._api.body, body)
+        await self._tenant.ask_for_chars(wire.num_grammar_chars, self._context)
         self._tenant.charge_chars(wire.num_grammar_chars, self._context)
         return wire
 

@@ -103,7 +103,8 @@ class ServerSettings:
         None, "Listen on a Unix socket at this path instead of an address and port."
     )
     sessions: str | None = option(
-        None, "Database URL of the sessions; default: a SQLite file in the user's state folder."
+        None,
+        "Database URL of the sessions, or off; default: a SQLite file in the user's state folder.",
     )
     max_sessions: NonNegativeInt = option(1000, "Most sessions of a key.")
     max_session_messages: NonNegativeInt = option(

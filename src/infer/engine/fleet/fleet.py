@@ -1,6 +1,6 @@
 """`Fleet`: an `EngineClient` over members, any of which may die while its streams go on elsewhere
 
-The fleet holds the ledger (`RequestJournal`). A request is sent to one life of one member; where
+The fleet holds the journal (`RequestJournal`). A request is sent to one life of one member; where
 that life ends, the request waits for another one and goes on there behind the tokens that its
 caller has. `Router` chooses among the members that are ready and have room. Without any, requests
 wait here, in order of arrival.

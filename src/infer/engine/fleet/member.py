@@ -2,7 +2,7 @@
 
 A member has lives. A life begins when its engine takes requests and has none; it ends when the
 engine dies, or when the fleet abandons it. Lives are numbered from 1 and each number is used once.
-A member keeps no ledger: requests that it had are the fleet's business.
+A member keeps no journal: requests that it had are the fleet's business.
 
 What the fleet may rely on:
 

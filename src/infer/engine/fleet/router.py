@@ -6,8 +6,8 @@ requests. It follows the events of the member's steps, so it is late by a step a
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from infer.types import Request, StepOutput
 from infer.types.engine_limits import EngineLimits
@@ -88,15 +88,16 @@ def num_tokens_of(request: Request) -> int:
     return len(request.prompt_token_ids) + len(request.output_token_ids)
 
 
-class Router(Protocol):
+class Router(ABC):
     """Chooses members. The fleet calls it with its lock held, one call at a time: a call may not
-    wait, and not call the fleet."""
+    wait, and not call the fleet. A router that keeps nothing has `choose` only."""
 
+    @abstractmethod
     def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
         """One of the members for a request. There is at least one, and each is ready and has room.
         The request may have output tokens, if another member began it."""
 
-    def reported(
+    def reported(  # noqa: B027
         self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
     ) -> None:
         """A member has ended a step; called after its load has followed it."""
@@ -105,27 +106,16 @@ class Router(Protocol):
         """Whether the member is to report the pages of its prefix index from the beginning
         (`FollowPages`). The fleet asks after `Member.ready` and after each `reported`, and does as
         it is told: the answer is true once for each time."""
+        return False
 
-    def forget(self, member: MemberLoad) -> None:
+    def forget(self, member: MemberLoad) -> None:  # noqa: B027
         """A life of a member has ended, and its cache with it."""
 
 
-class LeastRouter:
-    """A `Router` that chooses the member with the fewest tokens that wait, then the one with the
-    fewest requests."""
+class LeastRouter(Router):
+    """Chooses the member with the fewest tokens that wait, then the one with the fewest
+    requests."""
 
     def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
         """See `Router`."""
         return min(members, key=lambda each: (each.num_waiting_tokens, each.num_unfinished))
-
-    def reported(
-        self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
-    ) -> None:
-        """See `Router`; it keeps nothing."""
-
-    def should_follow(self, member: MemberLoad) -> bool:
-        """See `Router`."""
-        return False
-
-    def forget(self, member: MemberLoad) -> None:
-        """See `Router`; it keeps nothing."""

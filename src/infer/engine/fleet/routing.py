@@ -242,8 +242,8 @@ def _pages(request: Request, size: int) -> list[bytes]:
     return chain(tokens, size, request.cache_scope, request.num_public, MAX_CHAIN)
 
 
-class PrefixRouter:
-    """A `Router`; see the module's docstring."""
+class PrefixRouter(Router):
+    """See the module's docstring."""
 
     def __init__(self, *, max_share: float = MAX_SHARE) -> None:
         """`max_share`: see `MAX_SHARE`."""
@@ -353,8 +353,8 @@ class PrefixRouter:
         return min(places, key=order)
 
 
-class RoundRobinRouter:
-    """A `Router` that takes one member after the other, in the order of their names."""
+class RoundRobinRouter(Router):
+    """Takes one member after the other, in the order of their names."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -365,15 +365,3 @@ class RoundRobinRouter:
         chosen = next((load for load in ordered if load.name > self._last), ordered[0])
         self._last = chosen.name
         return chosen
-
-    def reported(
-        self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
-    ) -> None:
-        """See `Router`; it keeps nothing."""
-
-    def should_follow(self, member: MemberLoad) -> bool:
-        """See `Router`."""
-        return False
-
-    def forget(self, member: MemberLoad) -> None:
-        """See `Router`; it keeps nothing."""

@@ -69,13 +69,15 @@ class EngineProcess:
         max_pause_s: float = MAX_PAUSE_S,
         standby: Standby | None = None,
         standby_answer_s: float = STANDBY_ANSWER_S,
+        on_alone: Callable[[], None] = lambda: None,
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process.
         `name`: its name in a fleet. `log_fields`: what its lines of the log carry. `standby`: where
-        the next process comes from, if there is one."""
+        the next process comes from, if there is one. `on_alone`: called when `alone` names another
+        request."""
         self._name = name
         self._standby, self._standby_answer_s = standby, standby_answer_s
-        self._soft_limit_s = soft_limit_s
+        self._soft_limit_s, self._on_alone = soft_limit_s, on_alone
         self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
         self._log_fields = dict(log_fields)
@@ -310,6 +312,7 @@ class EngineProcess:
             match event:
                 case messages.ComputingAlone():
                     engine_run.computes_alone(event.request_id)
+                    self._on_alone()
                 case messages.PromptScores():
                     scores.add(event)
                 case messages.Report():

@@ -65,11 +65,14 @@ class RequestContext:
     """callbacks that release what the request holds; run when it has ended"""
 
     @classmethod
-    def of(cls, scope: Scope) -> RequestContext:
-        """The context of an ASGI scope; the first call makes it."""
+    def of(cls, scope: Scope, id_prefix: str = "") -> RequestContext:
+        """The context of an ASGI scope; the first call makes it, with an id that begins with
+        `id_prefix` (hexadecimal digits)."""
         context = scope.get(KEY)
         if context is None:
             context = scope[KEY] = cls(scope["method"], scope["path"])
+            if id_prefix:
+                context.id = id_prefix + context.id[len(id_prefix) :]
             headers = Headers(scope=scope)
             if scope.get("client"):
                 host, port = scope["client"]

@@ -172,19 +172,22 @@ class RequestBoundary:
         write_stall_s: float,
         on_end: Sequence[Callable[[RequestContext], None]] = (),
         model: str = "",
+        id_prefix: str = "",
     ) -> None:
-        """`on_end` is called with each request that has ended. `model`: name of the only model."""
+        """`on_end` is called with each request that has ended. `model`: name of the only model.
+        `id_prefix`: hexadecimal digits with which the requests' ids begin."""
         self._app = app
         self._write_stall_s = write_stall_s
         self._on_end = on_end
         self._model = model
+        self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         scope[IGNORED] = []
-        context = RequestContext.of(scope)
+        context = RequestContext.of(scope, self._id_prefix)
         context.model = self._model
 
         async def send_with_id(message: Message) -> None:

@@ -136,6 +136,13 @@ def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
     return generate_latest(registry)
 
 
+def text_of_metrics(all_metrics: Sequence[Metrics]) -> bytes:
+    """`text_of` without the numbers of connections."""
+    registry = CollectorRegistry()
+    registry.register(_Together(all_metrics))
+    return generate_latest(registry)
+
+
 class Metrics:
     """See the module's docstring. It is a collector for the prometheus client."""
 

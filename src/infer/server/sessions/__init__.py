@@ -1,1 +1,4 @@
 """Sessions: conversations that the server stores."""
+
+NO_SESSIONS = "off"
+"""value of the setting `sessions` for a server that keeps none"""

@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.http.context import RequestContext
+from infer.server.http.error_responses import HttpError
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base
 from infer.server.openai.chat import unnumbered
@@ -34,7 +35,9 @@ from infer.server.openai.openapi import takes
 from infer.server.openai.schema import MAX_MESSAGES
 from infer.server.openai.schema import Message as WireMessage
 from infer.server.openai.schema_base import Wire
+from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
+from infer.server.sessions.leases import SessionLeases
 from infer.server.sessions.store import MAX_TITLE_CHARS, Message, Quota, SessionStore, busy
 from infer.server.tenancy.limits import tenant_of
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
@@ -72,17 +75,19 @@ class SessionTurn:
         *,
         continues: bool = False,
         replaces: bool = False,
+        lease: str | None = None,
     ) -> None:
         """`owner`: id of the key. `name`: id of the session. `before`: number of its messages
         before this turn. `asked`: the messages of the request. `continues`: whether the answer is
         the end of the last of them. `replaces`: whether the turn takes the place of the session's
-        last message."""
+        last message. `lease`: name of the turn's lease, if it has one."""
         self._sessions = sessions
         self._threads = threads
         self._where = (owner, name, before)
         self._asked: list[Message] = asked
         self._begun: Message | None = asked[-1] if continues else None
         self._num_replaced = int(replaces)
+        self._lease = lease
         self._texts: list[str] = []
         self._calls: list[dict[str, Any]] = []
 
@@ -106,7 +111,8 @@ class SessionTurn:
         if whole:
             answer = {**answer, "content": text or None, "tool_calls": whole}
         turn = [*asked, answer]
-        await self._threads.call(self._sessions.add_turn, *self._where, turn, self._num_replaced)
+        rest = (turn, self._num_replaced, self._lease)
+        await self._threads.call(self._sessions.add_turn, *self._where, *rest)
 
 
 def _is_whole(call: dict[str, Any]) -> bool:
@@ -148,15 +154,20 @@ class SessionRoutes:
         pool: Offload,
         quota: Quota | None = None,
         limits: ServerLimits = SERVER_LIMITS,
+        *,
+        has_leases: bool = False,
     ) -> None:
+        """`url`: see `ServerSettings.sessions`. `has_leases`: whether other servers have the same
+        sessions, so a turn must hold the session's lease while it is answered."""
         self._url = url
         self._limits = limits
         self._quota = quota or Quota()
         self._pool = pool
         self._busy: set[str] = set()
         self._threads = DatabaseThreads(limits)
+        self._leases = SessionLeases(self._threads, self._call_store) if has_leases else None
         self._opening = threading.Lock()
-        if url is not None:
+        if url not in (None, NO_SESSIONS):
             self._sessions  # noqa: B018  opened now, so that a wrong URL is an error at start-up
 
     @cached_property
@@ -171,8 +182,11 @@ class SessionRoutes:
         return getattr(sessions, method)(*arguments)
 
     def _open_store(self) -> SessionStore:
-        """The store; raises `DatabaseError` if the default database cannot be opened. One with a
-        URL was opened at start-up."""
+        """The store; raises `HttpError` (404) if there is to be none, `DatabaseError` if the
+        default database cannot be opened. One with a URL was opened at start-up."""
+        if self._url == NO_SESSIONS:
+            message = "this server keeps no sessions: its operator has given no database for them"
+            raise HttpError(404, message, code="sessions_off")
         try:
             return self._sessions
         except (ConfigError, OSError) as error:
@@ -196,7 +210,9 @@ class SessionRoutes:
         owner = tenant_of(http.scope).key.id
         if name in self._busy:
             raise busy()
-        num_new = http.scope.get(NUM_BYTES, 0)
+        num_new, lease = http.scope.get(NUM_BYTES, 0), None
+        if self._leases is not None:
+            lease = await self._leases.take(owner, name, RequestContext.of(http.scope))
         found = await self._threads.call(
             self._call_store, "begin_turn", owner, name, len(asked) + 1, num_new
         )
@@ -215,9 +231,10 @@ class SessionRoutes:
             *(owner, name, len(found.messages), asked),
             continues=continues,
             replaces=replaces,
+            lease=lease,
         )
 
-    @takes(SessionBody, refuses=(429,))
+    @takes(SessionBody, refuses=(404, 429))
     async def _create(self, http: HttpRequest) -> Response:
         """Make a session: a conversation that the server stores."""
         body = await self._pool.read_object(http)
@@ -225,6 +242,7 @@ class SessionRoutes:
         messages = body.get("messages") or []
         return await self._call(http, "create", wire.title, messages)
 
+    @takes(refuses=(404,))
     async def _list(self, http: HttpRequest) -> Response:
         """List the sessions of this key, the last used one first."""
         owner = tenant_of(http.scope).key.id
@@ -261,6 +279,8 @@ class SessionRoutes:
 
     def close(self) -> None:
         """Close the threads and the database."""
+        if self._leases is not None:
+            self._leases.close()
         self._threads.close()
         if "_sessions" in self.__dict__:
             self._sessions.close()

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import sqlalchemy as sql
@@ -28,6 +29,8 @@ MAX_LISTED = 1000
 """maximum number of sessions in a list"""
 MAX_SESSION_BYTES = 4 * 1024 * 1024
 """maximum bytes of a session's messages with those of a new turn; the longest context has fewer"""
+LEASE_S = 8.0
+"""seconds for which a session belongs to a turn whose server says nothing more"""
 CONNECT_S = 5
 """seconds for which a call waits for a database server, or for a free connection"""
 Message = dict[str, Any]
@@ -59,6 +62,15 @@ _sizes = sql.Table(
     sql.Column("bytes", sql.BigInteger, nullable=False),
 )
 """number and size of each session's messages, known without reading them"""
+_leases = sql.Table(
+    "session_leases",
+    _tables,
+    sql.Column("session", sql.ForeignKey("sessions.id", ondelete="CASCADE"), primary_key=True),
+    sql.Column("turn", sql.String(64), nullable=False),
+    sql.Column("ends", sql.Float, nullable=False),
+)
+"""the turn of each session that is being answered at one of several servers; `ends` is a time of
+the database's clock in seconds since the epoch"""
 
 
 class Quota(NamedTuple):
@@ -179,6 +191,7 @@ class SessionStore:
             _owned_session(db, owner, session_id)
             db.execute(sql.delete(_messages).where(_messages.c.session == session_id))
             db.execute(sql.delete(_sizes).where(_sizes.c.session == session_id))
+            db.execute(sql.delete(_leases).where(_leases.c.session == session_id))
             db.execute(sql.delete(_sessions).where(_sessions.c.id == session_id))
 
     def purge(self, owners: Collection[str]) -> int:
@@ -187,7 +200,7 @@ class SessionStore:
         gone = _sessions.c.owner.not_in([*owners, ""])
         with self._engine.begin() as db:
             theirs = sql.select(_sessions.c.id).where(gone)
-            for table in (_messages, _sizes):
+            for table in (_messages, _sizes, _leases):
                 db.execute(sql.delete(table).where(table.c.session.in_(theirs)))
             return db.execute(sql.delete(_sessions).where(gone)).rowcount
 
@@ -208,9 +221,11 @@ class SessionStore:
         num_before: int,
         messages: Sequence[Message],
         num_replaced: int = 0,
+        turn: str | None = None,
     ) -> None:
-        """Append a turn, in place of the last `num_replaced` messages. Raises `HttpError` (409) if
-        the session does not have `num_before` messages, because another turn was written since."""
+        """Append a turn, in place of the last `num_replaced` messages, and end the lease that it
+        has (`turn`: see `lease`). Raises `HttpError` (409) if the session does not have
+        `num_before` messages, because another turn was written since."""
         try:
             with self._engine.begin() as db:
                 _owned_session(db, owner, session_id)
@@ -222,8 +237,37 @@ class SessionStore:
                 _append(db, session_id, num_kept, messages)
                 now = sql.update(_sessions).where(_sessions.c.id == session_id)
                 db.execute(now.values(updated=int(time.time())))
+                if turn is not None:
+                    db.execute(sql.delete(_leases).where(_leases.c.turn == turn))
         except IntegrityError:  # another server has written a turn meanwhile
             raise busy() from None
+
+    # ---- leases: only where several servers have the same sessions
+
+    def lease(self, owner: str, session_id: str, turn: str) -> None:
+        """Let a session belong to a turn for `LEASE_S`. `turn`: a random name. Raises `HttpError`:
+        409 if it belongs to another one, 404 for an unknown session."""
+        try:
+            with self._engine.begin() as db:
+                _owned_session(db, owner, session_id)
+                now_s = database_clock(db)
+                here = _leases.c.session == session_id
+                db.execute(sql.delete(_leases).where(here, _leases.c.ends < now_s))
+                row = {"session": session_id, "turn": turn, "ends": now_s + LEASE_S}
+                db.execute(sql.insert(_leases).values(row))
+        except IntegrityError:
+            raise busy() from None
+
+    def renew_leases(self, turns: Collection[str]) -> None:
+        """Let the leases of these turns last for another `LEASE_S`."""
+        with self._engine.begin() as db:
+            theirs = sql.update(_leases).where(_leases.c.turn.in_(turns))
+            db.execute(theirs.values(ends=database_clock(db) + LEASE_S))
+
+    def end_lease(self, turn: str) -> None:
+        """End the lease of a turn, if it has one."""
+        with self._engine.begin() as db:
+            db.execute(sql.delete(_leases).where(_leases.c.turn == turn))
 
     def _check_quota(self, db: sql.Connection, owner: str, more: Quota | None = None) -> None:
         """Raise `HttpError` (429 or 413) if an owner's sessions, with `more`, exceed the quota."""
@@ -252,6 +296,12 @@ def busy() -> HttpError:
     """The 409 for a second turn of a session at the same time."""
     message = "another turn of this session is being answered; send this one after it"
     return HttpError(409, message, code="session_busy", param="session_id")
+
+
+def database_clock(db: sql.Connection) -> float:
+    """The database's clock, which all servers share, in seconds since the epoch."""
+    now: datetime = db.execute(sql.select(sql.func.now())).scalar_one()
+    return (now if now.tzinfo else now.replace(tzinfo=UTC)).timestamp()
 
 
 def _owned_session(db: sql.Connection, owner: str, session_id: str) -> dict[str, Any]:

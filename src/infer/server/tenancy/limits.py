@@ -24,6 +24,7 @@ from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, describe, log
 from infer.server.observe.request_trace import RequestTrace
 from infer.server.tenancy.keys import ANYBODY, Key, Keys
+from infer.server.tenancy.token_bucket import Bucket
 from infer.types import Request
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
@@ -44,31 +45,6 @@ def costs(method: str, path: str) -> bool:
     if path.startswith("/v1/requests"):
         return False
     return method not in ("GET", "HEAD", "OPTIONS") or path.startswith("/v1/sessions")
-
-
-class Bucket:
-    """A token bucket: `per_minute` at the start and at most, refilled at a constant rate."""
-
-    def __init__(self, per_minute: int, clock: Callable[[], float]) -> None:
-        self.size = per_minute
-        self._level = float(per_minute)
-        self._clock = clock
-        self._at_s = clock()
-
-    def level(self) -> float:
-        """Amount in the bucket now; below 0 after more was used than was reserved."""
-        now_s = self._clock()
-        filled = self._level + (now_s - self._at_s) * self.size / 60
-        self._level, self._at_s = min(float(self.size), filled), now_s
-        return self._level
-
-    def wait_s(self, amount: float) -> float:
-        """Seconds until `amount` is in the bucket; 0 = now."""
-        return max(0.0, (amount - self.level()) * 60 / self.size)
-
-    def take(self, amount: float) -> None:
-        """Remove `amount`; a negative amount is given back."""
-        self._level = min(float(self.size), self.level() - amount)
 
 
 class Tenant:
@@ -110,15 +86,29 @@ class Tenant:
     def enter(self, context: RequestContext) -> None:
         """Count a request until its context is cleaned up; raises `HttpError` (429) if the key has
         too many open or per minute. A refused request is not counted."""
-        limits = self.key.limits
-        if self._num_open >= limits.max_concurrent:
-            raise too_many(f"this key may have {limits.max_concurrent} requests open", 1)
+        if not self._has_place(context):
+            most = self.key.limits.max_concurrent
+            raise too_many(f"this key may have {most} requests open", 1)
         self._take("requests", 1, context)
         self._num_open += 1
         context.cleanup.callback(self._leave)
 
+    def _has_place(self, context: RequestContext) -> bool:
+        return self._num_open < self.key.limits.max_concurrent
+
     def _leave(self) -> None:
         self._num_open -= 1
+
+    # Where others decide, they are asked by these, directly before the method that needs it.
+
+    async def ask_to_enter(self, context: RequestContext) -> None:
+        """Call before `enter`."""
+
+    async def ask_for_chars(self, num_chars: int, context: RequestContext) -> None:
+        """Call before `charge_chars`."""
+
+    async def ask_for_tokens(self, requests: Sequence[Request], context: RequestContext) -> None:
+        """Call before `reserve`."""
 
     @contextmanager
     def queueing(
@@ -148,9 +138,16 @@ class Tenant:
     def charge_chars(self, num_chars: int, context: RequestContext) -> None:
         """Charge work on text that is no prompt (grammars, requests to the tokenizer) as tokens, at
         `CHARS_A_TOKEN`; raises `HttpError` (429). Nothing is given back later."""
-        bucket = self._buckets.get("tokens")
-        if bucket is not None and num_chars:
-            self._take("tokens", min(math.ceil(num_chars / CHARS_A_TOKEN), bucket.size), context)
+        if amount := self._tokens_of_chars(num_chars):
+            self._take("tokens", amount, context)
+
+    def _tokens_of_chars(self, num_chars: int) -> int:
+        most = self.key.limits.tokens_per_minute
+        return 0 if most is None else min(math.ceil(num_chars / CHARS_A_TOKEN), most)
+
+    def _tokens_to_reserve(self, requests: Sequence[Request]) -> int:
+        most = self.key.limits.tokens_per_minute
+        return 0 if most is None else min(_worst_case(requests), most)
 
     def fitted(self, requests: list[Request], *, is_open_ended: bool) -> list[Request]:
         """The requests, if together they may use at most `MAX_MINUTES` of the key's tokens.
@@ -158,17 +155,17 @@ class Tenant:
         Otherwise raises `HttpError` (400); but with `is_open_ended` (the client has set no
         `max_tokens`) the requests are returned with as many tokens as fit.
         """
-        bucket = self._buckets.get("tokens")
-        if bucket is None or not requests:
+        per_minute = self.key.limits.tokens_per_minute
+        if per_minute is None or not requests:
             return requests
-        most = MAX_MINUTES * bucket.size
+        most = MAX_MINUTES * per_minute
         if _worst_case(requests) <= most:
             return requests
         num_prompts = sum(len(request.prompt_token_ids) for request in requests)
         room = (most - num_prompts) // len(requests)
         if not is_open_ended or room < max(1, requests[0].sampling.min_tokens):
             message = f"this request may use {_worst_case(requests)} tokens; this key has"
-            message += f" {bucket.size} a minute, and one request may use {most}: send a smaller"
+            message += f" {per_minute} a minute, and one request may use {most}: send a smaller"
             message += " max_tokens, fewer choices or a shorter prompt"
             raise HttpError(400, message, code="tokens_per_minute_exceeded", param="max_tokens")
         return [replace(request, max_tokens=min(request.max_tokens, room)) for request in requests]
@@ -179,7 +176,7 @@ class Tenant:
         """Take the tokens that requests may use, at most a full bucket; raises `HttpError` (429).
         Call the result when they have ended: it corrects the bucket by what they used."""
         bucket = self._buckets.get("tokens")
-        reserved = min(_worst_case(requests), bucket.size) if bucket else 0
+        reserved = self._tokens_to_reserve(requests)
         self._take("tokens", reserved, context)
 
         def refund(trace: RequestTrace) -> None:
@@ -192,11 +189,9 @@ class Tenant:
         bucket = self._buckets.get(name)
         if bucket is None:
             return
-        wait_s = bucket.wait_s(amount)
-        if not wait_s:
-            bucket.take(amount)
-        left = max(0, int(bucket.level()))
-        reset_s = 60 * (1 - max(0.0, bucket.level()) / bucket.size)
+        wait_s, level = self._spend(name, bucket, amount, context)
+        left = max(0, int(level))
+        reset_s = 60 * (1 - max(0.0, level) / bucket.size)
         shown = {
             f"x-ratelimit-limit-{name}": str(bucket.size),
             f"x-ratelimit-remaining-{name}": str(left),
@@ -206,6 +201,15 @@ class Tenant:
         context.headers[:] = [*kept, *shown.items()]
         if wait_s:
             raise too_many(f"this key may use {bucket.size} {name} a minute", wait_s)
+
+    def _spend(
+        self, name: str, bucket: Bucket, amount: float, context: RequestContext
+    ) -> tuple[float, float]:
+        """Take an amount if it is there. Seconds until it is there (0 = taken); what is left."""
+        wait_s = bucket.wait_s(amount)
+        if not wait_s:
+            bucket.take(amount)
+        return wait_s, bucket.level()
 
 
 def _worst_case(requests: Sequence[Request]) -> int:
@@ -232,9 +236,13 @@ class AuthMiddleware:
     """See the module's docstring. `keys` is None for a server without keys, which lets every
     request pass."""
 
-    def __init__(self, app: ASGIApp, keys: Keys | None) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys | None, make_tenant: Callable[[Key], Tenant] | None = None
+    ) -> None:
+        """`make_tenant`: makes the tenant of a key; default: `Tenant`."""
         self._app = app
         self._keys = keys
+        self._make_tenant = make_tenant or Tenant
         self._tenants: dict[str, Tenant] = {}
         self._anybody = Tenant(ANYBODY)
         self._open: dict[str, list[RequestContext]] = {}
@@ -279,6 +287,7 @@ class AuthMiddleware:
                 await describe(error)(scope, receive, send)
                 return
             if costs(scope["method"], path):
+                await tenant.ask_to_enter(context)
                 try:
                     tenant.enter(context)
                 except HttpError as error:
@@ -329,7 +338,7 @@ class AuthMiddleware:
             assert self._keys is not None
             known = {other.id for other in self._keys.all()}
             self._tenants = {i: t for i, t in self._tenants.items() if i in known}
-            tenant = self._tenants[key.id] = Tenant(key)
+            tenant = self._tenants[key.id] = self._make_tenant(key)
         return tenant
 
 

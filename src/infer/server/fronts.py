@@ -1,0 +1,239 @@
+"""`SeveralFronts`: a server as one of several in front of the same engines; `AskingFronts`
+
+Each server (front) has the traces and metrics of its own requests only. The id of a request begins
+with the tag of its front, so a question about one request goes to one front; lists and metrics are
+those of all. A front that is asked answers for itself alone and asks nobody. What the caller may
+see was decided by the front that authenticated it, and is part of the question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from infer.errors import OverloadedError
+from infer.server.http.error_responses import HttpError
+from infer.server.observe.metrics import Metrics, text_of_metrics
+from infer.server.observe.request_trace import RequestTraces, not_found, summary, view
+from infer.server.tenancy.front_limits import FrontLimits
+
+ANSWER_TIMEOUT_S = 1.0
+"""seconds that a front waits for the others"""
+MAX_QUESTIONS = 32
+"""different questions of a front that may be under way; further ones are refused (503)"""
+MAX_QUESTIONS_OF_KEY = 4
+"""those of one key among them"""
+MAX_LISTED_OF_FRONT = 256
+"""requests of each front in a list, the newest"""
+
+
+class FrontQuestion(msgspec.Struct, array_like=True, frozen=True):
+    """What a front asks others."""
+
+    kind: Literal["requests", "request", "cancel", "stats", "metrics"]
+    tag: str = ""
+    """tag of the front that is asked; empty = all"""
+    name: str = ""
+    """id of a request"""
+    sight: str | None = None
+    """id of the key whose requests the caller may see; None = those of all keys"""
+
+
+class FrontAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """What a front answers."""
+
+    is_found: bool = False
+    """whether it has the request that was asked for"""
+    fields: Any = None
+    """the answer as JSON values"""
+    text: str = ""
+    """for `metrics`"""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_question = msgspec.msgpack.Decoder(FrontQuestion).decode
+_decode_answer = msgspec.msgpack.Decoder(FrontAnswer).decode
+
+
+class Peers(Protocol):
+    """The way to the other fronts."""
+
+    async def ask(self, question: bytes, timeout_s: float) -> Mapping[str, bytes | None]:
+        """The answers of the other fronts, by their names; None = there was none in time. A front
+        that has been silent for some time is not named any more. Raises nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class SeveralFronts:
+    """See the module's docstring."""
+
+    name: str
+    """name of this front, such as `front-0a1b2c3d`, unique to its process"""
+    limits: FrontLimits
+    """the limits of keys, which all fronts share"""
+    peers: Peers
+
+    @property
+    def tag(self) -> str:
+        """What the ids of this front's requests begin with: the end of its name, hexadecimal."""
+        return tag_of(self.name)
+
+
+def tag_of(name: str) -> str:
+    """The tag of the front with this name."""
+    return name.rpartition("-")[2]
+
+
+class FrontDesk:
+    """Answers the questions of other fronts."""
+
+    def __init__(self, tag: str, traces: RequestTraces, metrics: Metrics) -> None:
+        self._tag = tag
+        self._traces = traces
+        self._metrics = metrics
+
+    def __call__(self, question: bytes) -> bytes:
+        """The answer of this front, both in msgpack. Runs on its event loop. Raises
+        `msgspec.MsgspecError` for what is no question."""
+        return _encode(self.answer(_decode_question(question)))
+
+    def answer(self, asked: FrontQuestion) -> FrontAnswer:
+        """The answer of this front alone."""
+        if asked.tag not in ("", self._tag):
+            return FrontAnswer()
+        if asked.kind == "stats":
+            return FrontAnswer(True, self._metrics.stats())
+        if asked.kind == "metrics":
+            return FrontAnswer(True, text=text_of_metrics([self._metrics]).decode())
+        if asked.kind == "requests":
+            traces = zip(range(MAX_LISTED_OF_FRONT), self._traces.all(asked.sight), strict=False)
+            return FrontAnswer(True, [summary(trace) for _, trace in traces])
+        try:
+            trace = self._traces.find(asked.name, asked.sight)
+        except HttpError:
+            return FrontAnswer()
+        if asked.kind == "request":
+            return FrontAnswer(True, view(trace))
+        done = self._traces.cancel(trace)
+        fields = {"id": trace.id, "object": "request.cancel", "cancelled": done}
+        return FrontAnswer(True, fields)
+
+
+class AskingFronts:
+    """Answers for all fronts. Raises `OverloadedError` if too many questions are under way."""
+
+    def __init__(self, fronts: SeveralFronts, desk: FrontDesk) -> None:
+        self._fronts = fronts
+        self._desk = desk
+        self._asking: dict[FrontQuestion, asyncio.Task[Mapping[str, bytes | None]]] = {}
+        """by the question, because equal ones have one answer"""
+
+    async def _ask(self, asked: FrontQuestion) -> tuple[dict[str, FrontAnswer], list[str]]:
+        """The answers by the names of the fronts, and the names of those that do not answer."""
+        asking = self._asking.get(asked)
+        if asking is None:
+            num_own = sum(each.sight == asked.sight for each in self._asking)
+            if len(self._asking) >= MAX_QUESTIONS or num_own >= MAX_QUESTIONS_OF_KEY:
+                raise OverloadedError("too many questions to the other fronts are under way")
+            question = self._fronts.peers.ask(_encode(asked), ANSWER_TIMEOUT_S)
+            asking = self._asking[asked] = asyncio.ensure_future(question)
+            asking.add_done_callback(lambda _: self._asking.pop(asked))
+        answers = {}
+        missing = []
+        for name, data in sorted((await asyncio.shield(asking)).items()):
+            try:
+                answers[name] = _decode_answer(data or b"")
+            except msgspec.MsgspecError:  # none in time, or one of another version
+                missing.append(name)
+        return answers, missing
+
+    async def requests(self, sight: str | None) -> dict[str, Any]:
+        """The body of a list: those that run, then those that have ended, the newest first."""
+        asked = FrontQuestion("requests", sight=sight)
+        answers, missing = await self._ask(asked)
+        answers[self._fronts.name] = self._desk.answer(asked)
+        data = [each for answer in answers.values() for each in answer.fields]
+        data.sort(key=_newest_first)
+        return {"object": "list", "data": data, "missing_fronts": missing}
+
+    async def one(
+        self, kind: Literal["request", "cancel"], name: str, sight: str | None
+    ) -> dict[str, Any]:
+        """The trace of a request, or what has become of its cancelling. Raises `HttpError`: 404 if
+        no front has it, 503 if its front does not answer."""
+        tag = name.rpartition("-")[2][: len(self._fronts.tag)]
+        asked = FrontQuestion(kind, tag, name, sight)
+        if tag == self._fronts.tag:
+            return _found(self._desk.answer(asked))
+        answers, missing = await self._ask(asked)
+        for front in missing:
+            if tag_of(front) == tag:
+                message = f"{front}, where this request was made, does not answer"
+                raise HttpError(503, message, code="front_unavailable", type="server_error")
+        own = (answer for front, answer in answers.items() if tag_of(front) == tag)
+        return _found(next(own, FrontAnswer()))
+
+    async def stats(self) -> dict[str, Any]:
+        """The statistics of this front, and those of each in `fronts`."""
+        asked = FrontQuestion("stats")
+        answers, missing = await self._ask(asked)
+        answers[self._fronts.name] = own = self._desk.answer(asked)
+        fronts = {name: answer.fields for name, answer in sorted(answers.items())}
+        return {**own.fields, "fronts": fronts, "missing_fronts": missing}
+
+    async def metrics_text(self, own: bytes, prefix: str) -> bytes:
+        """The metrics of all fronts for Prometheus: each sample has the label `front`. `own`: those
+        of this one; `prefix`: what the names of metrics begin with."""
+        answers, missing = await self._ask(FrontQuestion("metrics"))
+        texts = {name: answer.text for name, answer in answers.items()}
+        texts[self._fronts.name] = own.decode()
+        name = f"{prefix}:front_up"
+        up = [f"# HELP {name} whether a front answers", f"# TYPE {name} gauge"]
+        up += [f'{name}{{front="{each}"}} 1.0' for each in sorted(texts)]
+        up += [f'{name}{{front="{each}"}} 0.0' for each in missing]
+        return ("\n".join([*_labelled(texts), *up]) + "\n").encode()
+
+
+def _found(answer: FrontAnswer) -> dict[str, Any]:
+    if not answer.is_found:
+        raise not_found()
+    fields: dict[str, Any] = answer.fields
+    return fields
+
+
+def _newest_first(fields: Mapping[str, Any]) -> tuple[bool, float]:
+    if fields["total_ms"] is None:
+        return False, -fields["created"]
+    return True, -(fields["created"] + fields["total_ms"] / 1000)
+
+
+def _labelled(texts: Mapping[str, str]) -> Iterable[str]:
+    """The lines of several texts of the prometheus client, each family once, with the label
+    `front`."""
+    families: dict[str, list[str]] = {}
+    for front, text in sorted(texts.items()):
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("# "):
+                _, kind, name, _ = line.split(" ", 3)
+                if kind == "HELP":
+                    lines = families.setdefault(name, [])
+                if sum(each.startswith("# ") for each in lines[:2]) < 2:
+                    lines.append(line)
+                continue
+            name, brace, rest = line.partition("{")
+            if brace:
+                lines.append(f'{name}{{front="{front}",{rest}')
+            else:
+                name, value = line.split(" ", 1)
+                lines.append(f'{name}{{front="{front}"}} {value}')
+    for lines in families.values():
+        yield from lines
+
+
+AnswerQuestion = Callable[[bytes], bytes]
+"""a `FrontDesk`, for whoever brings it the questions"""

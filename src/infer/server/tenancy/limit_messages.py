@@ -1,0 +1,100 @@
+"""What a front and the authority over the keys' limits say to each other, in msgpack
+
+A front sends one `Exchange` at a time; the authority answers each with a `LimitAnswer`. An exchange
+is repeatable: it has a number, and the number of the last one whose answer the front has seen, so
+the authority takes back what it granted in an answer that was lost.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+BucketName = str
+"""`requests` or `tokens`; empty = none"""
+
+
+class LimitAsk(msgspec.Struct, array_like=True, frozen=True):
+    """What a request wants of its key's limits: all of it, or nothing."""
+
+    key: str
+    """id of the key"""
+    bucket: BucketName
+    per_minute: int
+    """size of the bucket; 0 without one"""
+    amount: float
+    """amount to take from the bucket"""
+    places: int = 0
+    """requests to count as open: 0 or 1"""
+    max_open: int = 0
+    """requests of the key that may be open at all fronts together"""
+
+
+class LimitVerdict(msgspec.Struct, array_like=True, frozen=True):
+    """What becomes of a `LimitAsk`."""
+
+    is_granted: bool
+    has_no_place: bool = False
+    """whether it was refused because too many requests are open"""
+    level: float = 0.0
+    """amount in the bucket, after this"""
+    wait_s: float = 0.0
+    """seconds until the bucket has the amount; 0 = now"""
+
+
+class BucketChange(msgspec.Struct, array_like=True, frozen=True):
+    """What was taken from a bucket without asking; below 0 = given back."""
+
+    key: str
+    bucket: BucketName
+    per_minute: int
+    amount: float
+
+
+class BucketLevel(msgspec.Struct, array_like=True, frozen=True):
+    """The level of a bucket at the authority."""
+
+    key: str
+    bucket: BucketName
+    per_minute: int
+    level: float
+
+
+class Exchange(msgspec.Struct, array_like=True, frozen=True):
+    """From a front to the authority."""
+
+    front: str
+    """name of the front, unique to its process"""
+    number: int
+    """1, 2, ... of this front"""
+    confirmed: int
+    """the latest number whose answer the front has seen"""
+    incarnation: str
+    """the authority that the front knows; empty = none"""
+    version: int
+    """the `version` of the latest answer that the front has seen"""
+    asks: list[LimitAsk]
+    changes: list[BucketChange]
+    num_open: dict[str, int]
+    """open requests at this front, by key id"""
+
+
+class LimitAnswer(msgspec.Struct, array_like=True, frozen=True):
+    """From the authority to a front. Another incarnation than the exchange's: it did nothing."""
+
+    incarnation: str
+    """random name of this authority, which knows nothing of those before it"""
+    number: int
+    """that of the exchange"""
+    version: int = 0
+    """number of changes of all buckets so far"""
+    is_open: bool = False
+    """whether it decides; if not, there are no verdicts and fronts use their shares"""
+    verdicts: list[LimitVerdict] = []
+    """one for each ask"""
+    levels: list[BucketLevel] = []
+    """the buckets that have changed since the `version` of the exchange"""
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_exchange = msgspec.msgpack.Decoder(Exchange).decode
+decode_answer = msgspec.msgpack.Decoder(LimitAnswer).decode

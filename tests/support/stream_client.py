@@ -1,0 +1,94 @@
+"""Streams of an OpenAI-compatible server as a client hears them: every choice, and every pause."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LOGPROBS = ("tokens", "token_logprobs", "top_logprobs")
+
+
+@dataclass
+class ChoiceHeard:
+    """One choice of a stream."""
+
+    text: str = ""
+    logprobs: list[tuple[Any, ...]] = field(default_factory=list)
+    """token, log-probability, and those of others at its place"""
+    finish_reason: str | None = None
+
+
+@dataclass
+class StreamHeard:
+    """One stream."""
+
+    status: int = 0
+    choices: dict[int, ChoiceHeard] = field(default_factory=lambda: defaultdict(ChoiceHeard))
+    error: dict[str, Any] | None = None
+    is_done: bool = False
+    times_s: list[float] = field(default_factory=list)
+    """when each event came, in seconds of the monotonic clock"""
+
+    @property
+    def answer(self) -> tuple[Any, ...]:
+        """What must not depend on other requests or on deaths."""
+        return (self.status, self.error, self.is_done, dict(self.choices))
+
+    def pause_s(self, since_s: float = 0.0) -> float:
+        """The longest time between two events of which the second came after `since_s`."""
+        pairs = zip(self.times_s, self.times_s[1:], strict=False)
+        return max((end - start for start, end in pairs if end >= since_s), default=0.0)
+
+
+async def stream(port: int, body: Mapping[str, Any], heard: StreamHeard) -> StreamHeard:
+    """POST a completion and read its stream to the end."""
+    data = json.dumps({**body, "stream": True}).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+    try:
+        headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        heard.status = int(headers.split()[1])
+        if "transfer-encoding: chunked" not in headers:
+            heard.error = {"body": (await reader.read(1000)).decode(errors="replace")}
+            return heard
+        async for line in _lines(reader):
+            if line.startswith(b"data: "):
+                heard.times_s.append(time.monotonic())
+                _note(heard, line[6:])
+    except (OSError, EOFError) as error:
+        heard.error = {"connection": repr(error)}
+    finally:
+        writer.close()
+    return heard
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a body in chunks."""
+    rest = b""
+    while size := int(await reader.readline() or b"0", 16):
+        *lines, rest = (rest + await reader.readexactly(size)).split(b"\n")
+        await reader.readexactly(2)
+        for line in lines:
+            yield line
+
+
+def _note(heard: StreamHeard, data: bytes) -> None:
+    if data.strip() == b"[DONE]":
+        heard.is_done = True
+        return
+    event = json.loads(data)
+    if "error" in event:
+        heard.error = event["error"]
+        return
+    for choice in event["choices"]:
+        its = heard.choices[choice["index"]]
+        its.text += choice["text"]
+        its.finish_reason = choice["finish_reason"] or its.finish_reason
+        if choice.get("logprobs"):
+            its.logprobs += zip(*(choice["logprobs"][name] for name in LOGPROBS), strict=True)
