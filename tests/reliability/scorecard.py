@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Row:
     name: str
     tests: tuple[str, ...]
     load: str = ""
+    _: KW_ONLY
     needs: str = ""
     """a module without which the row is left out"""
     engines: str = "one_engine"
@@ -361,7 +362,7 @@ ROWS = (
         "two engines: bad requests",
         (f"{HERE}/test_hostile_inputs.py",),
         "the list of row 15 against two engines; no step of either",
-        "two_engines",
+        engines="two_engines",
     ),
     Row(
         "R2",
@@ -383,7 +384,7 @@ ROWS = (
             "tests/server/test_tenants.py::test_a_flood_beside_a_key_with_single_requests",
         ),
         "The limits of a key, and what a key waits for while another floods both engines",
-        "two_engines",
+        engines="two_engines",
     ),
     Row(
         "R5",
@@ -394,7 +395,7 @@ ROWS = (
             "tests/server/test_tenants.py::test_nothing_crosses_from_one_key_to_another",
         ),
         "Each route without a key, with wrong ones and with that of another",
-        "two_engines",
+        engines="two_engines",
     ),
     Row(
         "V1",
