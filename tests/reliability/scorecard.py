@@ -412,6 +412,13 @@ ROWS = (
         needs="ray",
     ),
     Row(
+        "C3",
+        "two fronts on Ray",
+        ("tests/cluster/test_fronts_on_ray.py",),
+        "In an environment with Ray: limits of a key, questions and deaths of what fronts share",
+        needs="ray",
+    ),
+    Row(
         "A7",
         "Host and Origin",
         (
