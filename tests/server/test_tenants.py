@@ -248,7 +248,8 @@ def test_a_flood_beside_a_key_with_single_requests(
     """A request of a quiet key waits for the next seat, not for all that the other key has queued:
     64 requests on 8 seats, which would be eight rounds of 32 tokens."""
     step_s, num_flood = 0.005, 64
-    noisy, quiet = make(file, "noisy"), make(file, "quiet")
+    noisy = make(file, "noisy", max_concurrent=num_flood, max_queued=num_flood)
+    quiet = make(file, "quiet")
 
     async def use(app: App) -> None:
         async def ask(key: dict[str, str], number: int, **changes: Any) -> float:
