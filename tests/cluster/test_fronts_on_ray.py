@@ -126,7 +126,7 @@ def test_two_fronts_are_as_one(started: None, tmp_path: Path) -> None:
 
     file = tmp_path / "keys.json"
     admin = make(file, "admin", admin=True)
-    few = make(file, "few", requests_per_minute=6)
+    few = make(file, "few", requests_per_minute=2)
     app = infer.cluster.app({"replicas": "1", "fronts": "2", "cpus": "1", "api_keys": str(file)})
     serve.start(http_options={"port": PORT})
     serve.run(app, name="two", route_prefix="/")
@@ -153,8 +153,8 @@ def test_two_fronts_are_as_one(started: None, tmp_path: Path) -> None:
         assert tags == {name[5:13] for name in made}
 
         time.sleep(1)  # the fronts share limits by now
-        statuses = [call("/v1/completions", few, COMPLETION)[0] for _ in range(9)]
-        assert sorted(statuses) == [200] * 6 + [429] * 3
+        statuses = [call("/v1/completions", few, COMPLETION)[0] for _ in range(5)]
+        assert sorted(statuses) == [200] * 2 + [429] * 3
 
         [front, _] = [
             each["name"]
@@ -166,6 +166,7 @@ def test_two_fronts_are_as_one(started: None, tmp_path: Path) -> None:
         for _ in range(4):
             status, listed = call("/v1/requests", admin)
             assert (status, len(listed["missing_fronts"])) == (200, 1)
-        assert call("/v1/completions", few, COMPLETION)[0] == 429
+        statuses = [call("/v1/completions", few, COMPLETION)[0] for _ in range(4)]
+        assert statuses.count(429) >= 3  # a front that has just begun may give its share, one
     finally:
         serve.shutdown()

@@ -116,10 +116,18 @@ def test_a_recording_is_saved_and_opened(reader: Reader, url: str, tmp_path: Pat
         reader.until("!document.querySelector('.notice.bad')")
 
 
+@pytest.mark.timeout(450)
 def test_the_modes_beside_one_another(reader: Reader) -> None:
+    """A comparison has the lowest priority, so a busy machine may not end it in time."""
     page = opened(reader)
-    page.click(".compare-run")
-    reader.until("document.querySelectorAll('.comparison canvas').length === 3", timeout_s=150)
+    for _ in range(3):
+        page.click(".compare-run")
+        reader.until(
+            "document.querySelector('.comparison canvas, .comparison .bad')", timeout_s=150
+        )
+        if not page.locator(".comparison .bad").count():
+            break
+    assert page.locator(".comparison canvas").count() == 3
     rows = page.locator(".comparison tbody tr").all_inner_texts()
     steps = [int(row.split("\t")[1].replace(",", "")) for row in rows]
     assert steps == [documented_steps(row) for row in ("cache", "static", "continuous")]

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.support.page_driver import Hands, Reader, Wire
+from tests.support.page_driver import ANSWERS, Hands, Reader, Wire
 from tests.support.server_process import Served
 
 pytestmark = pytest.mark.browser
@@ -67,7 +67,7 @@ def test_stop_frees_the_pages(person: Reader, server: Served, key: bool) -> None
     person.settings(LONG)
     before = in_thread(server.stats)
     person.send("Tell me a story.")
-    person.until("document.querySelector('text-view')?.innerText.length > 20")
+    person.until(f"{ANSWERS}[0]?.length > 20")
     assert not page.locator(".waiting").count()
     if key:
         page.keyboard.press("Escape")
@@ -90,7 +90,7 @@ def test_a_reload_keeps_the_answer_so_far_and_it_goes_on_without_a_seam(
     whole = reader.ask("Tell me a story about a fox.")
     wire.pause_s = 0.01
     reader.use(".message.assistant .again")
-    reader.until("document.querySelector('text-view')?.innerText.length > 60")
+    reader.until(f"{ANSWERS}[0]?.length > 60")
     reader.use("button.stop")
     page.wait_for_selector(".ending")
     wire.pause_s = 0.0
@@ -289,20 +289,20 @@ def test_an_answer_on_the_server_goes_on(
     person.settings({"max_tokens": 12, "temperature": 0})
     begun = person.ask("Tell me a story about a fox.")
     person.use(".ending button")
-    person.until(f"document.querySelector('text-view')?.innerText.length > {len(begun) + 10}")
+    person.until(f"{ANSWERS}[0]?.length > {len(begun) + 10}")
     page.wait_for_selector(DONE)
     longer = person.answers()[0]
     assert longer.startswith(begun)
     person.settings({**LONG, "max_tokens": 1500})
     person.use(".ending button")
-    person.until(f"document.querySelector('text-view')?.innerText.length > {len(longer) + 20}")
+    person.until(f"{ANSWERS}[0]?.length > {len(longer) + 20}")
     person.use("button.stop")
     page.wait_for_selector(".ending")
     stopped = person.answers()[0]
     person.settings({"max_tokens": 15})
     person.use(".ending button")
     page.wait_for_selector(DONE)
-    person.until(f"document.querySelector('text-view')?.innerText.length > {len(stopped) + 5}")
+    person.until(f"{ANSWERS}[0]?.length > {len(stopped) + 5}")
     page.wait_for_selector(DONE)
     whole = person.answers()[0]
     assert whole.startswith(stopped)
@@ -327,7 +327,7 @@ def test_the_turn_after_a_stopped_answer_has_it_on_the_server(
     reader.ask("What is 1 + 1?")
     reader.settings(LONG)
     reader.send("Tell me a story about a fox.")
-    reader.until("document.querySelectorAll('text-view')[1]?.innerText.length > 20")
+    reader.until(f"{ANSWERS}[1]?.length > 20")
     reader.use("button.stop")
     reader.page.wait_for_selector(".ending")
     reader.settings({"max_tokens": 10})
@@ -363,7 +363,7 @@ def test_an_engine_that_dies_leaves_no_seam(person: Reader, server: Served) -> N
     person.settings({"max_tokens": 400, "temperature": 0})
     whole = person.ask("Tell me a story about a fox.")
     person.use(".message.assistant .again")
-    person.until("document.querySelector('text-view')?.innerText.length > 40")
+    person.until(f"{ANSWERS}[0]?.length > 40")
     engine = server.engine_pid()
     assert engine
     os.kill(engine, signal.SIGKILL)
@@ -399,7 +399,7 @@ def test_a_connection_that_is_lost_in_mid_answer(far_reader: Reader, wire: Wire)
     whole = reader.ask("Tell me a story about a fox.")
     wire.pause_s = 0.01
     reader.use(".message.assistant .again")
-    reader.until("document.querySelector('text-view')?.innerText.length > 60")
+    reader.until(f"{ANSWERS}[0]?.length > 60")
     wire.cut()
     page.wait_for_selector(".ending")
     wire.pause_s = 0.0

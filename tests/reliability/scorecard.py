@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,10 @@ class Row:
     name: str
     tests: tuple[str, ...]
     load: str = ""
-    needs: str = field(default="", kw_only=True)
+    _: KW_ONLY
+    needs: str = ""
     """a module without which the row is left out"""
-    engines: str = field(default="one_engine", kw_only=True)
+    engines: str = "one_engine"
     """which variants run of the tests that have some; see `tests/support/engines.py`"""
 
     @property
@@ -408,6 +409,13 @@ ROWS = (
         "deaths in a cluster",
         ("tests/cluster/test_ray.py",),
         "In an environment with Ray; `INFER_CLUSTER_ROUNDS` sets the rounds of each kind",
+        needs="ray",
+    ),
+    Row(
+        "C3",
+        "two fronts on Ray",
+        ("tests/cluster/test_fronts_on_ray.py",),
+        "In an environment with Ray: limits of a key, questions and deaths of what fronts share",
         needs="ray",
     ),
     Row(

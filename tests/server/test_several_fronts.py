@@ -113,10 +113,11 @@ def test_a_front_that_does_not_answer_is_named() -> None:
 
 def test_questions_of_one_key_leave_room_for_others() -> None:
     async def use(shared: SharedByFronts, fronts: Fronts, apps: list[App]) -> None:
-        await apps[0].get("/v1/requests")
-        fronts[1].freeze()
-        ids = [f"cmpl-{fronts[1].tag}{number:024x}" for number in range(8)]
+        ids = [f"cmpl-{fronts[1].tag}{number:024x}" for number in range(50)]
         replies = await asyncio.gather(*(apps[0].get(f"/v1/requests/{name}") for name in ids))
+        assert [reply.status for reply in replies] == [404] * 50  # each waited for its turn
+        fronts[1].freeze()
+        replies = await asyncio.gather(*(apps[0].get(f"/v1/requests/{name}") for name in ids[:8]))
         codes = [reply.error()["code"] for reply in replies]
         assert codes == ["front_unavailable"] * 4 + ["overloaded"] * 4
         same = await asyncio.gather(*(apps[0].get("/stats") for _ in range(8)))

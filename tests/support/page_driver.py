@@ -45,6 +45,11 @@ ON_THE_WAY = (
     " ? 'Tab' : 'Shift+Tab'; }"
 )
 """the key that leads nearer to an element; "" if it has the focus"""
+ANSWERS = (
+    "[...document.querySelectorAll('.message.assistant text-view')].map((view) =>"
+    " [...view.children].map((block) => block.textContent.trim()).join('\\n\\n'))"
+)
+"""the texts of the answers; `innerText` has no blocks that are outside of the window"""
 
 
 @contextmanager
@@ -267,13 +272,8 @@ class Reader:
             (page or self.page).wait_for_timeout(30)
 
     def answers(self, page: Any = None) -> list[str]:
-        """The texts of the answers that are shown."""
-        return [
-            text.strip()
-            for text in (page or self.page)
-            .locator(".message.assistant text-view")
-            .all_inner_texts()
-        ]
+        """The texts of the answers that are there, in the window or not."""
+        return [str(text).strip() for text in (page or self.page).evaluate(ANSWERS)]
 
     def questions(self, page: Any = None) -> list[str]:
         """The texts of the reader's messages that are shown."""

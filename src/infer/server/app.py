@@ -408,7 +408,7 @@ def create_app(
                 await limits.close()
             await engine.close()
             endpoints.metrics.save()
-            endpoints.sessions.close()
+            await endpoints.sessions.close()
             offload.close()
 
     settings = settings or ServerSettings()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -24,9 +26,11 @@ from infer.server.tenancy.front_limits import FrontLimits
 ANSWER_TIMEOUT_S = 1.0
 """seconds that a front waits for the others"""
 MAX_QUESTIONS = 32
-"""different questions of a front that may be under way; further ones are refused (503)"""
+"""different questions of a front that may be under way"""
 MAX_QUESTIONS_OF_KEY = 4
 """those of one key among them"""
+WAIT_S = 0.5
+"""seconds that a further question waits for its turn; then it is refused (503)"""
 MAX_LISTED_OF_FRONT = 256
 """requests of each front in a list, the newest"""
 
@@ -124,23 +128,22 @@ class FrontDesk:
 
 
 class AskingFronts:
-    """Answers for all fronts. Raises `OverloadedError` if too many questions are under way."""
+    """Answers for all fronts. Raises `OverloadedError` if too many questions wait."""
 
     def __init__(self, fronts: SeveralFronts, desk: FrontDesk) -> None:
         self._fronts = fronts
         self._desk = desk
         self._asking: dict[FrontQuestion, asyncio.Task[Mapping[str, bytes | None]]] = {}
         """by the question, because equal ones have one answer"""
+        self._places = asyncio.Semaphore(MAX_QUESTIONS)
+        self._places_of: WeakValueDictionary[str | None, asyncio.Semaphore] = WeakValueDictionary()
+        """by `sight`, while one of its questions waits or is under way"""
 
     async def _ask(self, asked: FrontQuestion) -> tuple[dict[str, FrontAnswer], list[str]]:
         """The answers by the names of the fronts, and the names of those that do not answer."""
         asking = self._asking.get(asked)
         if asking is None:
-            num_own = sum(each.sight == asked.sight for each in self._asking)
-            if len(self._asking) >= MAX_QUESTIONS or num_own >= MAX_QUESTIONS_OF_KEY:
-                raise OverloadedError("too many questions to the other fronts are under way")
-            question = self._fronts.peers.ask(_encode(asked), ANSWER_TIMEOUT_S)
-            asking = self._asking[asked] = asyncio.ensure_future(question)
+            asking = self._asking[asked] = asyncio.ensure_future(self._ask_in_turn(asked))
             asking.add_done_callback(lambda _: self._asking.pop(asked))
         answers = {}
         missing = []
@@ -150,6 +153,18 @@ class AskingFronts:
             except msgspec.MsgspecError:  # none in time, or one of another version
                 missing.append(name)
         return answers, missing
+
+    async def _ask_in_turn(self, asked: FrontQuestion) -> Mapping[str, bytes | None]:
+        own = self._places_of.setdefault(asked.sight, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY))
+        async with AsyncExitStack() as held:
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    await held.enter_async_context(own)
+                    await held.enter_async_context(self._places)
+            except TimeoutError:
+                message = "too many questions to the other fronts are under way"
+                raise OverloadedError(message) from None
+            return await self._fronts.peers.ask(_encode(asked), ANSWER_TIMEOUT_S)
 
     async def requests(self, sight: str | None) -> dict[str, Any]:
         """The body of a list: those that run, then those that have ended, the newest first."""

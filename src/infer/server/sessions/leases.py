@@ -19,6 +19,8 @@ from infer.server.sessions.database_threads import DatabaseError, DatabaseThread
 
 RENEW_S = 2.0
 """seconds between two renewals"""
+CLOSE_S = 1.0
+"""seconds that the end of a server waits for the database"""
 
 
 class SessionLeases:
@@ -72,8 +74,11 @@ class SessionLeases:
         with contextlib.suppress(DatabaseError):  # the lease ends by itself
             await self._threads.call(self._call_store, "end_lease", turn)
 
-    def close(self) -> None:
-        """Stop renewing."""
+    async def close(self) -> None:
+        """Stop renewing, and wait until the leases of turns that have ended are given back, for
+        `CLOSE_S` at most."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=CLOSE_S)
         for task in (self._renewing, *self._ending):
             if task is not None:
                 task.cancel()

@@ -277,10 +277,10 @@ class SessionRoutes:
         owner = tenant_of(http.scope).key.id
         return JSONResponse(await self._threads.call(self._call_store, name, owner, *arguments))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close the threads and the database."""
         if self._leases is not None:
-            self._leases.close()
+            await self._leases.close()
         self._threads.close()
         if "_sessions" in self.__dict__:
             self._sessions.close()
