@@ -20,6 +20,7 @@ def steps_of(recording: dict[str, Any]) -> int:
     return sum(row[0] for frame in recording["frames"] for row in frame.get("steps", []))
 
 
+@pytest.mark.slow
 def test_a_recording_has_the_steps_of_generate() -> None:
     """The counts that `benchmarks/modes.py` takes, on fewer requests."""
     requests = mixed(5)

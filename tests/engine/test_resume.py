@@ -21,6 +21,7 @@ from infer.engine.fleet.journal import RequestJournal
 from infer.engine.process.blame import MAX_FROM_OUTSIDE
 from infer.errors import EngineDeadError, EngineError
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
+from tests.support.cases import slow_but
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, make_hash_core, pid_of, solo
 
@@ -48,7 +49,7 @@ def rest_of(llm: LLM, request: Request) -> list[StepOutput]:
     return llm.core.outputs_until_complete()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["bfloat16"], ["float32", "bfloat16"]))
 def test_a_request_that_is_cut_anywhere_goes_on_as_if_it_had_not_been(dtype: str) -> None:
     """In a new engine, with every kind of sampling; log-probabilities and the end are the same."""
     with LLM(dtype=dtype, max_seq_len=256) as llm:

@@ -53,6 +53,7 @@ def test_a_stopped_process_is_replaced_and_its_streams_go_on(
     assert caplog.text.count("its stacks follow") == 1
 
 
+@pytest.mark.slow
 def test_the_stacks_of_a_hanging_step_are_shown(caplog: pytest.LogCaptureFixture) -> None:
     async def body(llm: AsyncLLM) -> None:
         with pytest.raises(Exception, match="died more than once"):

@@ -183,6 +183,7 @@ def test_sigterm_ends_a_load_that_a_client_waits_for() -> None:
         assert is_gone(engine)
 
 
+@pytest.mark.slow
 def test_a_load_has_a_deadline() -> None:
     arguments = [*SEVERAL, "--load-on-first-use", "--load-timeout-s", "1"]
     with started(arguments, HANGS, **PIPES) as process:

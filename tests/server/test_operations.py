@@ -148,7 +148,10 @@ def test_logs_are_lines_of_json_without_prompts(caplog: pytest.LogCaptureFixture
     assert {context["model"] for context in by_id.values()} == {"hash-model"}
 
 
-@pytest.mark.parametrize(("slow_ms", "num_tokens", "is_live"), [(1600, 1, False), (200, 8, True)])
+@pytest.mark.parametrize(
+    ("slow_ms", "num_tokens", "is_live"),
+    [(1600, 1, False), pytest.param(200, 8, True, marks=pytest.mark.slow)],
+)
 def test_an_engine_that_makes_no_progress_is_not_live(
     slow_ms: int, num_tokens: int, is_live: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.cases import slow_but
 from tests.support.doubles import make_hash_llm, small_tokenizer
 from tests.support.serving import (
     BODIES,
@@ -134,7 +135,7 @@ def test_the_bytes(path: str) -> None:
 SAMPLE = "naïve 😀👩‍👧 日本 ab aab."
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", slow_but(list(BODIES)[:1], BODIES))
 def test_stop_strings_at_every_split(path: str) -> None:
     """Every part of a text with characters of 1 to 4 tokens is used as stop string, streamed and
     plain."""

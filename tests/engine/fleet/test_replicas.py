@@ -121,6 +121,7 @@ def test_a_stopped_engine_is_left_and_takes_part_again_when_it_wakes() -> None:
     run(body)
 
 
+@pytest.mark.slow
 def test_a_long_step_is_not_silence() -> None:
     async def body(llm: AsyncLLM) -> None:
         sampling = SAMPLING.replace(max_tokens=1)
