@@ -368,7 +368,7 @@ def test_a_sequence_that_is_not_worth_it_is_tried_more_and_more_rarely() -> None
     assert not guesses.is_on_trial
 
 
-def timed_core(cost_ms: Callable[[int], float]) -> Any:
+def timed_core(cost_ms: Callable[[int], float], **settings: Any) -> Any:
     """A core whose steps take a time by the number of their rows, on a clock of its own."""
     now_s = 0.0
 
@@ -382,7 +382,12 @@ def timed_core(cost_ms: Callable[[int], float]) -> Any:
             return super().execute(plan)
 
     core = make_hash_core(
-        speculative=SETTINGS, runner=Timed, clock=lambda: now_s, num_pages=2000, max_seq_len=4000
+        speculative=SETTINGS,
+        runner=Timed,
+        clock=lambda: now_s,
+        num_pages=9000,
+        max_seq_len=4000,
+        **settings,
     )
     return core, lambda: now_s
 
@@ -414,6 +419,33 @@ def test_speculation_pays_or_is_off(
         assert clock() < plain_s / 4
     else:
         assert clock() < 1.03 * plain_s
+
+
+def test_rows_in_groups_lose_little() -> None:
+    """On a virtual clock: 16 rows are computed at a time, so the first proposed token of a step
+    costs as much as many. One of eight is right."""
+    asked = [
+        Request(f"{i}", (5, 6, i), SamplingParams(temperature=0, max_tokens=600), 1, 600)
+        for i in range(16)
+    ]
+    full = {each.prompt_token_ids: solo(each, doubles.VOCAB_SIZE) for each in asked}
+
+    def propose(index: NgramIndex, tokens: list[int], count: int) -> tuple[int, ...]:
+        (token,) = full[tuple(tokens[:3])][len(tokens) - 3 :][:1] or [0]
+        return (token if hash(tuple(tokens[-2:])) % 8 == 0 else token + 1,)
+
+    def cost_ms(rows: int) -> float:
+        return 3.0 if rows <= 16 else 3.4 + 0.001 * rows
+
+    core, clock = timed_core(cost_ms, max_batch_size=16)
+    for each in asked:
+        core.add(each)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NgramIndex, "propose", propose)
+        outputs = core.outputs_until_complete()
+    assert len(outputs) == 16 * 600
+    assert core.stats().counters.num_draft_tokens > 20
+    assert clock() < 1.03 * 600 * cost_ms(16) / 1000
 
 
 # Settings.

@@ -11,7 +11,8 @@ Proposals are made where they pay. Step times are fitted by a line over the numb
 (`StepCosts`). The j-th proposed token of a sequence is accepted with a probability of about p^j,
 where p is measured per sequence. It is proposed if it gives more tokens per second than the step
 gives without it. A sequence whose proposals do not pay is tried again after a pause, which doubles
-each time.
+each time. A line is a rough model where rows are computed in groups, so what proposals have cost
+and given is also counted (`Balance`), and there are none while they have lost too much.
 
 A draft model's passes cost time, too, and are made for all sequences at once. So the numbers of
 drafted tokens are decided for a step as a whole (`draft_counts`): another pass is made if it gives
@@ -47,6 +48,12 @@ MARGIN = 1.03
 """factor by which drafting must be faster than plain steps, as times are estimates"""
 TRIAL_SHARE = 0.01
 """fraction of the time of steps that may be spent on trials of the draft model"""
+LOST_SHARE = 0.01
+"""fraction of the time of steps that other proposals may lose beyond what their tokens are worth"""
+UNKNOWN_STEPS = 8
+"""number of steps after which one has no proposals, while the time of such a step is unknown"""
+MAX_LOST_STEPS = 4.0
+"""maximum of the saved up time for such losses, in steps"""
 MAX_TRIAL_STEPS = 8.0
 """maximum of the saved up time for trials, in steps"""
 TOKENS_TRIED = 4
@@ -109,6 +116,43 @@ class StepCosts:
         return mean_ms + slope * (num_rows - mean), slope
 
 
+class Balance:
+    """What proposals have cost and given in relation to steps without them, in steps."""
+
+    def __init__(self) -> None:
+        self._plain_ms: dict[int, float] = {}
+        """number of sequences → time of a step without proposals"""
+        self._left = MAX_LOST_STEPS
+        self._token = 0.0
+        self._num_unknown = 0
+
+    def may_propose(self, num_sequences: int) -> bool:
+        """Whether there may be proposals in a step: they have not lost too much. Some steps are
+        without them while the time of such a step is not known."""
+        if num_sequences not in self._plain_ms:
+            self._num_unknown += 1
+            if self._num_unknown % UNKNOWN_STEPS == 0:
+                return False
+        return self._left > 0
+
+    def record(self, num_sequences: int, num_proposed: int, step_ms: float) -> None:
+        """Learn from a step without prompts; `gained` follows for the accepted ones of its
+        proposed tokens."""
+        self._token = 1 / num_sequences
+        self._left = min(MAX_LOST_STEPS, self._left + LOST_SHARE)
+        plain_ms = self._plain_ms.get(num_sequences, step_ms)
+        if num_proposed:
+            # A step may be late for reasons of its own.
+            self._left -= min(1.0 + num_proposed, step_ms / max(plain_ms, 1e-6) - 1)
+        else:
+            usual_ms = min(step_ms, 2 * plain_ms)
+            self._plain_ms[num_sequences] = plain_ms + (usual_ms - plain_ms) / 8
+
+    def gained(self, num_tokens: int) -> None:
+        """Count proposed tokens of the latest step that were accepted."""
+        self._left = min(MAX_LOST_STEPS, self._left + num_tokens * self._token)
+
+
 class DraftTimes:
     """The times of the draft model's passes, in relation to those of steps."""
 
@@ -167,6 +211,7 @@ class Speculator:
         self._knew_times = False
         self._trial_steps = MAX_TRIAL_STEPS
         """time that may be spent on trials, in steps"""
+        self._balance = Balance()
         self._allowed = allowed or _nothing
         self._allocator = allocator
         self._stats = stats
@@ -190,6 +235,10 @@ class Speculator:
             self._num_blind += 1
             if self._num_blind % BLIND_STEPS == 0:
                 return list(plan)
+        elif price >= 1:
+            return list(plan)  # at this load, not even proposals that are all right would pay
+        if not self._balance.may_propose(len(plan)):
+            return list(plan)
         extended = []
         for chunk in plan:
             proposed: tuple[int, ...] = ()
@@ -327,7 +376,10 @@ class Speculator:
         if limit < 1 or not sampling.speculation:
             return ()
         guesses = self._guesses_of(sequence)
-        if not guesses.index.read(sequence.tokens) or guesses.is_paused():
+        if guesses.is_paused():
+            return ()
+        # What was appended in a pause is read at its end, which is faster than piece by piece.
+        if not guesses.index.read(sequence.tokens):
             return ()
         count = worthwhile(guesses.acceptance, price, limit)
         if not count and not guesses.is_on_trial:
@@ -355,6 +407,8 @@ class Speculator:
         if step and not any(advanced.is_prompt for advanced in step):
             self._costs.record(sum(advanced.chunk.num_rows for advanced in step), step_ms)
             self._trial_steps = min(MAX_TRIAL_STEPS, self._trial_steps + TRIAL_SHARE)
+            num_proposed = sum(len(advanced.chunk.proposed) for advanced in step)
+            self._balance.record(len(step), num_proposed, step_ms)
 
     def drafting_ms(self) -> float:
         """Time that was spent on drafts since the last call, in milliseconds."""
@@ -377,6 +431,7 @@ class Speculator:
             if guesses.is_on_trial and num_accepted < num_proposed:
                 guesses.pause()
             self._usual.record(min(num_proposed, num_accepted + 1), num_accepted)
+        self._balance.gained(num_kept)
         stats.num_drafts += 1
         stats.num_draft_tokens += num_proposed
         stats.num_accepted_tokens += num_kept
