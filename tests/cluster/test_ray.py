@@ -49,7 +49,6 @@ ENVIRONMENT = {
     "INFER_WRAP_CORE": "tests.support.faults:wrapped",
     "INFER_FAULT_SLOW_STEP_MS": "8",  # streams that last a few seconds, and time for the others
     "INFER_FAULT_SEEDS": f"{POISON}:crash",
-    "RAY_timeout_ms_task_wait_for_death_info": "0",  # see docs/cluster.md
 }
 
 

@@ -74,6 +74,8 @@ DISCOVERY_TIMEOUT_S = 2.5
 """seconds that a round may take"""
 CLOCK_TIMEOUT_S = 5.0
 """seconds that an engine's actor has to tell its time"""
+FRONT_VARIABLES = {"RAY_timeout_ms_task_wait_for_death_info": "0"}
+"""environment of fronts: Ray else waits for a second before it says that an actor has died"""
 
 _decode_files = msgspec.msgpack.Decoder(TextFiles).decode
 
@@ -467,7 +469,7 @@ def application(arguments: dict[str, Any]) -> Any:
         Front,
         name="Front",
         num_replicas=cluster.fronts,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": FRONT_VARIABLES}},
         max_ongoing_requests=OPEN_REQUESTS,
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 5,
     )
