@@ -15,7 +15,7 @@ import time
 from infer import LLM, SamplingParams
 
 QUESTION = "What is 10 * 10?\n\n10 * 10 = 100\n\n"
-NUM_TOKENS, NUM_PAIRS = 128, 7
+NUM_TOKENS, NUM_PAIRS = 128, 21
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 8}'
 
 

@@ -14,6 +14,7 @@ import pytest
 from infer import LLM, RequestOutput, SamplingParams
 from infer.schedule.ngram_index import NgramIndex
 from tests.support.cases import slow_but
+from tests.support.eager_drafts import propose_eagerly
 from tests.support.lattice import OPENING, preempt_at_every_third_step
 from tests.support.speculated import SETTINGS, WAYS, answers, requests_of, values
 
@@ -50,7 +51,7 @@ def oracle(plain: tuple[str, list[RequestOutput]]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NgramIndex, "propose", propose)
-        patch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+        propose_eagerly(patch)
         yield
 
 
@@ -80,7 +81,7 @@ def test_preempted_at_every_third_step(plain: tuple[str, list[RequestOutput]]) -
 
 def test_a_text_that_repeats_is_computed_in_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an oracle: the n-gram index finds what the model repeats, whatever steps cost."""
-    monkeypatch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+    propose_eagerly(monkeypatch)
     prompt = "one two three four five six seven eight " * 6
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     answers, steps = [], []

@@ -15,7 +15,7 @@ import pytest
 from infer import LLM, RequestOutput, SamplingParams
 from infer.types.grammar import Grammar
 from tests.support.draft_checkpoints import write_first_layers
-from tests.support.eager_drafts import draft_eagerly
+from tests.support.eager_drafts import draft_eagerly, propose_eagerly
 
 NUM_TOKENS = 20
 WAYS: dict[str, dict[str, Any]] = {
@@ -69,7 +69,7 @@ def answers(
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+    propose_eagerly(monkeypatch)
     draft_eagerly(monkeypatch)
 
 

@@ -23,6 +23,7 @@ from infer.schedule.sequence import Plan
 from infer.text.grammars.compiler import Compiler, Constraint, Vocabulary
 from infer.text.grammars.grammar_thoughts import BehindThoughts
 from infer.types import Request
+from tests.support.eager_drafts import propose_eagerly
 from tests.support.lattice import preempt_at_every_third_step
 
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 6}'
@@ -149,7 +150,7 @@ def watched(
     llm: LLM, plain: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Watched]:
     monkeypatch.setattr(NgramIndex, "propose", propose_from(plain, llm, 3))
-    monkeypatch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+    propose_eagerly(monkeypatch)
     watched = Watched(llm)
     monkeypatch.setattr(llm.core.runner, "execute", watched.execute)
     yield watched
@@ -311,7 +312,7 @@ def test_a_fault_is_noticed(
     fault(monkeypatch)
     with LLM(max_seq_len=256, speculative_config=CONFIG) as llm:
         monkeypatch.setattr(NgramIndex, "propose", propose_from(plain, llm, 3))
-        monkeypatch.setattr("infer.schedule.speculation.worthwhile", lambda *each: each[-1])
+        propose_eagerly(monkeypatch)
         watched = Watched(llm)
         monkeypatch.setattr(llm.core.runner, "execute", watched.execute)
         found = answers(llm.core, requests(llm))

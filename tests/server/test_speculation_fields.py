@@ -45,7 +45,7 @@ def test_a_prediction_is_counted_and_changes_no_text() -> None:
         details = off["usage"]["completion_tokens_details"]
         assert details["accepted_prediction_tokens"] == 0
 
-    with_app(scripted(spelled(ANSWER), speculative=SETTINGS), use)
+    with_app(scripted(spelled(ANSWER), speculative=SETTINGS, step_s=0.003), use)
 
 
 def test_a_prediction_without_speculation_is_a_hint_that_nobody_follows() -> None:
@@ -66,7 +66,7 @@ def test_a_stop_string_ends_an_accepted_run(path: str) -> None:
             text = choice["message"]["content"] if path == CHAT else choice["text"]
             assert (text, choice["finish_reason"]) == ("def add(a, ", "stop")
 
-    with_app(scripted(spelled(ANSWER), speculative=SETTINGS), use)
+    with_app(scripted(spelled(ANSWER), speculative=SETTINGS, step_s=0.003), use)
 
 
 def test_the_trace_and_the_metrics_say_what_was_accepted() -> None:
@@ -85,4 +85,4 @@ def test_the_trace_and_the_metrics_say_what_was_accepted() -> None:
             assert line in metrics
         assert 'per_pos_total{model_name="hash-model",position="0"}' in metrics
 
-    with_app(scripted(spelled(ANSWER), speculative=SETTINGS), use)
+    with_app(scripted(spelled(ANSWER), speculative=SETTINGS, step_s=0.003), use)

@@ -19,6 +19,12 @@ EAGER: dict[str, Any] = {
 allowed."""
 
 
+def propose_eagerly(patch: pytest.MonkeyPatch) -> None:
+    """Have as many tokens proposed as are allowed, whatever they cost."""
+    patch.setattr(speculation, "worthwhile", lambda *each: each[-1])
+    patch.setattr(speculation.Balance, "may_propose", lambda *_: True)
+
+
 def draft_eagerly(patch: pytest.MonkeyPatch) -> None:
     """Have as many tokens drafted as are allowed."""
     for name, value in EAGER.items():

@@ -235,8 +235,6 @@ class Speculator:
             self._num_blind += 1
             if self._num_blind % BLIND_STEPS == 0:
                 return list(plan)
-        elif price >= 1:
-            return list(plan)  # at this load, not even proposals that are all right would pay
         if not self._balance.may_propose(len(plan)):
             return list(plan)
         extended = []
@@ -382,8 +380,8 @@ class Speculator:
         if not guesses.index.read(sequence.tokens):
             return ()
         count = worthwhile(guesses.acceptance, price, limit)
-        if not count and not guesses.is_on_trial:
-            guesses.pause()
+        if not count and (price >= 1 or not guesses.is_on_trial):
+            guesses.pause()  # at a price of 1, not even a proposal that is right would pay
             return ()
         count = max(1, count)
         proposed = guesses.propose(sequence.tokens, sequence.num_output, count)
