@@ -176,6 +176,7 @@ def check(requests: list[Request], outputs: list[RequestOutput]) -> None:
         assert list(output.token_ids) == solo(each, VOCAB_SIZE)
 
 
+@pytest.mark.slow
 def test_streams_go_on_over_many_deaths_and_newcomers_wait() -> None:
     async def body(llm: AsyncLLM) -> None:
         drawn = GREEDY.replace(temperature=0.7, max_tokens=200, seed=1)

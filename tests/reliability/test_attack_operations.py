@@ -69,6 +69,7 @@ def requests_with_an_unread_log(count: int) -> None:
         assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_reads_stops_nothing() -> None:
     requests_with_an_unread_log(1000)  # a pipe holds the lines of 250
 

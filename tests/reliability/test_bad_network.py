@@ -75,6 +75,7 @@ def run(clients: int, for_s: float, patience_s: float, folder: Path) -> dict[str
         return asyncio.run(disturb(server, clients, for_s, patience_s))
 
 
+@pytest.mark.slow
 def test_a_bad_network(tmp_path: Path) -> None:
     run(8, 1.0, 1.0, tmp_path)
 

@@ -99,6 +99,7 @@ def run_mixed_load(count: int, tmp_path: Path) -> None:
     Findings().note(1, "the counts under load", load, **counted)
 
 
+@pytest.mark.slow
 def test_every_request_is_counted(tmp_path: Path) -> None:
     run_mixed_load(1000, tmp_path)
 

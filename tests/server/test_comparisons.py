@@ -18,6 +18,7 @@ from tests.support.serving import COMPLETIONS, App, all_open, completion_body, w
 from tests.support.tenants import make
 
 
+@pytest.mark.slow
 def test_the_three_modes() -> None:
     async def use(app: App) -> None:
         reply = await app.post(COMPARISONS_PATH, {"num_requests": 2, "seats": 2})

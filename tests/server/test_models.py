@@ -362,6 +362,7 @@ def test_what_model_options_mean() -> None:
             configs_of(models, settings)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path: Path) -> None:
     """Two names for the shipped model, one of whose paths does not exist at the start."""
     import infer

@@ -117,6 +117,7 @@ print(sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux")
+@pytest.mark.slow
 def test_two_engines_stay_on_cores_of_their_own() -> None:
     processors = read_processors()
     if len(processors.chosen(all_nodes=True)) < 2:
