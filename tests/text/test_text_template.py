@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import enum
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -181,3 +183,26 @@ def test_continue_needs_text_that_the_template_writes() -> None:
         render("nothing", **options)
     with pytest.raises(RequestError, match="with text to continue"):
         render("x", [{"role": "assistant", "tool_calls": []}], **options)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 'a' + none }}", "{{ raise_exception('no') }}", "{{ x.y.z }}"]
+)
+def test_a_rendering_that_fails_holds_nothing_of_its_callers(source: str) -> None:
+    """Not even until the next garbage collection: callers may have an engine."""
+
+    class Held:
+        pass
+
+    def caller() -> weakref.ref[Held]:
+        held = Held()
+        with pytest.raises(RequestError):
+            render(source)
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

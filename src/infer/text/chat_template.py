@@ -234,11 +234,14 @@ class ChatTemplate:
                         )
                     self._environment.spend(1 + len(piece))
                     pieces.append(piece)
-        except WorkError:
-            raise
-        except _TemplateRefusal as error:
-            raise _refusal(str(error)) from None
         except Exception as error:
+            # Jinja's traceback leads to frames that hold the error: a cycle, which would keep what
+            # all callers have until the next full garbage collection.
+            error.__traceback__ = None
+            if isinstance(error, WorkError):
+                raise
+            if isinstance(error, _TemplateRefusal):
+                raise _refusal(str(error)) from None
             reason = f" ({type(error).__name__}); check their roles, order and fields"
             # The messages of these errors name a field or an operation of the template. They do
             # not reveal anything of the server.

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import time
-import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,19 +155,8 @@ class _Probes:
             return ""
         try:
             return self._render(messages, variables)[:_MAX_PROBED_CHARS]
-        except RequestError as error:
-            _forget_frames(error)
+        except RequestError:
             return ""
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Break the cycles of an error and its frames, which else hold what all callers have, such as
-    an engine, until the next full garbage collection."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        before, error.__traceback__ = error.__context__, None
-        error.__context__ = error.__cause__ = None
-        error = before
 
 
 def _tools_variable(
