@@ -27,6 +27,7 @@ from infer.kernels.loader import (
     instruction_sets,
 )
 from infer.types import RequestOutput
+from tests.support.cases import slow_but
 from tests.support.checkpoints import make_model
 from tests.support.gguf_files import write
 from tests.support.lattice import PROMPTS, params
@@ -79,9 +80,7 @@ SLOW_KINDS = {"int4", "int8-cache-avx2", "gguf", "gguf-avx2"}
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind for kind in KINDS
-    ],
+    params=slow_but(KINDS.keys() - SLOW_KINDS, KINDS),
 )
 def alone(
     request: pytest.FixtureRequest, gguf_file: Path

@@ -15,6 +15,7 @@ from infer.server.tenancy import front_limits, limit_authority
 from infer.server.tenancy.front_limits import ANSWER_S
 from infer.server.tenancy.keys import KeyLimits
 from tests.support import limited_fronts
+from tests.support.cases import slow_but
 from tests.support.limited_fronts import (
     NUM_FRONTS,
     Admitted,
@@ -181,8 +182,7 @@ BREAKS: dict[str, Break] = {
 }  # fmt: skip
 
 
-NUM_QUICK = 2
-"""breaks, the first, that are tried with every change"""
+QUICK = list(BREAKS)[:2]
 
 
 def is_right(faults: tuple[Fault, ...]) -> bool:
@@ -195,13 +195,7 @@ def is_right(faults: tuple[Fault, ...]) -> bool:
     return True
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if i < NUM_QUICK else pytest.mark.slow)
-        for i, name in enumerate(BREAKS)
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(QUICK, BREAKS))
 def test_broken_limits_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, old, new, faults = BREAKS[name]
     assert is_right(faults)

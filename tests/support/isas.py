@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
-
 from infer.kernels import loader
+from tests.support import cases
 
 BY_DEFAULT = {"portable", "avx2", "avx512", "neon", *loader.instruction_sets()[:1]}
 """The best set of this machine and one for each length of vectors. The others share the vectors'
@@ -16,7 +15,6 @@ functions of one of these but for a product; they are tested with `-m slow`."""
 
 def each(names: Iterable[str]) -> list[Any]:
     """Parameters for the sets: `slow` where this machine has one that is not run by default."""
+    names = list(names)
     skipped = set(loader.instruction_sets()) - BY_DEFAULT
-    return [
-        pytest.param(name, marks=pytest.mark.slow) if name in skipped else name for name in names
-    ]
+    return cases.slow_but(set(names) - skipped, names)

@@ -123,7 +123,7 @@ class AllSettings:
 
     def _check(self) -> None:
         sessions, fronts = self.server.sessions, self.cluster.fronts
-        is_shared = sessions is None or re.match(r"postgresql(\+\w+)?://|off$", sessions)
+        is_shared = sessions in (None, NO_SESSIONS) or re.match(r"postgresql(\+\w+)?://", sessions)
         if fronts > 1 and not is_shared:
             kind = str(sessions).partition(":")[0]
             raise ConfigError(

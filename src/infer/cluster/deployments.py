@@ -25,7 +25,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 
-from infer.cluster.cluster_settings import AllSettings, engine_settings
+from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
 from infer.cluster.engine_host import CommandOrder, EngineHost, link_items
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.front_relay import RelayedPeers
@@ -436,7 +436,7 @@ def application(arguments: dict[str, Any]) -> Any:
             raise ConfigError("replicas", message)
     cluster, plain = settings.cluster, settings.to_plain()
     low, high = cluster.range
-    bundle = {"CPU": float(cluster.cpus)} | ({"GPU": cluster.gpus} if cluster.gpus else {})
+    bundle = _resources(cluster)
     how: dict[str, Any] = {"num_replicas": low}
     if low < high:
         policy = AutoscalingPolicy(
@@ -503,10 +503,15 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _resources(cluster: ClusterSettings) -> dict[str, float]:
+    """What Ray reserves for an engine."""
+    return {"CPU": float(cluster.cpus)} | ({"GPU": cluster.gpus} if cluster.gpus else {})
+
+
 def _why_too_many(settings: AllSettings) -> str:
     """Why the machines of the Ray cluster have no room for the engines; "" if they have it."""
     cluster = settings.cluster
-    wanted = {"CPU": float(cluster.cpus)} | ({"GPU": cluster.gpus} if cluster.gpus else {})
+    wanted = _resources(cluster)
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     fitting = sum(
         min(int(machine.get(name, 0) // count) for name, count in wanted.items())

@@ -403,10 +403,10 @@ class Speculator:
     def record(self, step: Seq[Advanced], step_ms: float) -> None:
         """Learn from the time of a step, unless it had prompts."""
         if step and not any(advanced.is_prompt for advanced in step):
-            self._costs.record(sum(advanced.chunk.num_rows for advanced in step), step_ms)
+            num_rows = sum(advanced.chunk.num_rows for advanced in step)
+            self._costs.record(num_rows, step_ms)
+            self._balance.record(len(step), num_rows - len(step), step_ms)
             self._trial_steps = min(MAX_TRIAL_STEPS, self._trial_steps + TRIAL_SHARE)
-            num_proposed = sum(len(advanced.chunk.proposed) for advanced in step)
-            self._balance.record(len(step), num_proposed, step_ms)
 
     def drafting_ms(self) -> float:
         """Time that was spent on drafts since the last call, in milliseconds."""

@@ -19,8 +19,14 @@ import msgspec
 
 from infer.errors import OverloadedError
 from infer.server.http.error_responses import HttpError
-from infer.server.observe.metrics import Metrics, text_of_metrics
-from infer.server.observe.request_trace import RequestTraces, not_found, summary, view
+from infer.server.observe.metrics import Metrics, text_of
+from infer.server.observe.request_trace import (
+    RequestTraces,
+    cancel_answer,
+    not_found,
+    summary,
+    view,
+)
 from infer.server.tenancy.front_limits import FrontLimits
 
 ANSWER_TIMEOUT_S = 1.0
@@ -112,7 +118,7 @@ class FrontDesk:
         if asked.kind == "stats":
             return FrontAnswer(True, self._metrics.stats())
         if asked.kind == "metrics":
-            return FrontAnswer(True, text=text_of_metrics([self._metrics]).decode())
+            return FrontAnswer(True, text=text_of([self._metrics]).decode())
         if asked.kind == "requests":
             traces = zip(range(MAX_LISTED_OF_FRONT), self._traces.all(asked.sight), strict=False)
             return FrontAnswer(True, [summary(trace) for _, trace in traces])
@@ -122,9 +128,7 @@ class FrontDesk:
             return FrontAnswer()
         if asked.kind == "request":
             return FrontAnswer(True, view(trace))
-        done = self._traces.cancel(trace)
-        fields = {"id": trace.id, "object": "request.cancel", "cancelled": done}
-        return FrontAnswer(True, fields)
+        return FrontAnswer(True, cancel_answer(trace, self._traces.cancel(trace)))
 
 
 class AskingFronts:

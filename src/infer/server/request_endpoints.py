@@ -9,7 +9,14 @@ from starlette.responses import JSONResponse, Response
 
 from infer.errors import RequestError
 from infer.server.http.error_responses import HttpError
-from infer.server.observe.request_trace import RequestTrace, RequestTraces, not_found, summary, view
+from infer.server.observe.request_trace import (
+    RequestTrace,
+    RequestTraces,
+    cancel_answer,
+    not_found,
+    summary,
+    view,
+)
 from infer.server.tenancy.limits import tenant_of
 
 
@@ -35,8 +42,7 @@ def shown(all_traces: Sequence[RequestTraces], http: HttpRequest) -> Response:
 def cancelled(all_traces: Sequence[RequestTraces], http: HttpRequest) -> Response:
     """The one that the path names has ended, or ends now."""
     traces, trace = _found(all_traces, http)
-    done = traces.cancel(trace)
-    return JSONResponse({"id": trace.id, "object": "request.cancel", "cancelled": done})
+    return JSONResponse(cancel_answer(trace, traces.cancel(trace)))
 
 
 def _found(

@@ -127,19 +127,14 @@ class _OfConnections:
         yield refusals
 
 
-def text_of(all_metrics: Sequence[Metrics], connections: Connections) -> bytes:
-    """The body of `/metrics`; the samples of several engines differ in `model_name`."""
+def text_of(all_metrics: Sequence[Metrics], connections: Connections | None = None) -> bytes:
+    """The body of `/metrics`, with the numbers of connections if they are given; the samples of
+    several engines differ in `model_name`."""
     prefix = next((metrics.prefix for metrics in all_metrics), DEFAULT_PREFIX)
     registry = CollectorRegistry()
     registry.register(_Together(all_metrics))
-    registry.register(_OfConnections(prefix, connections))
-    return generate_latest(registry)
-
-
-def text_of_metrics(all_metrics: Sequence[Metrics]) -> bytes:
-    """`text_of` without the numbers of connections."""
-    registry = CollectorRegistry()
-    registry.register(_Together(all_metrics))
+    if connections is not None:
+        registry.register(_OfConnections(prefix, connections))
     return generate_latest(registry)
 
 

@@ -543,6 +543,11 @@ def not_found() -> HttpError:
     return HttpError(404, message, code="request_not_found")
 
 
+def cancel_answer(trace: RequestTrace, done: bool) -> dict[str, Any]:
+    """The answer to `/v1/requests/{id}/cancel`; `done` is what `RequestTraces.cancel` returned."""
+    return {"id": trace.id, "object": "request.cancel", "cancelled": done}
+
+
 def summary(trace: RequestTrace) -> dict[str, Any]:
     """A trace as it is shown in a list."""
     return trace.context.trace_summary or {

@@ -201,9 +201,9 @@ class FrontLimits:
             share.resize(size)
         return share
 
-    def _go_away(self, why: str) -> None:
-        """Decide by itself from now on."""
-        waiting, self._waiting = self._waiting, []
+    def _go_away(self, why: str, asked: Sequence[_Asked] = ()) -> None:
+        """Decide by itself from now on, also what was `asked`."""
+        waiting, self._waiting = [*self._waiting, *asked], []
         if self._is_connected:
             self._is_connected = False
             if self._clock() - self._logged_s >= LOG_S:
@@ -218,8 +218,8 @@ class FrontLimits:
             for place, mirror in self._mirrors.items():
                 share = self._shares[place] = Bucket(mirror.size / self._num_fronts, self._clock)
                 share.take((mirror.size - mirror.level()) / self._num_fronts)
-        for asked in waiting:
-            _tell(asked, None)
+        for each in waiting:
+            _tell(each, None)
 
     def _late(self, asked: _Asked) -> None:
         if not asked.verdict.done():
@@ -288,21 +288,17 @@ class FrontLimits:
         """There is no answer: all that was said is said again, and nothing was granted."""
         for change in changes.values():
             self._note(change)
-        self._go_away(why)
-        for each in asked:
-            _tell(each, None)
+        self._go_away(why, asked)
 
     def _meet(self, answer: LimitAnswer, asked: list[_Asked]) -> None:
         """Another authority: tell it what is missing in the shares."""
-        self._go_away("there is another authority")
+        self._go_away("there is another authority", asked)
         self._incarnation, self._confirmed, self._version = answer.incarnation, answer.number, 0
         self._mirrors, self._changes = {}, {}
         for (key, bucket), share in self._shares.items():
             if (missing := share.size - share.level()) > 0:
                 per_minute = round(share.size * self._num_fronts)
                 self._note(BucketChange(key, bucket, per_minute, missing))
-        for each in asked:
-            _tell(each, None)
         self._wake.set()
 
     def _hear(self, answer: LimitAnswer, asked: list[_Asked], took_s: float) -> None:
