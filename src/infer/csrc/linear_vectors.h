@@ -7,8 +7,8 @@
 //   bfloat16   as pairs (BF16); else both numbers of a lane are widened and multiplied in float32, one by one
 //   int8       four products in one instruction (VNNI; NEON's take bytes with signs on both sides), or eight for each of
 //              2 rows and 2 columns (i8mm); else as numbers of 16 bits, in pairs, whose sums of 32
-//              bits are exact. Few rows of AVX2 are multiplied as bytes: without signs, which move to the row's
-//              numbers, so two products fit 16 bits (2 · 128 · 127 < 2¹⁵), as 255 · 127 would not.
+//              bits are exact. Few rows of AVX2 and AVX-512 are multiplied as bytes: without signs, which move to the
+//              row's numbers, so two products fit 16 bits (2 · 128 · 127 < 2¹⁵), as 255 · 127 would not.
 //   int4       as n in 0 … 15, sums beginning at -8 times the row's numbers; the multiple comes in when a step is
 //              done. Without VNNI sums of 8 lines fit 16 bits (16 · 15 · 127 < 2¹⁵).
 //
@@ -38,6 +38,8 @@ INLINE float* place(float* sums, long row, int half) {  // as tiles leave them
 constexpr long line_place(int v) { return v * W / 16 * TILE + v * W % 16 * 4; }
 INLINE float* sum_place(float* sums, long row, int v) { return place(sums, row, v * W / 16) + v * W % 16; }
 
+template <int C>  // whether C vectors of columns have more than a line of the cache for 4 bytes' worth of inputs
+constexpr bool TWO_LINES = C > 16 / W;
 template <int R>  // One or two rows wait for memory alone, and ask it into the L1 cache.
 INLINE void ask(const char* line) {
   __builtin_prefetch(line, 0, R > 2 ? 2 : 3);
@@ -178,7 +180,7 @@ struct Widened {
 #pragma GCC unroll 2
       for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
         ask<R>(one.next);
-        if (C > 2) ask<R>(two.next);
+        if (TWO_LINES<C>) ask<R>(two.next);
         vf some[C];
 #pragma GCC unroll 4
         for (int v = 0; v < C; ++v) some[v] = lower_half(bits(b + line_place(v) + i * 16));
@@ -211,13 +213,14 @@ struct Widened {
 struct Words {
   template <int R, int C, bool FIRST>
   static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row, const int32_t*,
-                       PrefetchStream one, PrefetchStream) {
+                       PrefetchStream one, PrefetchStream two) {
     vb sum[R][C];
     begin<R, C, FIRST>(sum, sums, row, nullptr);
     for (long step = 0; step < steps; ++step, a += a_step, b += 2 * TILE) {
 #pragma GCC unroll 2
-      for (long i = 0; i < 64; i += 4, one.next += one.lines * 4) {
+      for (long i = 0; i < 64; i += 4, one.next += one.lines * 4, two.next += two.lines * 4) {
         ask<R>(one.next);
+        if (TWO_LINES<C>) ask<R>(two.next);
         vb words[C];
 #pragma GCC unroll 4
         for (int v = 0; v < C; ++v) words[v] = even_words(load_bytes(b + line_place(v) + i * 16));
@@ -242,7 +245,7 @@ struct Words {
   }
 };
 
-#if VECTOR_WIDTH == 8
+#if VECTOR_WIDTH > 4
 // int8 as bytes without signs; rows are BYTES.
 struct Magnitudes {
   template <int R, int C, bool FIRST>
@@ -415,7 +418,7 @@ Multiply product_for(const Layer& layer, bool few, long rows) {
   using Whole = Direct<true>;
 #else
   using Whole = Words;
-#if VECTOR_WIDTH == 8
+#if VECTOR_WIDTH > 4
   if (layer.whole() && few) return of_few_rows<Magnitudes, FIRST>(rows);
 #endif
 #endif
