@@ -3,18 +3,21 @@
 Neither a wrong Content-Length nor a chunked upload gets more into memory than the limit. The parser
 is stricter than `json.loads`: it accepts UTF-8 without byte-order mark only, and refuses NaN,
 infinities (1e400 is one), duplicate keys, lone surrogates (they cannot be encoded again) and
-integers of more than 20 digits. It measures the nesting before the recursive parser runs. All this
-takes time linear in the body's length.
+integers of more than 20 digits. It measures the nesting before the recursive parser runs. msgspec
+parses, in half the time of `json`, which parses again whatever is refused, to say what is wrong
+with it. All this takes time linear in the body's length.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
@@ -110,13 +113,24 @@ def parse_json(body: bytes) -> Any:
     # The body without its strings. It is exact up to the first backslash outside of a string, and
     # there the parser fails anyway.
     bare = b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
-    _check_nesting(bare)
+    num_containers = _check_nesting(bare)
     if bare.count(b",") >= MAX_JSON_VALUES:
         _refuse(f"the body has more than {MAX_JSON_VALUES} values")
     # One search in all of it; a hook of the parser would take as long as the rest of the parsing.
     zeros = bare.translate(_ZEROS_FOR_DIGITS)
     if _MANY_DIGITS in zeros and _LONG_INTEGER.search(zeros):
         _refuse(f"an integer has more than {MAX_INTEGER_DIGITS} digits")
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # it refuses surrogates, too
+        value = msgspec.json.decode(body)
+        if _num_members(value, num_containers) == bare.count(
+            b":"
+        ):  # of two with one key it drops one
+            return value
+    return _parse_slowly(text)
+
+
+def _parse_slowly(text: str) -> Any:
+    """Parse what has passed the checks before; raises `RequestError` with the place of a fault."""
     try:
         value = json.loads(
             text,
@@ -124,7 +138,7 @@ def parse_json(body: bytes) -> Any:
             parse_float=_finite_float,
             object_pairs_hook=_unique_keys,
         )
-        if b"\\u" in body and _SURROGATE_ESCAPE.search(text):
+        if _SURROGATE_ESCAPE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
@@ -138,7 +152,8 @@ def _refuse(message: str) -> NoReturn:
     raise RequestError(message, code="invalid_json")
 
 
-def _check_nesting(bare: bytes) -> None:
+def _check_nesting(bare: bytes) -> int:
+    """Number of objects and arrays."""
     depth = 0
     brackets = bare.translate(None, _NOT_BRACKETS)
     if len(brackets) > 2 * MAX_JSON_CONTAINERS:
@@ -147,6 +162,21 @@ def _check_nesting(bare: bytes) -> None:
         depth += 1 if bracket in b"[{" else -1
         if depth > MAX_JSON_DEPTH:
             _refuse(f"the body is nested deeper than {MAX_JSON_DEPTH} levels")
+    return len(brackets) // 2
+
+
+def _num_members(value: Any, num_containers: int) -> int:
+    """Number of members of all objects in a value that consists of so many objects and arrays."""
+    found, members = [value], 0
+    for each in found:
+        if isinstance(each, dict):
+            members += len(each)
+            values: Iterable[Any] = each.values()
+        else:
+            values = each if isinstance(each, list) else ()
+        if len(found) < num_containers:
+            found += [value for value in values if isinstance(value, dict | list)]
+    return members
 
 
 def _finite_float(digits: str) -> float:
