@@ -5,7 +5,7 @@
 #include "dispatch.h"
 
 #ifdef INFER_EVEX_VNNI
-TARGET("avx2,fma,avx512f,avx512vl,avx512vnni")
+TARGET("avx2,fma,f16c,avx512f,avx512vl,avx512vnni")
 #else
 TARGET("avx2,fma,f16c,avxvnni")
 #endif
