@@ -33,6 +33,7 @@ from tests.support.raw_http import HEAD, HEALTH, connect, read_answer
 from tests.support.server_process import (
     Findings,
     Served,
+    cpu_s,
     hash_server,
     model_server,
     percentile,
@@ -129,11 +130,6 @@ def test_places_fit_into_the_descriptors(limit: int, used: int, places: int | No
     assert limits.places == places
     open_at_most = limits.places + limits.probe_places + 4 * limits.accepted_at_once
     assert used + open_at_most < limit
-
-
-def cpu_s(pid: int) -> float:
-    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / 100
 
 
 def idle_connections(server: Served, count: int, log: Path) -> dict[str, Any]:

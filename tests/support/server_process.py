@@ -108,6 +108,19 @@ class Served:
         names = {pid: _text(Path(f"/proc/{pid}/comm")).strip() for pid in self.children()}
         return sorted(pid for pid, is_ in names.items() if is_ == name)
 
+    def settle(self, within_s: float = 60.0) -> None:
+        """Wait until the server and all its processes are idle: the standby process has imported
+        what it needs, and the cache's memory is prepared."""
+        last_s = time.monotonic() + within_s
+        used_s, before_s = self._cpu_s(), -1.0
+        while used_s - before_s > 0.05:
+            assert time.monotonic() < last_s, "the server is still busy"
+            time.sleep(0.5)
+            used_s, before_s = self._cpu_s(), used_s
+
+    def _cpu_s(self) -> float:
+        return sum(map(cpu_s, (self.process.pid, *self.children())))
+
     def is_ready(self) -> bool:
         """Whether /health/ready answers 200."""
         return self.get("/health/ready")[0] == 200
@@ -149,6 +162,12 @@ class Served:
                 f"left behind: {busy}, {left}, tasks: {now['waiting_at']}"
             )
             await asyncio.sleep(0.05)
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of all cores that a process has used; 0 if it has ended."""
+    ticks = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def _text(path: Path) -> str:
