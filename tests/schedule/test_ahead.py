@@ -50,6 +50,7 @@ def run_workloads(count: int, kind: type[AheadHashRunner] = AheadHashRunner) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # four minutes of one core
 def test_many_more_workloads() -> None:
     for seed in range(NUM_WORKLOADS, 50_000):
         Workload(seed, ahead=True).run()

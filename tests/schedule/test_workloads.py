@@ -44,6 +44,7 @@ def run_workloads(count: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes of one core
 def test_a_hundred_thousand_workloads() -> None:
     for seed in range(NUM_WORKLOADS, 100_000):
         Workload(seed).run()
