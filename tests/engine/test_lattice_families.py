@@ -34,6 +34,7 @@ WINDOWED = {
     "gemma3": "plain",
     "gpt2": "plain",
 }
+SLOW = {"llama", "qwen2", "qwen3"}  # their parts are in the others; a new family is not slow
 
 
 def params(i: int) -> SamplingParams:
@@ -48,7 +49,7 @@ def run(llm: LLM) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("family", slow_but({"mistral", "gemma3", "gpt2"}, WINDOWED))
+@pytest.mark.parametrize("family", slow_but(WINDOWED.keys() - SLOW, WINDOWED))
 def test_same_tokens_in_any_company(family: str, tmp_path: Path) -> None:
     theirs = write_checkpoint(tmp_path, family, **SHAPES[family][WINDOWED[family]])
 
