@@ -207,14 +207,12 @@ constexpr int VECTOR_ROWS = 14;  // that are multiplied together: their sums and
 #else
 constexpr int VECTOR_ROWS = 12;
 #endif
-#ifdef HAS_BYTE_PRODUCTS
-constexpr int FEW_VECTOR_ROWS = 0;
-#else
-constexpr int FEW_VECTOR_ROWS = 2;
-#endif
 constexpr int NIBBLE_ROWS = VECTOR_ROWS;
 #ifdef HAS_BYTE_PRODUCTS
+constexpr int FEW_VECTOR_ROWS = 0;
 INLINE vb dot_bytes(vb sums, vb unsigned_bytes, vb bytes) { return _mm512_dpbusd_epi32(sums, unsigned_bytes, bytes); }
+#else
+constexpr int FEW_VECTOR_ROWS = 2;
 #endif
 INLINE vb load_bytes(const void* from) { return _mm512_loadu_si512(from); }
 INLINE vb four_bytes(const void* from) {  // in every lane

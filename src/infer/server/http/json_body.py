@@ -122,9 +122,8 @@ def parse_json(body: bytes) -> Any:
         _refuse(f"an integer has more than {MAX_INTEGER_DIGITS} digits")
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # it refuses surrogates, too
         value = msgspec.json.decode(body)
-        if _num_members(value, num_containers) == bare.count(
-            b":"
-        ):  # of two with one key it drops one
+        # Of two members with one key it keeps one.
+        if _num_members(value, num_containers) == bare.count(b":"):
             return value
     return _parse_slowly(text)
 
