@@ -228,7 +228,7 @@ struct Words {
         for (int r = 0; r < R; ++r) {
           const vb x = four_bytes(a + r * 128 + i);
 #pragma GCC unroll 4
-          for (int v = 0; v < C; ++v) sum[r][v] = add_lanes(sum[r][v], pair_products(x, words[v]));
+          for (int v = 0; v < C; ++v) add_pair_products(sum[r][v], x, words[v]);
         }
         FENCE();  // read again, as in Widened
 #pragma GCC unroll 4
@@ -237,7 +237,7 @@ struct Words {
         for (int r = 0; r < R; ++r) {
           const vb x = four_bytes(a + r * 128 + 64 + i);
 #pragma GCC unroll 4
-          for (int v = 0; v < C; ++v) sum[r][v] = add_lanes(sum[r][v], pair_products(x, words[v]));
+          for (int v = 0; v < C; ++v) add_pair_products(sum[r][v], x, words[v]);
         }
       }
     }

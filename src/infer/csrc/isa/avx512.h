@@ -267,6 +267,7 @@ INLINE void add_products(vb& sums, vb unsigned_bytes, const ByteOperand& bytes) 
   const vb even = _mm512_and_si512(unsigned_bytes, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(unsigned_bytes, 8);
   sums = add_lanes(sums, add_lanes(pair_products(even, bytes.even), pair_products(odd, bytes.odd)));
 }
+INLINE void add_pair_products(vb& sums, vb words, vb others) { sums = add_lanes(sums, pair_products(words, others)); }
 #endif
 
 // A step's two tiles of int4 in int8. A product of 16 bits by a multiple is two of 8: nothing is carried.
