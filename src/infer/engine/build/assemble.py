@@ -301,6 +301,7 @@ def _build(
     core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes)
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
+    machine.return_freed_memory()
     return core, limits
 
 

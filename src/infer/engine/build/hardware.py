@@ -177,6 +177,16 @@ def keep_freed_memory() -> None:
         mallopt(trim_threshold, 512 << 20)
 
 
+def return_freed_memory() -> None:
+    """Give what loading a model has freed back to the operating system, where glibc can.
+
+    `keep_freed_memory` makes glibc keep it: 110 MB after a model of 1B with 128,000 tokens.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes of the device's memory that are free; of main memory, those available without swapping
     and within the limits of the process's control groups."""
