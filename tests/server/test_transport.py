@@ -10,9 +10,11 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -100,6 +102,19 @@ def test_tls(made: dict[str, tuple[str, str]]) -> None:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert not plain.recv(1000).startswith(b"HTTP")
         ask(http.client.HTTPSConnection("127.0.0.1", port, context=trusting, timeout=30))
+
+
+def test_an_event_loop_of_others_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray brings uvloop, which uvicorn prefers, and whose transports are others than asyncio's."""
+
+    def refuse() -> None:
+        raise AssertionError("uvloop was taken")
+
+    uvloop = ModuleType("uvloop")
+    monkeypatch.setattr(uvloop, "new_event_loop", refuse, raising=False)
+    monkeypatch.setitem(sys.modules, "uvloop", uvloop)
+    with bind(port=0) as sock, running(sock, ServerSettings()):
+        ask(http.client.HTTPConnection("127.0.0.1", sock.getsockname()[1], timeout=30))
 
 
 def test_certificates_that_cannot_be_used(made: dict[str, tuple[str, str]], tmp_path: Path) -> None:

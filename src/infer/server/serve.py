@@ -233,6 +233,7 @@ class Server(uvicorn.Server):
                     overload_status=settings.status_when_full,
                     limits=settings.limits,
                 ),
+                loop="asyncio",  # whose transports BoundedProtocol knows; uvloop comes with Ray
                 ws="none",
                 lifespan="on",
                 log_config=None,
