@@ -298,6 +298,34 @@ def test_items_hold_all_that_has_happened_since_the_last() -> None:
     assert asyncio.run(go()) == [2, 4]
 
 
+def test_steps_within_the_interval_share_an_item() -> None:
+    async def go() -> tuple[list[float], list[int]]:
+        member, host = host_with_link()
+        items = link_items(host, "front", every_s=1.0)
+        await anext(items)
+        host.command("front", encode([LinkAdd(1, request("r", random.Random(6)))]))
+        came_s, sizes = [time.monotonic()], []
+        for num_steps in (3, 1):
+            member.step()
+            following: asyncio.Future[bytes] = asyncio.ensure_future(anext(items))
+            await asyncio.sleep(0.05)
+            assert not following.done()
+            for _ in range(num_steps):
+                member.step()
+            sizes.append(len(decode_events(await following)))
+            came_s.append(time.monotonic())
+        await asyncio.sleep(1.1)  # nothing waits where steps take longer
+        member.step()
+        began_s = time.monotonic()
+        await anext(items)
+        assert time.monotonic() - began_s < 0.9
+        return came_s, sizes
+
+    came_s, sizes = asyncio.run(go())
+    assert sizes == [4, 2]
+    assert came_s[2] - came_s[1] >= 0.9
+
+
 def test_times_are_those_of_this_machine() -> None:
     engine = LinkedEngine("engine")
 

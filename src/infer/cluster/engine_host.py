@@ -48,6 +48,9 @@ MAX_SILENCE_S = 10.0
 """seconds without a sign of a front after which its link is dropped"""
 MISSING_S = 3.0
 """seconds for which commands wait for an earlier one before their link is dropped"""
+ITEM_S = 0.02
+"""seconds from an item of a link to the next one: short steps share an item, for Ray takes some
+milliseconds of CPU for each. Where steps take longer, nothing waits"""
 SILENT_S = 2.5
 """seconds without a sign of the engine's process, which gives one every `HEARTBEAT_S`, after which
 no life of a link begins"""
@@ -418,9 +421,15 @@ class _Arrivals:
         return bool(self._early) and time.monotonic() - self._complete_s > MISSING_S
 
 
-async def link_items(host: EngineHost, front: str) -> AsyncIterator[bytes]:
-    """The items for a front, one for all that has happened since the last, until its link ends."""
+async def link_items(
+    host: EngineHost, front: str, *, every_s: float = ITEM_S
+) -> AsyncIterator[bytes]:
+    """The items for a front until its link ends, each with all that has happened since the last.
+
+    `every_s`: seconds between two of them, at least.
+    """
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    next_s = loop.time()
 
     def wake() -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and so will the link
@@ -429,8 +438,11 @@ async def link_items(host: EngineHost, front: str) -> AsyncIterator[bytes]:
     link = host.attach(front, wake)
     try:
         while True:
+            if (early_s := next_s - loop.time()) > 0:
+                await asyncio.sleep(early_s)
             arrived.clear()
             if (item := link.take()) is not None:
+                next_s = loop.time() + every_s
                 yield item
             elif link.is_closed:
                 return
