@@ -2,7 +2,8 @@
 
 An `Engine` replica starts an `EngineActor` in its placement group, which has the engine's process
 and one streaming call for each front. A `Front` replica has the server over a fleet of engines,
-which it finds by asking all replicas once a second. Ray carries one item for each step and front.
+which it finds by asking all replicas once a second. Ray carries the steps to each front; those that
+follow one another within `ITEM_S` share an item.
 """
 
 from __future__ import annotations
