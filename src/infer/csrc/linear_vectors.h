@@ -462,7 +462,8 @@ void pack_these_rows(const Call& c, long item) { (c.layer.panel_blocks ? pack_bl
 void pack_weight(void* packing);
 void compute(void* call);
 // Vectors are slower than tiles, so sums come and go less often, and all fits half the L2. Rows that are widened
-// take twice the room. With 8 lanes a pass over a slice and its rows fit the L1 cache (+5 % at 1,024 rows).
+// take twice the room. With 8 lanes a pass over a slice and its rows fit the L1 cache: at 1,024 rows
+// bfloat16 gains 8 %, int8 1 %.
 constexpr long BLOCK_STEPS = W == 16 ? 2 * SLICE : W == 8 ? SLICE / 2 : SLICE;
 const Kernels KERNELS{false, HAS_STARTS, BLOCK_STEPS, ITEM_PANELS / 4, VECTOR_ROWS, pack_weight, compute, row_format};
 

@@ -330,7 +330,8 @@ INLINE void add_products(vb& sums, vb unsigned_bytes, const ByteOperand& bytes) 
   const vb even = _mm256_and_si256(unsigned_bytes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(unsigned_bytes, 8);
   sums = add_lanes(sums, add_lanes(pair_products(even, bytes.even), pair_products(odd, bytes.odd)));
 }
-// As one: compilers begin with the products of a whole line, and keep sums in memory for them.
+// As one: compilers begin with the products of a whole line, and keep sums in memory for them. IN_ORDER is not
+// enough: of 12 sums four stay there.
 INLINE void add_pair_products(vb& sums, vb words, vb others) {
   vb pairs;
   __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(pairs) : "v"(words), "v"(others));

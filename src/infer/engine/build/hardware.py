@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -170,7 +171,7 @@ def keep_freed_memory() -> None:
     By default glibc returns large blocks to the operating system at once, and the page faults of
     the next step cost a tenth of its time. Blocks above 32 MiB (weights) are still returned.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    mallopt = _of_c_library("mallopt")
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3
         mallopt(mmap_threshold, 32 << 20)
@@ -182,9 +183,14 @@ def return_freed_memory() -> None:
 
     `keep_freed_memory` makes glibc keep it: 110 MB after a model of 1B with 128,000 tokens.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    trim = _of_c_library("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def _of_c_library(name: str) -> Callable[..., int] | None:
+    """A function of the C library, if it has it: `mallopt` and `malloc_trim` are glibc's."""
+    return getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
 
 
 def free_bytes(device: torch.device) -> int:
