@@ -9,8 +9,11 @@ from itertools import pairwise
 
 from infer.cells import Batch, Context, load_model
 
-PROMPT = "The dog ran to the park. The dog saw a cat. The cat ran to the park. The dog"
-DEPTH, BRANCHES, NUM_TOKENS = 3, 2, 40
+PROMPT = (
+    'One day, a little fox met a big bear. The little fox said, "Hello, big bear!" The big bear'
+    ' said, "Hello, little fox!" The little fox said, "'
+)
+DEPTH, BRANCHES, NUM_TOKENS = 3, 2, 60
 Node = tuple[int, list["Node"]]
 
 

@@ -2,7 +2,8 @@
 
 Ray runs on this machine with a head and three nodes of one core each, and the model that ships.
 Whatever dies or stops, streams go on with the same text, tokens and log-probabilities.
-`INFER_CLUSTER_ROUNDS` is the number of times that each kind of death is tried (1).
+`INFER_CLUSTER_ROUNDS` is the number of times that each kind of death is tried (1), and
+`INFER_CLUSTER_STREAMS` the number of streams under which they happen (21).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ pytestmark = [
 PORT = 8123
 LINK_TIMEOUT_S = 5.0
 NUM_ROUNDS = int(os.environ.get("INFER_CLUSTER_ROUNDS", "1"))
-NUM_STREAMS = 20
+NUM_STREAMS = int(os.environ.get("INFER_CLUSTER_STREAMS", "21"))
 GCS_LOST_S = 120.0
 """seconds for which requests are sent at most after the GCS was killed"""
 POISON = 1_000_003
@@ -52,20 +53,51 @@ ENVIRONMENT = {
 }
 
 
+HISTORY = [
+    {"role": "user", "content": "Tell me of the fox."},
+    {"role": "assistant", "content": "The fox lived by the river."},
+]
+"""the messages of a session before its turn"""
+WEATHER = {
+    "type": "object",
+    "properties": {"place": {"type": "string", "minLength": 700, "maxLength": 800}},
+    "required": ["place"],
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
+
+
 def bodies(count: int = NUM_STREAMS, max_tokens: int = 350) -> list[dict[str, Any]]:
-    """Greedy, sampled, with log-probabilities, two choices, a grammar."""
+    """Greedy, sampled, with log-probabilities, two choices, a grammar, a call of a tool, a turn of
+    a session (`session_id` is not yet that of one)."""
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.8, "top_p": 0.95},
         {"temperature": 0.7, "logprobs": 2},
         {"temperature": 0.9, "n": 2},
         {"temperature": 0.8, "guided_regex": "[a-z ,.]{900}", "ignore_eos": False},
+        {"temperature": 0.8, "tools": TOOLS, "tool_choice": "required", "ignore_eos": False},
+        {"temperature": 0.8, "session_id": "new"},
     ]
     common = {"model": "infer-demo", "max_tokens": max_tokens, "ignore_eos": True}
-    return [
-        {**common, "prompt": f"Once upon a time {i} foxes", "seed": i + 1, **kinds[i % len(kinds)]}
-        for i in range(count)
-    ]
+    result = []
+    for i in range(count):
+        kind, text = kinds[i % len(kinds)], f"Once upon a time {i} foxes"
+        chats = "tools" in kind or "session_id" in kind
+        asked = {"messages": [{"role": "user", "content": text}]} if chats else {"prompt": text}
+        result.append({**common, **asked, "seed": i + 1, **kind})
+    return result
+
+
+async def hear(body: dict[str, Any], heard: StreamHeard) -> StreamHeard:
+    """A stream; one with a session is a turn of a new one, which is deleted afterwards."""
+    if "session_id" not in body:
+        return await stream(PORT, body, heard)
+    session = await asyncio.to_thread(call, "POST", "/v1/sessions", {"messages": HISTORY})
+    path = f"/v1/sessions/{session['id']}"
+    await stream(PORT, {**body, "session_id": session["id"]}, heard)
+    heard.session = (await asyncio.to_thread(call, "GET", path))["messages"]
+    await asyncio.to_thread(call, "DELETE", path)
+    return heard
 
 
 class Crowd:
@@ -74,14 +106,19 @@ class Crowd:
     def __init__(self, wanted: list[dict[str, Any]]) -> None:
         self.heard = [StreamHeard() for _ in wanted]
         self._tasks = [
-            asyncio.create_task(stream(PORT, body, heard))
+            asyncio.create_task(hear(body, heard))
             for body, heard in zip(wanted, self.heard, strict=True)
         ]
+        # A call of a tool is one event, after that of the role.
+        self._num_begun = [1 if "tools" in body else 2 for body in wanted]
 
-    async def until_all_have(self, num_events: int) -> None:
-        """Wait until every stream has said so much."""
+    async def until_all_have_begun(self) -> None:
+        """Wait until every stream has said something."""
         async with asyncio.timeout(60):
-            while not all(len(heard.times_s) >= num_events for heard in self.heard):
+            while any(
+                len(heard.times_s) < count
+                for heard, count in zip(self.heard, self._num_begun, strict=True)
+            ):
                 await asyncio.sleep(0.01)
 
     async def answers(self) -> list[tuple[Any, ...]]:
@@ -91,25 +128,30 @@ class Crowd:
         return [heard.answer for heard in self.heard]
 
     def longest_pause_s(self, since_s: float) -> float:
-        """The longest pause of a stream that ended after a moment."""
-        return max(heard.pause_s(since_s) for heard in self.heard)
+        """The longest pause, after a moment, of a stream that says what it has at once."""
+        pairs = zip(self.heard, self._num_begun, strict=True)
+        return max(heard.pause_s(since_s) for heard, count in pairs if count > 1)
 
 
-def get(path: str) -> Any:
-    """The JSON of a page."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=30) as answer:
+def call(method: str, path: str, body: Any = None) -> Any:
+    """The JSON of an answer."""
+    data = None if body is None else json.dumps(body).encode()
+    head = {"content-type": "application/json"}
+    url = f"http://127.0.0.1:{PORT}{path}"
+    asked = urllib.request.Request(url, data, head, method=method)
+    with urllib.request.urlopen(asked, timeout=30) as answer:
         return json.load(answer)
 
 
 async def submitted() -> dict[str, int]:
     """Number of requests that each engine has had; none are named while there is only one."""
-    stats = await asyncio.to_thread(get, "/stats")
+    stats = await asyncio.to_thread(call, "GET", "/stats")
     return {name: each["num_submitted"] for name, each in stats.get("replicas", {}).items()}
 
 
 async def num_restarts() -> int:
     """How often engines' processes were started again."""
-    stats = await asyncio.to_thread(get, "/stats")
+    stats = await asyncio.to_thread(call, "GET", "/stats")
     count: int = stats["engine"]["num_restarts"]
     return count
 
@@ -198,12 +240,17 @@ class Rounds:
         crowd = Crowd(self._wanted)
         self._calm = await crowd.answers()
         assert all(answer[:3] == (200, None, True) for answer in self._calm), self._calm
+        for body, heard in zip(self._wanted, crowd.heard, strict=True):
+            assert bool(heard.choices[0].calls) == ("tools" in body), heard
+            told = [message["content"] for message in (heard.session or [])[2:]]
+            asked = [each["content"] for each in body["messages"]] if "session_id" in body else []
+            assert told == [*asked, *[heard.choices[0].text] * len(asked)], heard
         self.pauses_s["undisturbed"] = [crowd.longest_pause_s(0.0)]
 
     async def run(self, cluster: RayCluster, kind: str) -> None:
         """A death of a kind under streams."""
         crowd = Crowd(self._wanted)
-        await crowd.until_all_have(2)
+        await crowd.until_all_have_begun()
         await asyncio.sleep(self._dice.uniform(0, 1.0))
         pid = DEATHS[kind](cluster, self._dice)
         killed_s = time.monotonic()
@@ -258,7 +305,7 @@ class Rounds:
             "C2",
             "deaths in a cluster",
             f"Ray, a head and three nodes, 3 engines, {NUM_STREAMS} streams in each round, shipped"
-            " model: greedy, sampled, log-probabilities, n = 2, grammar",
+            " model: greedy, sampled, log-probabilities, n = 2, grammar, call of a tool, session",
             streams=self.num_streams,
             **{
                 "lost, refused or different": self.num_wrong,
@@ -296,7 +343,8 @@ class Rounds:
 
 def started(log: Path) -> contextlib.AbstractContextManager[RayCluster]:
     """A cluster with three engines."""
-    return ray_cluster(log, ARGUMENTS, port=PORT, environment=ENVIRONMENT)
+    environment = {**ENVIRONMENT, "XDG_STATE_HOME": str(log.parent)}  # for sessions
+    return ray_cluster(log, ARGUMENTS, port=PORT, environment=environment)
 
 
 def check_refusals(cluster: RayCluster) -> None:

@@ -413,9 +413,10 @@ ROWS = (
     ),
     Row(
         "C3",
-        "two fronts on Ray",
+        "several fronts on Ray",
         ("tests/cluster/test_fronts_on_ray.py",),
-        "In an environment with Ray: limits of a key, questions and deaths of what fronts share",
+        "In an environment with Ray: limits of a key, questions and deaths of what fronts share,"
+        " sessions in PostgreSQL",
         needs="ray",
     ),
     Row(

@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import glob
 import json
-import os
 import secrets
-import shutil
-import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sql
 
 from infer.errors import ConfigError
 from infer.server.http.context import RequestContext
@@ -30,38 +23,18 @@ from infer.server.sessions.store import LEASE_S, SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
-from tests.support.serving import CHAT, App, Reply, chat_body, scripted, spelled, until, with_app
+from tests.support.postgresql import postgresql, run_sql
+from tests.support.serving import CHAT, App, Reply, chat_body, scripted, spelled, with_app
 from tests.support.several_fronts import FrontOfSeveral, SharedByFronts, with_several_fronts
 
-PATH = os.pathsep.join([os.environ["PATH"], *sorted(glob.glob("/usr/lib/postgresql/*/bin"))[::-1]])
 ASKED = ["Tell me of the fox and the river", "And then?", "Why?"]
 
 
 @pytest.fixture(scope="module")
 def postgres() -> Iterator[str]:
-    """Run PostgreSQL on a socket in a folder; yields the URL of a database, without its name."""
-    pytest.importorskip("psycopg", reason="needs the extra: pip install 'infer[postgres]'")
-    found = [shutil.which(name, path=PATH) for name in ("initdb", "postgres")]
-    if None in found:
-        pytest.skip("PostgreSQL is not here: no initdb and postgres in PATH or where Debian has it")
-    initdb, server = map(str, found)
-    # It refuses to run as root.
-    how: Any = {"user": "nobody"} if os.geteuid() == 0 else {}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        if how:
-            shutil.chown(folder, **how)
-        quiet = {"stdout": subprocess.DEVNULL, "cwd": folder, **how}
-        data = f"{folder}/data"
-        subprocess.run(
-            [initdb, "-D", data, "-U", "infer", "-A", "trust", "-N"], check=True, **quiet
-        )
-        command = [server, "-D", data, "-k", folder, "-c", "listen_addresses=", "-F"]
-        with subprocess.Popen(command, stderr=subprocess.DEVNULL, **quiet) as process:
-            try:
-                until(Path(folder, ".s.PGSQL.5432").exists, 20)
-                yield f"postgresql+psycopg://infer@/%s?host={folder}"
-            finally:
-                process.send_signal(signal.SIGINT)  # SIGTERM would wait for its clients
+    """URL of PostgreSQL, without the name of a database."""
+    with postgresql() as url:
+        yield url
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.peer)])
@@ -73,13 +46,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     name = f"t{secrets.token_hex(8)}"
     run_sql(urls % "postgres", f"CREATE DATABASE {name}")
     return urls % name
-
-
-def run_sql(url: str, statement: str) -> None:
-    engine = sql.create_engine(url, isolation_level="AUTOCOMMIT")
-    with engine.connect() as db:
-        db.execute(sql.text(statement))
-    engine.dispose()
 
 
 async def call(app: App, method: str, path: str, body: Any = None, **headers: str) -> Any:

@@ -20,6 +20,8 @@ class ChoiceHeard:
     text: str = ""
     logprobs: list[tuple[Any, ...]] = field(default_factory=list)
     """token, log-probability, and those of others at its place"""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """name and arguments of each call of a tool"""
     finish_reason: str | None = None
 
 
@@ -33,11 +35,13 @@ class StreamHeard:
     is_done: bool = False
     times_s: list[float] = field(default_factory=list)
     """when each event came, in seconds of the monotonic clock"""
+    session: list[dict[str, Any]] | None = None
+    """messages of the session in which it was a turn, after it"""
 
     @property
     def answer(self) -> tuple[Any, ...]:
         """What must not depend on other requests or on deaths."""
-        return (self.status, self.error, self.is_done, dict(self.choices))
+        return (self.status, self.error, self.is_done, dict(self.choices), self.session)
 
     def pause_s(self, since_s: float = 0.0) -> float:
         """The longest time between two events of which the second came after `since_s`."""
@@ -46,10 +50,11 @@ class StreamHeard:
 
 
 async def stream(port: int, body: Mapping[str, Any], heard: StreamHeard) -> StreamHeard:
-    """POST a completion and read its stream to the end."""
+    """POST a completion, or a chat if the body has messages, and read its stream to the end."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     data = json.dumps({**body, "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
     try:
         headers = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -88,7 +93,10 @@ def _note(heard: StreamHeard, data: bytes) -> None:
         return
     for choice in event["choices"]:
         its = heard.choices[choice["index"]]
-        its.text += choice["text"]
+        delta = choice.get("delta") or {"content": choice.get("text")}
+        its.text += delta.get("content") or ""
+        for call in delta.get("tool_calls", ()):
+            its.calls.append((call["function"]["name"], call["function"]["arguments"]))
         its.finish_reason = choice["finish_reason"] or its.finish_reason
         if choice.get("logprobs"):
             its.logprobs += zip(*(choice["logprobs"][name] for name in LOGPROBS), strict=True)

@@ -22,10 +22,10 @@ from infer.text.chat_template import ChatTemplate
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
 from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pieces_for
+from infer.text.library_tokenizer import end_token_ids, library_tokenizer
 from infer.text.tools.formats import thoughts_in
 from infer.text.tools.tool_use import ToolUse, find_tool_use
 
-_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 LONG_CHARS = 8192
 """Length, in characters or tokens, above which the interpreter lock is released for a text."""
 MAX_ADDED_TOKENS = 20_000
@@ -47,7 +47,7 @@ class Tokenizer:
             self._load(files)
 
     def _load(self, files: TextFiles) -> None:
-        self._parser = _library_tokenizer(files)
+        self._parser = library_tokenizer(files)
         vocab = self._parser.get_vocab()
         if not vocab:
             raise LoadError("tokenizer.json has no tokens")
@@ -63,8 +63,7 @@ class Tokenizer:
         self.named_tokens: Mapping[str, str] = (named := dict(files.named_tokens))
         self.tokenizer_class = files.tokenizer_class
         self.bos_token_id: int | None = vocab.get(named.get("bos_token", ""))
-        ends = (*files.eos_token_ids, vocab.get(named.get("eos_token", "")))
-        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in ends if i is not None))
+        self.eos_token_ids = end_token_ids(files, vocab)
         templates = {name: ChatTemplate(text, named) for name, text in files.templates.items()}
         self.chat_template: ChatTemplate | None = templates.get("default")
         self.tool_template = templates.get("tool_use", self.chat_template)
@@ -226,33 +225,3 @@ def _encode(
         raise RequestError(
             "the tokenizer of this model cannot encode this text: a pattern gives up", param=param
         ) from None
-
-
-def _library_tokenizer(files: TextFiles) -> tokenizers.Tokenizer:
-    """The library's tokenizer for these files, with the same additions as transformers makes."""
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer_json)
-    except Exception as error:  # the library raises plain Exception
-        raise LoadError(
-            f"tokenizer.json cannot be used with tokenizers {tokenizers.__version__}: {error}"
-        ) from None
-    # Some checkpoints have these settings left from training; prompts are not cut or padded here.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    tokenizer.add_tokens(
-        [
-            tokenizers.AddedToken(**{name: token[name] for name in _TOKEN_FIELDS if name in token})
-            for token in files.added_tokens
-            if token["content"] not in known
-        ]
-    )
-    special = (*files.named_tokens.values(), *files.extra_special_tokens)
-    tokenizer.add_special_tokens(
-        [
-            tokenizers.AddedToken(content, special=True, normalized=False)
-            for content in dict.fromkeys(special)
-            if content not in known or not known[content].special
-        ]
-    )
-    return tokenizer

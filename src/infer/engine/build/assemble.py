@@ -61,7 +61,8 @@ from infer.runner.sampler import sample, sampler_for
 from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
-from infer.text.grammars.compiler import Compiler, Vocabulary
+from infer.text.grammars.compiler import Compiler
+from infer.text.library_tokenizer import read_vocabulary
 from infer.text.tokenizer import Tokenizer
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
@@ -260,11 +261,7 @@ def _build(
     model_config = checkpoint.config
     # For a large vocabulary this takes a second, most of it with the interpreter's lock. While the
     # weights are loaded it costs little; later the first request would wait for it.
-    restrictions = Restrictions(
-        lambda: Compiler(
-            Vocabulary.of(Tokenizer(text_of(checkpoint, config)), model_config.vocab_size)
-        )
-    )
+    restrictions = Restrictions(lambda: _grammar_compiler(checkpoint, config))
     before = machine.used_bytes(device)
     with reading(f"the weights of {checkpoint.name}"):
         source = _source(config, checkpoint, dtype, device)
@@ -303,6 +300,12 @@ def _build(
         raise LoadError(f"a first step fails, so every request would: {problem}")
     machine.return_freed_memory()
     return core, limits
+
+
+def _grammar_compiler(checkpoint: Checkpoint, config: EngineConfig) -> Compiler:
+    compiler = Compiler(read_vocabulary(text_of(checkpoint, config), checkpoint.config.vocab_size))
+    machine.return_freed_memory()  # the files' text, and a tokenizer
+    return compiler
 
 
 def _warn_of_variance(config: EngineConfig, model: Model, device: torch.device) -> None:

@@ -166,6 +166,7 @@ def main(fd: int, parent: int) -> int:
     gc.set_threshold(700, 2, 2)
     fingerprint = blueprint.fingerprint(core)
     channel.send(messages.Ready(limits, core.stats(), blueprint.pinned(core), fingerprint))
+    del blueprint  # with it go the text files, and the metadata and pages of a GGUF file
     threading.Thread(target=_beat, args=(channel,), daemon=True).start()
 
     def report(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
