@@ -23,28 +23,28 @@ from typing import Any
 
 import pytest
 
-from tests.support.ray_cluster import ACTOR, ENGINE, GCS, REPLICA, RayCluster, ray_cluster
+from tests.support.ray_cluster import ACTOR, ENGINE, GCS, REPLICA, STANDBY, RayCluster, ray_cluster
 from tests.support.server_process import Findings
 from tests.support.stream_client import StreamHeard, stream
 
 pytest.importorskip("ray", reason="pip install 'infer[cluster]'")
 
+NUM_ROUNDS = int(os.environ.get("INFER_CLUSTER_ROUNDS", "1"))
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.timeout(2400),
+    pytest.mark.timeout(2400 + 600 * NUM_ROUNDS),
     pytest.mark.filterwarnings("default"),  # Ray and what it brings have warnings of their own
 ]
 PORT = 8123
 LINK_TIMEOUT_S = 5.0
-NUM_ROUNDS = int(os.environ.get("INFER_CLUSTER_ROUNDS", "1"))
 NUM_STREAMS = int(os.environ.get("INFER_CLUSTER_STREAMS", "21"))
 GCS_LOST_S = 120.0
 """seconds for which requests are sent at most after the GCS was killed"""
 POISON = 1_000_003
 """requests with this seed end the engine by a segmentation fault with their third token"""
 ARGUMENTS = {
-    **{"replicas": "3", "insecure": "true", "routing": "least", "max_seq_len": "512"},
-    "link_timeout_s": str(LINK_TIMEOUT_S),
+    **{"replicas": "3", "insecure": "true", "routing": "least", "max_seq_len": "1024"},
+    **{"max_batch_size": "64", "link_timeout_s": str(LINK_TIMEOUT_S)},
 }
 ENVIRONMENT = {
     "INFER_WRAP_CORE": "tests.support.faults:wrapped",
@@ -169,6 +169,13 @@ async def until_all_serve(count: int, timeout_s: float = 120) -> None:
                 return
 
 
+async def until_all_have_standbys(cluster: RayCluster) -> None:
+    """Wait until each engine has a process that can take its place at once."""
+    async with asyncio.timeout(120):
+        while len(cluster.pids(STANDBY)) < len(cluster.pids(ENGINE)):
+            await asyncio.sleep(0.2)
+
+
 async def serves_since(began_s: float) -> float:
     """Seconds since `began_s` until a brief request gets no answer; `GCS_LOST_S` at most."""
     brief = {**bodies(1)[0], "max_tokens": 4}
@@ -226,6 +233,8 @@ class Rounds:
         self._calm: list[tuple[Any, ...]] = []
         self.num_streams = 0
         self.num_wrong = 0
+        self.num_early = 0
+        """streams that had ended before the death"""
         self.pauses_s: dict[str, list[float]] = {}
         self.back_s: dict[str, list[float]] = {}
         """seconds until the streams had ended and all engines served again"""
@@ -249,13 +258,15 @@ class Rounds:
 
     async def run(self, cluster: RayCluster, kind: str) -> None:
         """A death of a kind under streams."""
+        if kind == ALL_KILLED:
+            await until_all_have_standbys(cluster)
         crowd = Crowd(self._wanted)
         await crowd.until_all_have_begun()
         await asyncio.sleep(self._dice.uniform(0, 1.0))
         pid = DEATHS[kind](cluster, self._dice)
         killed_s = time.monotonic()
         answers = await crowd.answers()
-        assert all(heard.times_s[-1] > killed_s for heard in crowd.heard), "a stream was too short"
+        self.num_early += sum(heard.times_s[-1] < killed_s for heard in crowd.heard)
         wrong = [
             (body, heard)
             for body, heard, calm in zip(self._wanted, answers, self._calm, strict=True)
@@ -268,7 +279,8 @@ class Rounds:
         self.num_wrong += len(wrong)
         self.pauses_s.setdefault(kind, []).append(crowd.longest_pause_s(killed_s))
         if kind == GCS_KILLED:
-            self.without_gcs_s.append(await serves_since(killed_s))
+            if not self.without_gcs_s:
+                self.without_gcs_s.append(await serves_since(killed_s))
             return
         if "stopped" in kind:
             os.kill(pid, signal.SIGCONT)
@@ -309,6 +321,7 @@ class Rounds:
             streams=self.num_streams,
             **{
                 "lost, refused or different": self.num_wrong,
+                "ended before the death": self.num_early,
                 "longest pause of a stream undisturbed [s]": round(
                     self.pauses_s["undisturbed"][0], 2
                 ),
@@ -338,6 +351,7 @@ class Rounds:
             },
         )
         assert self.num_wrong == 0
+        assert self.num_early <= self.num_streams / 100
         assert max(self.taken_by_poison) <= 2
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from tests.support.server_process import ENV
 
-ENGINE, ACTOR = "infer-engine", "ray::EngineActor"
+ENGINE, STANDBY, ACTOR = "infer-engine", "infer-standby", "ray::EngineActor"
 REPLICA, FRONT = "ray::ServeReplica:infer:Engine", "ray::ServeReplica:infer:Front"
 RAYLET, GCS = "raylet/raylet", "gcs/gcs_server"
 START_S = 240.0
@@ -36,7 +36,7 @@ class Part:
     pid: int
     parent: int
     name: str
-    """name of an engine's process, and the command of others"""
+    """name of an engine's process or of its standby, and the command of others"""
 
 
 class RayCluster:
@@ -92,7 +92,8 @@ def _of_session(session: int) -> Iterator[Part]:
             state, parent, _, its_session, *_ = rest.split()
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             if int(its_session) == session and state != "Z":
-                yield Part(int(path.name), int(parent), name if name == ENGINE else command)
+                is_ours = name in (ENGINE, STANDBY)
+                yield Part(int(path.name), int(parent), name if is_ours else command)
 
 
 @contextlib.contextmanager
