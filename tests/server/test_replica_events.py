@@ -172,9 +172,9 @@ def test_an_engine_of_two_that_dies_and_comes_back() -> None:
     fleet = FleetSettings(replicas=2, routing="least")
 
     async def use() -> None:
-        engine = launch_hash_llm(step_s=0.01, fleet=fleet, max_batch_size=4)
+        engine = launch_hash_llm(step_s=0.01, fleet=fleet, max_batch_size=8)
         async with serving(engine) as app, watching(app) as watcher:
-            assert watcher.events[0][1]["seats"] == 8
+            assert watcher.events[0][1]["seats"] == 16
             names = await end_one(app, watcher)
             await watcher.until(lambda: sum(e[0] == "finished" for e in watcher.all("events")) == 9)
             check_rows(watcher)

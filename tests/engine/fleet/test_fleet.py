@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from infer import SamplingParams
-from infer.engine.fleet.fleet import Fleet, fleet_limits
+from infer.engine.fleet.fleet import RETURN_S, Fleet, fleet_limits
 from infer.engine.fleet.journal import RequestJournal
 from infer.engine.fleet.member import Loss
 from infer.engine.fleet.router import MemberLoad
@@ -212,7 +212,7 @@ def _without_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_death_moves_streams_at_once_and_they_begin_alone() -> None:
-    a, b = of("a", "b")
+    a, b = of("a", "b", max_batch_size=6)
     fleet, caller = started(a, b)
     wanted = [request(f"r{i}", i, 7, seed=i) for i in range(6)]
     for each in wanted:
@@ -341,6 +341,42 @@ class Poison(HashRunner):
             if 13 in sequence.request.prompt_token_ids and sequence.num_output >= 3:
                 raise EngineDies
         return super().execute(plan)
+
+
+@pytest.mark.parametrize("returns", [True, False], ids=["the other returns", "it stays away"])
+def test_what_engines_died_with_does_not_queue_behind_the_first_that_is_back(returns: bool) -> None:
+    now_s = 0.0
+    fleet, caller = started(*(both := of("a", "b")), clock=lambda: now_s)
+    wanted = [request(f"r{i}", i + 1, max_tokens=30) for i in range(6)]  # as many as seats
+    for each in wanted:
+        fleet.add(each)
+    for _ in range(4):
+        for member in both:
+            member.step()
+    for member in both:
+        member.die(from_outside=True)
+    both[0].revive()
+    fleet.add(late := request("late", 9))
+    for _ in range(8):
+        both[0].step()
+    assert gauges(both[0]) == (3, 0)
+    if returns:
+        both[1].revive()
+        for _ in range(8):
+            both[1].step()
+        assert gauges(both[1])[0] == 3
+    else:
+        now_s = RETURN_S
+        fleet.look()
+        assert gauges(both[0]) == (3, 4)
+    finish(fleet, caller, [*wanted, late])
+
+
+def gauges(member: HashMember) -> tuple[int, int]:
+    """Requests with and without a seat."""
+    assert member.core is not None
+    found = member.core.stats().gauges
+    return found.num_running, found.num_waiting
 
 
 @pytest.mark.parametrize("from_outside", [False, True])

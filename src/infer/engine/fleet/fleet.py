@@ -49,6 +49,9 @@ log = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 5.0
 """seconds of silence after which a member's requests move to others"""
+RETURN_S = 3.0
+"""seconds after an engine's death for which the requests that it had wait for its next life rather
+than behind the streams of others"""
 WATCH_S = 0.2
 """interval in seconds at which silent and draining members are looked at"""
 
@@ -74,6 +77,8 @@ class _Place:
     """None while the member has no engine that takes requests, and after its life was abandoned"""
     numbers: str | None = None
     """`Fingerprint.numbers` of its latest life; None before the first"""
+    returns_by_s: float = 0.0
+    """until when its next life is expected, while it has none"""
     drain_ends_s: float | None = None
     """when what it has left moves; None while it does not drain"""
     is_gone: bool = False
@@ -302,6 +307,7 @@ class Fleet:
             if held is None or self._is_stopping:
                 return False
             ends = self._crash(held, loss)
+            held.place.returns_by_s = self._clock() + RETURN_S
             self._dispatch()
             return bool(ends)
 
@@ -412,7 +418,8 @@ class Fleet:
             log.info("%s: its %d requests go on elsewhere", place.member.name, len(released))
 
     def _dispatch(self) -> None:
-        """Send what waits to members with room, in order of arrival."""
+        """Send what waits to members with room, in order of arrival. While an engine that has died
+        is expected back, what engines have died with takes free seats only."""
         if self._is_stopping or not self._journal.num_unassigned:
             return
         for request in self._journal.unassigned():
@@ -423,10 +430,15 @@ class Fleet:
                 if not self._may_wait_for(numbers):
                     self._end_unequal(request)
                 continue
-            life = self._choose(request, equal or lives)
+            lives = equal or lives
+            if request.num_crashes:
+                # Behind the streams of a survivor it might wait for longer than for a new engine.
+                free = [life for life in lives if life.load.has_seat]
+                lives = free if free or self._is_one_expected() else lives
+            life = self._choose(request, lives)
             if life is None:
                 return
-            self._send(request, life, is_unequal=not equal)
+            self._send(request, life, is_unequal=life not in equal)
 
     def _lives_for(self, request: Request) -> list[_Life]:
         """The lives that take a request now; silent ones only where all are silent."""
@@ -441,6 +453,12 @@ class Fleet:
         if len(lives) < 2:
             return lives
         return [life for life in lives if self._is_serving(life.place)] or lives
+
+    def _is_one_expected(self) -> bool:
+        """Whether a member has lost its engine and will have the next one soon."""
+        now_s = self._clock()
+        places = self._places.values()
+        return any(p.life is None and now_s < p.returns_by_s and p.has_future for p in places)
 
     def _choose(self, request: Request, lives: Sequence[_Life]) -> _Life | None:
         if len(lives) < 2:

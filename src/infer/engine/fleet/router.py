@@ -43,6 +43,11 @@ class MemberLoad:
         """Requests with or without a seat."""
         return len(self._waiting) + len(self._seated)
 
+    @property
+    def has_seat(self) -> bool:
+        """Whether its engine has more seats than requests."""
+        return self.num_unfinished < self.limits.num_seats
+
     def has_room(self, num_tokens: int, *, is_resumed: bool = False) -> bool:
         """Whether its engine takes a request of so many tokens without refusing it as full.
         `is_resumed`: an engine has died with it; its tokens do not count then."""
@@ -53,7 +58,7 @@ class MemberLoad:
             return True
         if self.limits.batching_mode == "static" and self._seated:
             return False  # nobody joins a batch that runs
-        return self.num_unfinished < self.limits.num_seats
+        return self.has_seat
 
     def holds(self, request_id: str) -> bool:
         """Whether a request is counted."""
@@ -113,9 +118,13 @@ class Router(ABC):
 
 
 class LeastRouter(Router):
-    """Chooses the member with the fewest tokens that wait, then the one with the fewest
-    requests."""
+    """Chooses the member with the fewest tokens that wait, then the one with the fewest requests;
+    one with a free seat before those without."""
 
     def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
         """See `Router`."""
-        return min(members, key=lambda each: (each.num_waiting_tokens, each.num_unfinished))
+
+        def load(each: MemberLoad) -> tuple[bool, int, int]:
+            return not each.has_seat, each.num_waiting_tokens, each.num_unfinished
+
+        return min(members, key=load)
