@@ -420,6 +420,14 @@ ROWS = (
         needs="ray",
     ),
     Row(
+        "C4",
+        "hostile clients of a cluster",
+        ("tests/cluster/test_hostile_on_ray.py",),
+        "In an environment with Ray: bad requests, a storm, slow readers, a flood, routes without"
+        " a key",
+        needs="ray",
+    ),
+    Row(
         "A7",
         "Host and Origin",
         (
