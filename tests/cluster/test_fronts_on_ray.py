@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +22,7 @@ import pytest
 from infer.cluster.front_relay import RelayedPeers
 from infer.server.tenancy.front_limits import FrontLimits
 from infer.server.tenancy.limit_messages import LimitAsk
+from tests.support.json_client import call
 from tests.support.postgresql import postgresql
 from tests.support.server_process import Findings
 from tests.support.serving import CHAT
@@ -113,18 +111,6 @@ def test_the_shared_actor_is_found_and_made_again(started: None) -> None:
     asyncio.run(main())
 
 
-def call(path: str, headers: dict[str, str], body: dict[str, Any] | None = None) -> Any:
-    """The status and the JSON body of an answer."""
-    data = None if body is None else json.dumps(body).encode()
-    head = {**headers, "Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, head)
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        return refused.code, json.load(refused)
-
-
 @contextlib.contextmanager
 def served(
     name: str, num_fronts: int, file: Path, admin: dict[str, str], **settings: str
@@ -139,7 +125,9 @@ def served(
     serve.run(infer.cluster.app({**arguments, **settings}), name=name, route_prefix="/")
     try:
         for _ in range(100):  # until each front knows of the others
-            known = {tuple(sorted(call("/stats", admin)[1]["fronts"])) for _ in range(12)}
+            known = {
+                tuple(sorted(call(PORT, "/stats", headers=admin)[1]["fronts"])) for _ in range(12)
+            }
             if len(known) == 1 and len(known.pop()) == num_fronts:
                 break
         else:
@@ -156,21 +144,21 @@ def test_two_fronts_are_as_one(started: None, tmp_path: Path) -> None:
     with served("two", 2, file, admin):
         made: set[str] = set()
         while len({name[5:13] for name in made}) < 2:  # at both fronts
-            status, answer = call("/v1/completions", admin, COMPLETION)
+            status, answer = call(PORT, "/v1/completions", COMPLETION, headers=admin)
             assert status == 200
             made.add(answer["id"])
         for _ in range(6):  # at whichever front
-            status, listed = call("/v1/requests", admin)
+            status, listed = call(PORT, "/v1/requests", headers=admin)
             assert listed["missing_fronts"] == []
             assert {each["id"] for each in listed["data"]} == made
             for name in made:
-                assert call(f"/v1/requests/{name}", admin)[1]["outcome"] == "length"
-        _, stats = call("/stats", admin)
+                assert call(PORT, f"/v1/requests/{name}", headers=admin)[1]["outcome"] == "length"
+        _, stats = call(PORT, "/stats", headers=admin)
         tags = {name.removeprefix("front-") for name in stats["fronts"]}
         assert tags == {name[5:13] for name in made}
 
         time.sleep(1)  # the fronts share limits by now
-        statuses = [call("/v1/completions", few, COMPLETION)[0] for _ in range(5)]
+        statuses = [call(PORT, "/v1/completions", COMPLETION, headers=few)[0] for _ in range(5)]
         assert sorted(statuses) == [200] * 2 + [429] * 3
 
         [front, _] = [
@@ -181,9 +169,9 @@ def test_two_fronts_are_as_one(started: None, tmp_path: Path) -> None:
         ray.kill(ray.get_actor(front, namespace="serve"))
         time.sleep(3)
         for _ in range(4):
-            status, listed = call("/v1/requests", admin)
+            status, listed = call(PORT, "/v1/requests", headers=admin)
             assert (status, len(listed["missing_fronts"])) == (200, 1)
-        statuses = [call("/v1/completions", few, COMPLETION)[0] for _ in range(4)]
+        statuses = [call(PORT, "/v1/completions", COMPLETION, headers=few)[0] for _ in range(4)]
         assert statuses.count(429) >= 3  # a front that has just begun may give its share, one
 
 
@@ -206,7 +194,7 @@ class Client:
 
     def _run(self) -> None:
         while not self._has_ended.is_set():
-            status, answer = call("/v1/completions", self._key, self._body)
+            status, answer = call(PORT, "/v1/completions", self._body, headers=self._key)
             if status == 200:
                 self.taken.append((time.monotonic(), answer["usage"]["total_tokens"]))
                 self.fronts.add(answer["id"][5:13])
@@ -246,7 +234,7 @@ def test_four_fronts_have_one_limit_and_one_memory(started: None, tmp_path: Path
         postgresql() as database,
         served("four", 4, file, admin, sessions=database % "postgres", max_seq_len="1024"),
     ):
-        session = call("/v1/sessions", admin, {})[1]["id"]
+        session = call(PORT, "/v1/sessions", {}, headers=admin)[1]["id"]
         turn = {
             **{"model": "infer-demo", "session_id": session, "max_tokens": 40, "temperature": 0},
             "messages": [{"role": "user", "content": "Tell me of the fox."}],
@@ -255,11 +243,11 @@ def test_four_fronts_have_one_limit_and_one_memory(started: None, tmp_path: Path
         num_turns = 0
         for _ in range(12):  # two turns at once, at whichever fronts
             with ThreadPoolExecutor(2) as two:
-                got = list(two.map(lambda _: call(CHAT, admin, turn)[0], range(2)))
+                got = list(two.map(lambda _: call(PORT, CHAT, turn, headers=admin)[0], range(2)))
             num_turns += got.count(200)
             answers.update(got)
         assert answers == {200, 409}
-        kept = call(f"/v1/sessions/{session}", admin)[1]["messages"]
+        kept = call(PORT, f"/v1/sessions/{session}", headers=admin)[1]["messages"]
         assert len(kept) == 2 * num_turns
 
         found = {}

@@ -12,8 +12,6 @@ import json
 import random
 import statistics
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +25,7 @@ from infer.server.tenancy.limits import OPEN_PATHS
 from tests.reliability.test_hostile_inputs import Row, check_error, table
 from tests.reliability.test_leaving_clients import read_slowly
 from tests.support.frozen_heap import frozen_heap
+from tests.support.json_client import call
 from tests.support.ray_cluster import FRONT, RayCluster, ray_cluster
 from tests.support.server_process import Findings, bodies, cut, follow, percentile
 from tests.support.tenants import make
@@ -53,29 +52,9 @@ def cluster_of_two(log: Path, **settings: str) -> Iterator[RayCluster]:
         yield cluster
 
 
-def call(
-    path: str, headers: dict[str, str] | None = None, body: Any = None, method: str | None = None
-) -> tuple[int, Any]:
-    """Status and JSON of an answer; None where it has no JSON."""
-    data = None if body is None else json.dumps(body).encode()
-    head = {**(headers or {}), "content-type": "application/json"}
-    url = f"http://127.0.0.1:{PORT}{path}"
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(url, data, head, method=method), timeout=60
-        ) as answer:
-            status, said = answer.status, answer.read()
-    except urllib.error.HTTPError as refused:
-        status, said = refused.code, refused.read()
-    try:
-        return status, json.loads(said)
-    except ValueError:
-        return status, None
-
-
 async def engine_stats() -> dict[str, int]:
     """The sums over the engines, which say once a second what they have."""
-    stats: dict[str, int] = (await asyncio.to_thread(call, "/stats"))[1]["engine"]
+    stats: dict[str, int] = (await asyncio.to_thread(call, PORT, "/stats"))[1]["engine"]
     return stats
 
 
@@ -160,7 +139,7 @@ async def refuse_all() -> dict[str, Any]:
     for start in range(0, len(rubbish), 10):
         await asyncio.gather(*map(send_rubbish, rubbish[start : start + 10]))
     assert [each.answer for each in await among] == [each.answer for each in calm]
-    assert (await asyncio.to_thread(call, "/health/ready"))[0] == 200
+    assert (await asyncio.to_thread(call, PORT, "/health/ready"))[0] == 200
     slowest = sorted(took_ms, key=took_ms.__getitem__)[-3:]
     return {
         "rows, each with the answer of infer serve": len(took_ms),
@@ -259,9 +238,9 @@ def test_keys_at_the_clusters_address(tmp_path: Path) -> None:
 
     async def first_token_ms(number: int) -> float:
         body = {**common, "prompt": f"{number} foxes", "max_tokens": 2}
-        status, answer = await asyncio.to_thread(call, "/v1/completions", quiet, body)
+        status, answer = await asyncio.to_thread(call, PORT, "/v1/completions", body, headers=quiet)
         assert status == 200
-        trace = await asyncio.to_thread(call, f"/v1/requests/{answer['id']}", quiet)
+        trace = await asyncio.to_thread(call, PORT, f"/v1/requests/{answer['id']}", headers=quiet)
         return float(trace[1]["first_token_ms"])
 
     async def neighbours() -> tuple[list[float], list[float], list[float]]:
@@ -273,7 +252,9 @@ def test_keys_at_the_clusters_address(tmp_path: Path) -> None:
             while not over.is_set():
                 body = {**common, "prompt": f"{number} owls", "max_tokens": num_tokens}
                 began_s = time.monotonic()
-                status, _ = await asyncio.to_thread(call, "/v1/completions", noisy, body)
+                status, _ = await asyncio.to_thread(
+                    call, PORT, "/v1/completions", body, headers=noisy
+                )
                 assert status == 200
                 took_ms.append(1000 * (time.monotonic() - began_s))
 
@@ -287,24 +268,24 @@ def test_keys_at_the_clusters_address(tmp_path: Path) -> None:
 
     log = tmp_path / "log"
     with cluster_of_two(log, api_keys=str(file), max_batch_size="8"):
-        paths = call("/openapi.json", admin)[1]["paths"]
+        paths = call(PORT, "/openapi.json", headers=admin)[1]["paths"]
         refused = 0
         for path, methods in paths.items():
             for method in methods:
                 sample = path.replace("{name}", "x").replace("{id}", "x")
                 for headers in wrong:
-                    status, said = call(
-                        sample, headers, {} if method == "post" else None, method.upper()
-                    )
+                    body: Any = {} if method == "post" else None
+                    status, said = call(PORT, sample, body, headers=headers, method=method.upper())
                     assert (status == 401) is (path not in OPEN_PATHS), (method, path, status)
                     if status == 401:
                         assert said["error"]["code"] == "invalid_api_key"
                         refused += 1
         assert refused > 50
-        name = call("/v1/completions", noisy, {**common, "prompt": "a", "max_tokens": 1})[1]["id"]
-        assert call(f"/v1/requests/{name}", quiet)[0] == 404
-        assert call(f"/v1/requests/{name}", admin)[0] == 200
-        assert call("/stats", quiet)[0] == 403
+        asked = {**common, "prompt": "a", "max_tokens": 1}
+        name = call(PORT, "/v1/completions", asked, headers=noisy)[1]["id"]
+        assert call(PORT, f"/v1/requests/{name}", headers=quiet)[0] == 404
+        assert call(PORT, f"/v1/requests/{name}", headers=admin)[0] == 200
+        assert call(PORT, "/stats", headers=quiet)[0] == 403
         alone, beside, took_ms = asyncio.run(neighbours())
     print(refused, alone, beside, took_ms)
     Findings().note(

@@ -17,13 +17,13 @@ import random
 import signal
 import statistics
 import time
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.json_client import call
 from tests.support.ray_cluster import ACTOR, ENGINE, GCS, REPLICA, STANDBY, RayCluster, ray_cluster
 from tests.support.server_process import Findings
 from tests.support.stream_client import StreamHeard, stream
@@ -96,11 +96,12 @@ async def hear(body: dict[str, Any], heard: StreamHeard) -> StreamHeard:
     """A stream; one with a session is a turn of a new one, which is deleted afterwards."""
     if "session_id" not in body:
         return await stream(PORT, body, heard)
-    session = await asyncio.to_thread(call, "POST", "/v1/sessions", {"messages": HISTORY})
+    _, session = await asyncio.to_thread(call, PORT, "/v1/sessions", {"messages": HISTORY})
     path = f"/v1/sessions/{session['id']}"
     await stream(PORT, {**body, "session_id": session["id"]}, heard)
-    heard.session = (await asyncio.to_thread(call, "GET", path))["messages"]
-    await asyncio.to_thread(call, "DELETE", path)
+    _, kept = await asyncio.to_thread(call, PORT, path)
+    heard.session = kept["messages"]
+    await asyncio.to_thread(call, PORT, path, method="DELETE")
     return heard
 
 
@@ -137,25 +138,15 @@ class Crowd:
         return max(heard.pause_s(since_s) for heard, count in pairs if count > 1)
 
 
-def call(method: str, path: str, body: Any = None) -> Any:
-    """The JSON of an answer."""
-    data = None if body is None else json.dumps(body).encode()
-    head = {"content-type": "application/json"}
-    url = f"http://127.0.0.1:{PORT}{path}"
-    asked = urllib.request.Request(url, data, head, method=method)
-    with urllib.request.urlopen(asked, timeout=30) as answer:
-        return json.load(answer)
-
-
 async def submitted() -> dict[str, int]:
     """Number of requests that each engine has had; none are named while there is only one."""
-    stats = await asyncio.to_thread(call, "GET", "/stats")
+    _, stats = await asyncio.to_thread(call, PORT, "/stats")
     return {name: each["num_submitted"] for name, each in stats.get("replicas", {}).items()}
 
 
 async def num_restarts() -> int:
     """How often engines' processes were started again."""
-    stats = await asyncio.to_thread(call, "GET", "/stats")
+    _, stats = await asyncio.to_thread(call, PORT, "/stats")
     count: int = stats["engine"]["num_restarts"]
     return count
 
