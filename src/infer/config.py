@@ -253,8 +253,8 @@ class EngineConfig:
     )
     quantization: Quantization | None = option(
         None,
-        "Linear layers hold their weights in int8, or in int4 (the head in int8), and compute in"
-        " int8 (CPU); everything else is bfloat16.",
+        "Linear layers hold their weights in int8, or on CPUs in int4 (the head in int8), and"
+        " compute in int8; everything else is bfloat16.",
     )
     device: Annotated[
         str,

@@ -54,9 +54,18 @@ def test_an_old_gpu_computes_in_float16(
     assert hardware.choose_dtype(asked, model_of("bfloat16"), GPU) == torch.float32
 
 
-def test_int8_layers_are_for_cpus() -> None:
-    with pytest.raises(ConfigError, match="device='cpu'"):
-        hardware.choose_dtype(EngineConfig(dtype="int8"), model_of("bfloat16"), GPU)
+def test_layers_in_int8_need_the_kernels_and_int4_needs_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda, "obstacle", lambda device: None)
+    model = model_of("bfloat16")
+    for config in (EngineConfig(dtype="int8"), EngineConfig(quantization="int8")):
+        assert hardware.choose_dtype(config, model, GPU) == torch.bfloat16
+    with pytest.raises(ConfigError, match="use int8, or device='cpu'"):
+        hardware.choose_dtype(EngineConfig(dtype="int4"), model, GPU)
+    monkeypatch.setattr(cuda, "obstacle", lambda device: "there is no Triton")
+    with pytest.raises(ConfigError, match="'int8' is not possible here: there is no Triton"):
+        hardware.choose_dtype(EngineConfig(dtype="int8"), model, GPU)
 
 
 def test_one_of_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

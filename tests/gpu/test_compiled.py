@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 import infer.attention.triton as backends  # noqa: E402
 from infer.attention.layout import BatchLayout  # noqa: E402
 from infer.attention.triton import TritonBackend  # noqa: E402
-from infer.kernels.cuda import draw, linear, norm, rotary, step  # noqa: E402
+from infer.kernels.cuda import draw, int8, linear, norm, rotary, step  # noqa: E402
 from infer.kernels.linear import Norm  # noqa: E402
 from infer.kernels.rotary import HeadNorms, QKRotation  # noqa: E402
 
@@ -43,7 +43,7 @@ few registers of the largest in memory (3.9: 216 bytes for 64 streams of Qwen3 0
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _KINDS = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.int32: "i32", torch.int64: "i64",
+    torch.int8: "i8", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def compiling(capability: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
 
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", run)
-        for module in (draw, linear, norm, step):
+        for module in (draw, int8, linear, norm, step):
             patch.setattr(module, "has_pdl", has_pdl)
         patch.setattr(linear, "_shared_bytes", lambda device: SHARED_BYTES[capability])
         yield made
@@ -190,6 +190,18 @@ def layers(width: int, height: int, gate: str | None, rows: int) -> None:
     )  # fmt: skip
 
 
+def layers_in_int8(width: int, height: int, gate: str | None, rows: int) -> None:
+    outputs = height * (2 if gate else 1)
+    whole, row_scales = int8.to_int8(
+        torch.empty(rows, width, dtype=BF16, device=META), (torch.empty(width, device=META), 1e-6)
+    )
+    int8.linear(
+        whole, row_scales, torch.empty(outputs, width, dtype=torch.int8, device=META),
+        torch.empty(outputs, device=META), gate=gate, dtype=BF16,
+        residual=None if gate else torch.empty(rows, height, dtype=BF16, device=META),
+    )  # fmt: skip
+
+
 def draws(vocab: int) -> None:
     def empty(kind: torch.dtype) -> Tensor:
         return torch.empty(16, dtype=kind, device=META)
@@ -218,6 +230,7 @@ def small() -> None:
 
 
 Work = Callable[[bool], None]
+SHAPES = ((1024, 3072, "silu"), (3072, 1024, None), (2048, 151_936, None))
 FEW: dict[str, Work] = {
     "attention of a prompt": lambda pdl: attention("Qwen3 0.6B", STEPS["prompts"], pdl),
 }
@@ -239,7 +252,14 @@ ALL: dict[str, Work] = {
             lambda pdl, w=width, h=height, g=gate, r=rows: layers(w, h, g, r)  # type: ignore[misc]
         )
         for rows in (1, 4, 32)
-        for width, height, gate in ((1024, 3072, "silu"), (3072, 1024, None), (2048, 151_936, None))
+        for width, height, gate in SHAPES
+    },
+    **{
+        f"{width} → {height} {gate or ''} of {rows} in int8": (
+            lambda pdl, w=width, h=height, g=gate, r=rows: layers_in_int8(w, h, g, r)  # type: ignore[misc]
+        )
+        for rows in (16, 32)
+        for width, height, gate in SHAPES
     },
 }
 
@@ -273,6 +293,9 @@ def test_everything_is_compiled(
         launch = FEW[name] if name in FEW else ALL[name]
         launch(capability >= 90)
     check(made, capability, tmp_path)
+    if "of 16 in int8" in name:
+        [product] = [kernel for kernel in made if kernel.name == "_few_rows"]
+        assert ".s8.s8" in product.ptx, "the sums are not those of the matrix units"
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from infer.kernels.cuda import int8
 from infer.kernels.cuda import linear as few
 from infer.kernels.cuda.norm import gate, rms_norm
 from infer.kernels.cuda.rotary import apply_rope
-from infer.kernels.linear import CudaLinear, Fusion, Norm
+from infer.kernels.linear import CudaInt8Linear, CudaLinear, Fusion, Norm
 from tests.support.kernel_dtypes import KINDS, LOADED, assert_near
 
 NAN = float("nan")
@@ -222,6 +223,84 @@ def test_cuda_linear(around: dict[str, Any], invariant: bool, device: torch.devi
         got = made(layer.x, residual)
         assert got.shape == want.shape
         assert_near(got, want, kind)
+
+
+# Linear layers in int8.
+
+
+@pytest.mark.parametrize("kind", LOADED, ids=str)
+def test_rows_in_int8(kind: torch.dtype, device: torch.device) -> None:
+    for width in (37, 5000):
+        x = spaced(5, width, kind=kind, device=device)
+        x[1], x[2, 3], x[3, 4] = 0.0, NAN, float("inf")
+        for norm in (None, (torch.rand(width, device=device), 1e-5)):
+            whole, scales = int8.to_int8(x, norm)
+            wide = x.double() if norm is None else normed(x, norm[0], norm[1])
+            for row in (0, 4):
+                most = wide[row].abs().max()
+                assert whole[row].abs().max() == 127
+                assert abs(scales[row] * 127 / most - 1) < 1e-5
+                # Half a step, and a little where the largest number was rounded.
+                assert (
+                    whole[row] * scales[row].double() - wide[row]
+                ).abs().max() < 0.501 * most / 127
+            assert scales[1] == 0
+            assert not whole[1:4].any(), "what cannot be held in int8 is 0 with the scale NaN"
+            assert scales[2:4].isnan().all()
+
+
+def test_halves_are_rounded_to_even(device: torch.device) -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -126.5]], device=device)
+    assert int8.to_int8(x)[0].tolist() == [[127, 0, 2, 2, 0, -2, -126]]
+
+
+def in_int8(layer: Layer, made: CudaInt8Linear) -> Tensor:
+    """The result in float64, of the integers that the layer multiplies."""
+    norm = None if layer.norm is None else (layer.norm.weight, layer.norm.eps)
+    whole, row_scales = int8.to_int8(layer.x, norm)
+    y = whole.double().cpu() @ made.weight.double().cpu().T
+    y = y * row_scales.double().cpu()[:, None] * made.scales.double().cpu()
+    y = y if layer.bias is None else y + layer.bias.double().cpu()
+    if layer.gate:
+        first, second = y.chunk(2, -1)
+        y = acted(first, layer.gate) * second
+    return y if layer.residual is None else y + layer.residual.double().cpu()
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("around", FUSIONS, ids=str)
+def test_linear_in_int8(kind: torch.dtype, around: dict[str, Any], device: torch.device) -> None:
+    for rows, width, height in ((1, 264, 48), (5, 136, 21), (40, 264, 48), (35, 131, 21)):
+        layer = Layer(rows, width, height, kind, device, **around)
+        made = CudaInt8Linear(layer.weight, layer.bias, layer.fusion)
+        got = made(layer.x, layer.residual)
+        assert got.dtype == layer.dtype
+        assert_near(got, in_int8(layer, made), kind)
+        # Half a step of 127 in each factor, over a sum whose errors are independent.
+        error = (got.double().cpu() - layer.expected()).square().mean().sqrt()
+        assert error < 0.03 * layer.expected().square().mean().sqrt() + 1e-6
+
+
+@pytest.mark.parametrize("around", FUSIONS, ids=str)
+def test_a_row_in_int8_is_the_same_in_any_company(
+    around: dict[str, Any], device: torch.device
+) -> None:
+    layer = Layer(40, 264, 48, KINDS[0], device, **around)
+    made = CudaInt8Linear(layer.weight, layer.bias, layer.fusion)
+    together = made(layer.x, layer.residual)
+    for rows in (slice(0, 1), slice(7, 12), slice(20, 36), slice(3, 40)):
+        added = None if layer.residual is None else layer.residual[rows]
+        assert torch.equal(made(layer.x[rows], added), together[rows])
+
+
+def test_numbers_that_are_not_finite_reach_the_result(device: torch.device) -> None:
+    layer = Layer(3, 264, 48, KINDS[0], device)
+    layer.x[1, 5] = NAN
+    layer.weight[7, 9] = float("inf")
+    got = CudaInt8Linear(layer.weight)(layer.x)
+    assert got[1].isnan().all()
+    assert got[:, 7].isnan().all()
+    assert got[[0, 2]][:, [*range(7), *range(8, 48)]].isfinite().all()
 
 
 def test_all_layers_share_one_scratch(device: torch.device) -> None:

@@ -24,7 +24,12 @@ from infer.bench.gpu import measure_peaks, timed_us
 from infer.bench.results import environment
 from infer.config import EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint
-from infer.engine.build.hardware import choose_device, choose_dtype, default_threads
+from infer.engine.build.hardware import (
+    check_quantization,
+    choose_device,
+    choose_dtype,
+    default_threads,
+)
 from infer.errors import ConfigError
 from infer.kernels import loader
 from infer.kernels.invariance import linears
@@ -47,13 +52,12 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
     """Everything that was measured, as plain data.
 
     Where `config` names a model, its layers are measured, and `floor` has the limits of its speed.
-    Raises `ConfigError` for a quantised dtype on a GPU, and where memory does not suffice.
+    Raises `ConfigError` for a quantised dtype that is not possible, or if memory does not suffice.
     """
     threads = config.num_threads or default_threads()
     torch.set_num_threads(threads)
     device = choose_device(config)
-    if config.weight_format and device.type != "cpu":
-        raise ConfigError("dtype", f"{config.weight_format!r} runs on CPUs; use device='cpu'")
+    check_quantization(config, device)
     shapes, dtype, floor_of = DEFAULT_SHAPES, torch.bfloat16, None
     if config.model is not None:
         floor_of = find_checkpoint(config.model, dummy=True)

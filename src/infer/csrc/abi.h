@@ -6,7 +6,7 @@
 // file, and Python refuses a library with another one, so no version has to be kept by hand.
 //
 // Pointers are not owned: the caller keeps the memory alive. `parallel` is GOMP_parallel of the OpenMP runtime
-// in use, or null; the library then starts threads itself.
+// in use, or null; the calls of a thread are then executed by a team of the library's own.
 
 #pragma once
 

@@ -11,6 +11,7 @@
 #include "attention.h"
 
 #include "isa/dispatch.h"
+#include "threads.h"
 
 namespace {
 

@@ -1,6 +1,6 @@
 // How fast this machine reads memory, as a kernel sees it: all threads, prefetching.
 
-#include "common.h"
+#include "threads.h"
 
 #if defined(X86) && defined(__linux__) && defined(__GNUC__)
 #define EVERY_ISA __attribute__((target_clones("avx512f", "avx2", "default")))

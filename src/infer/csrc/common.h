@@ -1,4 +1,4 @@
-// What all files of the library share: compiling for an instruction set, torch's threads, memory.
+// What all files of the library share: compiling for an instruction set, memory.
 
 #pragma once
 
@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -54,17 +53,6 @@
 #define TEXT_(...) #__VA_ARGS__
 
 namespace {
-
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgomp's GOMP_parallel
-
-[[maybe_unused]] void run_threads(Parallel parallel, void (*body)(void*), void* data, int threads) {
-  if (threads <= 1) return body(data);
-  if (parallel) return parallel(body, data, (unsigned)threads, 0);
-  std::vector<std::thread> others;
-  for (int i = 1; i < threads; ++i) others.emplace_back(body, data);
-  body(data);
-  for (std::thread& other : others) other.join();
-}
 
 constexpr long ceil_div(long n, long by) { return (n + by - 1) / by; }
 

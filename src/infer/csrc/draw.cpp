@@ -6,6 +6,7 @@
 #include "draw.h"
 
 #include "isa/dispatch.h"
+#include "threads.h"
 
 namespace {
 

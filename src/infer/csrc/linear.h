@@ -31,6 +31,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "threads.h"
 
 namespace linear {
 

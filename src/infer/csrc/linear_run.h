@@ -43,11 +43,7 @@ void compute(void* data) {
   if (c.groups == 1)
     for (long i = 0; i < LEAD_BYTES; i += 64) __builtin_prefetch(c.start_of(item) + i, 0, 2);
   for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1)) pack_these_rows(c, pack);
-  for (int tries = 0; c.done_packs.load() < c.num_packs; ++tries)
-    if (tries < 4000)
-      relax();
-    else
-      std::this_thread::yield();
+  for (Waiting waiting; c.done_packs.load() < c.num_packs;) waiting.once();
   const ProductState state(c);
   float* sums = (float*)own;
   char* unpacked = own + sum_bytes;  // int4, blocks

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.kernels.linear import (
+    CudaInt8Linear,
     CudaLinear,
     Int8Linear,
     Linear,
@@ -21,7 +22,10 @@ from infer.kernels.linear import (
     PlannedBlocks,
 )
 
-_KINDS = (PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear, PlannedBlocks)
+_KINDS = (
+    *(PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear, CudaInt8Linear),
+    PlannedBlocks,
+)
 
 _ROWS = (2, 3, 17, 40, 130)
 """Numbers of rows that are compared with one row.

@@ -8,8 +8,8 @@ share an integer multiple from 1 to 16. n · multiple is an int8 number, so ever
 int8. A weight may also be given in the blocks of a GGUF file (`kernels.blocks`), which are kept.
 
 Whether a row's result is the same, bit for bit, for every number of rows depends on the class. It
-is by construction in `NativeLinear` (bfloat16, int8 and int4 in C++: csrc/linear.h) and in
-`Int8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
+is by construction in `NativeLinear` (bfloat16, int8 and int4 in C++: csrc/linear.h), in
+`Int8Linear` and in `CudaInt8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
 in bfloat16 with AMX, where oneDNN divides a sum differently for different numbers of rows. It is
 not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on this machine.
 """
@@ -38,6 +38,9 @@ GROUP_INPUTS = 64
 """Number of inputs that share a multiple in int4."""
 MOST_MULTIPLE = 16
 """Maximum of the multiples in int4."""
+
+_ROWS_AT_A_TIME = 4096
+"""Number of a weight's rows that are quantized together on a GPU: as float32 they take memory."""
 
 BFLOAT16_SETS = ("amx", "avx512_bf16", "neon_i8mm_bf16")
 """Instruction sets that multiply in bfloat16; with the others it is widened in registers."""
@@ -209,6 +212,39 @@ class CudaLinear(_Composed):
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
         return F.linear(x, self.weight, self.bias)
+
+
+class CudaInt8Linear(_Composed):
+    """A layer on a CUDA device with its weight in int8; its products are exact integers.
+
+    A row has the same bits for every number of rows; see `kernels.cuda.int8`.
+    """
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
+    ) -> None:
+        """`weight`: [out, in], or [2 out, in] with a gate; `bias`: [out] or [2 out]."""
+        super().__init__(weight, bias, fusion)
+        self.weight = torch.empty_like(weight, dtype=torch.int8)
+        self.scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        for first in range(0, len(weight), _ROWS_AT_A_TIME):
+            some = slice(first, first + _ROWS_AT_A_TIME)
+            whole, scales = _quantized(weight[some])
+            self.weight[some], self.scales[some] = whole, scales.squeeze(1)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[T, in] → [T, out]."""
+        from infer.kernels.cuda.int8 import linear, to_int8
+
+        fusion, norm = self.fusion, self.fusion.norm
+        whole, row_scales = to_int8(x, None if norm is None else (norm.weight, norm.eps))
+        return linear(
+            *(whole, row_scales, self.weight, self.scales),
+            bias=self.bias,
+            gate=fusion.gate,
+            residual=residual,
+            dtype=torch.float32 if fusion.float_out else x.dtype,
+        )
 
 
 class PackedLinear(_Composed):
@@ -663,6 +699,8 @@ def make_linear(
     whole = joined(parts)
     if quantization and whole.device.type == "cpu":
         return Int8Linear(whole, bias, fusion, bits=bits)
+    if quantization == "int8" and whole.is_cuda:
+        return CudaInt8Linear(whole, bias, fusion)
     if whole.is_cuda and cuda.obstacle(whole.device) is None:
         return CudaLinear(whole, bias, fusion, invariant=batch_invariant)
     kind = PackedLinear if can_pack(whole) else PlainLinear

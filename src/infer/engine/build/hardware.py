@@ -16,6 +16,7 @@ import torch
 from infer.config import EngineConfig
 from infer.engine.build.processors import read_processors
 from infer.errors import ConfigError
+from infer.kernels import cuda
 from infer.kernels.linear import bfloat16_obstacle, quantization_obstacle
 from infer.kernels.loader import chosen_instruction_set, int8_cache_obstacle
 from infer.main_memory import available_bytes, proc_bytes
@@ -76,18 +77,9 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
 
     Raises `ConfigError` if a quantised format is not possible on this machine.
     """
-    if quantization := config.weight_format:
-        if device.type != "cpu":
-            raise ConfigError(
-                "quantization",
-                f"{quantization!r} runs on CPUs, not on {device.type}; use device='cpu'",
-            )
-        if reason := quantization_obstacle():
-            setting = "quantization" if config.quantization else "dtype"
-            raise ConfigError(
-                setting, f"{quantization!r} is not possible here: {reason}; use dtype='auto'"
-            )
-        return torch.float32 if bfloat16_obstacle() else torch.bfloat16
+    if config.weight_format:
+        check_quantization(config, device)
+        return torch.float32 if device.type == "cpu" and bfloat16_obstacle() else torch.bfloat16
     name = model.dtype if config.dtype == "auto" else config.dtype
     if config.dtype == "auto" and name == "bfloat16" and not has_bfloat16(device):
         log.warning("this device has no bfloat16 arithmetic: computing in float16")
@@ -97,6 +89,22 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     if config.dtype == "auto" and name == "bfloat16" and device.type == "cpu":
         name = "float32" if bfloat16_obstacle() else name
     return next(dtype for dtype in DTYPES if str(dtype) == f"torch.{name}")
+
+
+def check_quantization(config: EngineConfig, device: torch.device) -> None:
+    """`ConfigError` if layers cannot be held in the format that `config` asks for on a device."""
+    if (quantization := config.weight_format) is None:
+        return
+    setting = "quantization" if config.quantization else "dtype"
+    if quantization == "int4" and device.type != "cpu":
+        raise ConfigError(
+            setting, f"'int4' runs on CPUs, not on {device.type}; use int8, or device='cpu'"
+        )
+    reason = quantization_obstacle() if device.type == "cpu" else cuda.obstacle(device)
+    if reason:
+        raise ConfigError(
+            setting, f"{quantization!r} is not possible here: {reason}; use dtype='auto'"
+        )
 
 
 def log_dtype(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> None:

@@ -1,0 +1,120 @@
+"""Tests of the library's own threads, which execute calls where torch's runtime is out of reach."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from infer.kernels import loader
+from infer.kernels.linear import NativeLinear
+from tests.support.server_process import ENV
+
+pytestmark = [
+    pytest.mark.skipif(loader.available() is not None, reason=str(loader.available())),
+    pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc"),
+]
+TASKS = Path("/proc/self/task")
+NUM_THREADS = 4
+FORKS = """
+import os, sys, torch
+from tests.kernels import test_threads as here
+
+here.loader.parallel = lambda: None
+torch.set_num_threads(here.NUM_THREADS)
+layer, x = here.layer(), here.rows(40)
+
+def computed() -> bytes:
+    return layer(x).view(torch.uint8).numpy().tobytes()  # torch's own threads do not survive a fork
+
+expected = computed()
+if (child := os.fork()) == 0:
+    os._exit(0 if computed() == expected else 3)
+assert computed() == expected
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where torch's OpenMP runtime cannot be found."""
+    monkeypatch.setattr(loader, "parallel", lambda: None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(NUM_THREADS)
+    yield
+    torch.set_num_threads(before)
+
+
+def layer() -> NativeLinear:
+    generator = torch.Generator().manual_seed(0)
+    return NativeLinear([torch.randn((1000, 512), generator=generator).div_(20).bfloat16()])
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn((count, 512), generator=torch.Generator().manual_seed(count)).bfloat16()
+
+
+def num_tasks() -> int:
+    return len(list(TASKS.iterdir()))
+
+
+def test_the_same_bits_with_any_number_of_threads() -> None:
+    product = layer()
+    for count in (1, 7, 40, 300):
+        x = rows(count)
+        torch.set_num_threads(1)
+        alone = product(x)
+        for threads in (2, 3, 4, 2, 7, 1, 4):
+            torch.set_num_threads(threads)
+            assert torch.equal(product(x), alone), (count, threads)
+
+
+def test_members_that_sleep_wake_up() -> None:
+    product, x = layer(), rows(40)
+    expected = product(x)
+    for pause_s in (0.0, 0.0001, 0.0002, 0.0003, 0.001, 0.01) * 20:
+        time.sleep(pause_s)
+        assert torch.equal(product(x), expected)
+
+
+def test_callers_at_the_same_time_have_teams_that_end_with_them() -> None:
+    product, x = layer(), rows(40)
+    expected = product(x)
+    before = num_tasks()
+    together, most = threading.Barrier(3), []
+
+    def call_often(_: int) -> bool:
+        torch.set_num_threads(NUM_THREADS)  # torch has it for each thread
+        together.wait()
+        results = [product(x) for _ in range(200)]
+        together.wait()
+        most.append(num_tasks())
+        together.wait()
+        return all(torch.equal(result, expected) for result in results)
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(call_often, range(3)))
+    assert min(most) >= before + 3 * NUM_THREADS
+    deadline_s = time.monotonic() + 10
+    while num_tasks() > before:
+        assert time.monotonic() < deadline_s, "members outlive the thread that called them"
+        time.sleep(0.01)
+
+
+def test_after_a_fork_both_processes_compute() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKS],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
