@@ -2,7 +2,8 @@
 
 #include "threads.h"
 
-#if defined(X86) && defined(__linux__) && defined(__GNUC__)
+// ThreadSanitizer is not yet there when the loader asks which clone it is to be.
+#if defined(X86) && defined(__linux__) && defined(__GNUC__) && !defined(__SANITIZE_THREAD__)
 #define EVERY_ISA __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define EVERY_ISA
