@@ -31,6 +31,7 @@ CAPS = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "DNNL_MAX_CPU_ISA": "AVX2",
         "ATEN_CPU_CAPABILITY": "avx2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
 }
 """Variables that keep an engine to an instruction set, by what follows its variant's @."""
