@@ -1,11 +1,13 @@
-"""The main memory of this machine: how much of it is free for this process, and what processes hold
+"""The main memory of this machine: what is free for this process, and giving back what it has freed
 
 Torch-free, because the API process reads it, too.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from infer.control_groups import memory_left
@@ -31,3 +33,31 @@ def proc_bytes(file: str, key: str) -> int | None:
     except (OSError, ValueError):
         pass
     return None
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep the memory of a step's tensors for the next step.
+
+    By default glibc returns large blocks to the operating system at once, and the page faults of
+    the next step cost a tenth of its time. Blocks above 32 MiB (weights) are still returned.
+    """
+    mallopt = _of_c_library("mallopt")
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(mmap_threshold, 32 << 20)
+        mallopt(trim_threshold, 512 << 20)
+
+
+def return_freed_memory() -> None:
+    """Give what loading a model has freed back to the operating system, where glibc can.
+
+    `keep_freed_memory` makes glibc keep it: 110 MB after a model of 1B with 128,000 tokens.
+    """
+    trim = _of_c_library("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
+def _of_c_library(name: str) -> Callable[..., int] | None:
+    """A function of the C library, if it has it: `mallopt` and `malloc_trim` are glibc's."""
+    return getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None

@@ -15,7 +15,14 @@ from torch import Tensor
 from infer.kernels import linear, loader
 from infer.kernels.blocks import NUMBERS, BlockWeight, packed_bytes
 from infer.kernels.invariance import batch_invariance_problem
-from infer.kernels.linear import BlockEmbedding, Fusion, NativeLinear, Norm, make_linear
+from infer.kernels.linear import (
+    PRODUCT_ONLY,
+    BlockEmbedding,
+    Fusion,
+    NativeLinear,
+    Norm,
+    make_linear,
+)
 from tests.support.gguf_files import blocks
 
 SHAPES = [  # outputs, inputs
@@ -165,8 +172,7 @@ def test_an_embedding_looks_up_the_numbers_of_the_file(kind: str, n: int, k: int
     embedding = BlockEmbedding(weight)
     tokens = torch.arange(n).flip(0)
     assert torch.equal(embedding.index_select(0, tokens), numbers.flip(0).bfloat16())
-    head = make_linear(weight, packed=embedding.packed)
-    x = inputs(3, k)
+    head, x = embedding.tied_head(PRODUCT_ONLY), inputs(3, k)
     assert torch.equal(head(x), NativeLinear([weight])(x))
 
 

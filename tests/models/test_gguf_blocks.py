@@ -6,6 +6,7 @@ package, in float32.
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,10 @@ def test_blocks_are_kept_by_default(mixed: Path) -> None:
         assert model.stack is not None
         (answer,) = llm.generate(["abc"], SamplingParams(max_tokens=8, temperature=0))
         assert len(answer.token_ids) == 8
+        del runner
+        gc.collect()
+        if (maps := Path("/proc/self/maps")).exists():
+            assert str(mixed) not in maps.read_text(), "the file's pages count as the process's"
     layers: list[Any] = [*linears(model), model.embedding]
     held = sum(layer.packed.nbytes for layer in layers)
     assert held <= 1.1 * mixed.stat().st_size

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import infer.engine.build.hardware as machine
+import infer.main_memory as main_memory
 from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
@@ -125,7 +126,7 @@ def load_model(model: str | None = None, **settings: Any) -> CellModel:
     if settings.get("attention_backend") == "triton":
         raise ConfigError("attention_backend", "'triton' is not possible: contexts are on CPUs")
     config = EngineConfig(model=model, device="cpu", **settings)
-    machine.keep_freed_memory()
+    main_memory.keep_freed_memory()
     checkpoint = find_checkpoint(
         model, revision=config.revision, dummy=config.load_format == "dummy"
     )

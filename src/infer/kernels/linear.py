@@ -22,7 +22,7 @@ import os
 import platform
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -441,8 +441,8 @@ class NativeLinear:
         """`weights`: [out_i, in] bfloat16 each, or in blocks; their outputs are concatenated.
 
         `bits`: a weight in bfloat16 is held in 16, 8 or 4 bits. `packed`: the memory of another
-        layer in blocks with the same weights. `RuntimeError` with the reason if the kernel cannot
-        run, `ValueError` if a panel would hold blocks of two types.
+        layer in blocks with the same weights, whose rows are then not read. `RuntimeError` with the
+        reason if the kernel cannot run, `ValueError` if a panel would hold blocks of two types.
         """
         if reason := native_obstacle():
             raise RuntimeError(reason)
@@ -541,17 +541,23 @@ class BlockEmbedding:
     A tied output head uses the same memory.
     """
 
-    __slots__ = ("_layer", "dtype", "weight")
+    __slots__ = ("_layer", "_weight", "dtype")
 
     def __init__(self, weight: BlockWeight) -> None:
-        self.weight = weight
         self.dtype = torch.bfloat16
         self._layer = None if weight.rows is None else NativeLinear([weight])
+        self._weight = replace(weight, rows=None)  # not the file's memory, which may go now
 
     @property
     def packed(self) -> Tensor | None:
         """The memory of the blocks in the order of panels; None: the weight is only planned."""
         return None if self._layer is None else self._layer.packed
+
+    def tied_head(self, fusion: Fusion) -> Linear:
+        """An output head with this weight."""
+        if self.packed is None:
+            return PlannedBlocks([self._weight], fusion)
+        return NativeLinear([self._weight], None, fusion, packed=self.packed)
 
     def index_select(self, dim: int, tokens: Tensor) -> Tensor:
         """The rows [T, E] of tokens [T]; `dim` is 0."""
@@ -678,13 +684,11 @@ def make_linear(
     *,
     quantization: str | None = None,
     batch_invariant: bool = False,
-    packed: Tensor | None = None,
 ) -> Linear:
     """The fastest `Linear` for a weight [out, in], or for several with concatenated outputs.
 
     `quantization`: int8 or int4; None: the weight keeps its dtype. `batch_invariant`: on a GPU only
-    kernels are used that can compute a row the same way for every number of rows. `packed`: memory
-    in which a weight in blocks is already.
+    kernels are used that can compute a row the same way for every number of rows.
     """
     several = [weight] if isinstance(weight, (Tensor, BlockWeight)) else list(weight)
     blocks = [part for part in several if isinstance(part, BlockWeight)]
@@ -692,7 +696,7 @@ def make_linear(
     if blocks and blocks[0].rows is None:
         return PlannedBlocks(blocks, fusion)
     if blocks:
-        return NativeLinear(blocks, bias, fusion, packed=packed)
+        return NativeLinear(blocks, bias, fusion)
     bits = 16 if quantization is None else BITS[quantization]
     if parts[0].is_cpu and parts[0].dtype == torch.bfloat16 and native_obstacle() is None:
         return NativeLinear(parts, bias, fusion, bits=bits)

@@ -168,7 +168,7 @@ def output_head(
     if config.tie_embeddings:
         source.drop(name)  # some checkpoints store the tied weight a second time
         if isinstance(embedding, BlockEmbedding):
-            return make_linear(embedding.weight, fusion=fusion, packed=embedding.packed)
+            return embedding.tied_head(fusion)
         weights: Sequence[Tensor] | Sequence[BlockWeight] = [embedding]
     else:
         weights = source.take_linear({name: (config.vocab_size, config.hidden_size)})

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import infer.engine.build.hardware as machine
 import infer.engine.build.machine_share as machine_share
+import infer.main_memory as main_memory
 from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
@@ -107,7 +108,7 @@ def prepare(
     engine gets, where other engines share it. Raises `LoadError` for a checkpoint that cannot be
     read, `ConfigError` for settings that are impossible or do not fit into memory.
     """
-    machine.keep_freed_memory()
+    main_memory.keep_freed_memory()
     checkpoint = find_checkpoint(
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
     )
@@ -298,13 +299,13 @@ def _build(
     core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes)
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
-    machine.return_freed_memory()
+    main_memory.return_freed_memory()
     return core, limits
 
 
 def _grammar_compiler(checkpoint: Checkpoint, config: EngineConfig) -> Compiler:
     compiler = Compiler(read_vocabulary(text_of(checkpoint, config), checkpoint.config.vocab_size))
-    machine.return_freed_memory()  # the files' text, and a tokenizer
+    main_memory.return_freed_memory()  # the files' text, and a tokenizer
     return compiler
 
 

@@ -1,15 +1,13 @@
 """The machine, and the settings that depend on it: device, dtype, threads, free memory
 
 Used by `engine.build.memory_plan` and `engine.build.assemble`. Its functions read the operating
-system; `keep_freed_memory` and `make_products_invariant` change settings of this process.
+system; `make_products_invariant` changes settings of this process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-from collections.abc import Callable
 
 import torch
 
@@ -171,34 +169,6 @@ def stay_on_cores(*, all_nodes: bool) -> None:
         len(processors.cores),
         ", ".join(map(str, sorted({core.node for core in chosen}))),
     )
-
-
-def keep_freed_memory() -> None:
-    """Let the C library keep the memory of a step's tensors for the next step.
-
-    By default glibc returns large blocks to the operating system at once, and the page faults of
-    the next step cost a tenth of its time. Blocks above 32 MiB (weights) are still returned.
-    """
-    mallopt = _of_c_library("mallopt")
-    if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3
-        mallopt(mmap_threshold, 32 << 20)
-        mallopt(trim_threshold, 512 << 20)
-
-
-def return_freed_memory() -> None:
-    """Give what loading a model has freed back to the operating system, where glibc can.
-
-    `keep_freed_memory` makes glibc keep it: 110 MB after a model of 1B with 128,000 tokens.
-    """
-    trim = _of_c_library("malloc_trim")
-    if trim is not None:
-        trim(0)
-
-
-def _of_c_library(name: str) -> Callable[..., int] | None:
-    """A function of the C library, if it has it: `mallopt` and `malloc_trim` are glibc's."""
-    return getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
 
 
 def free_bytes(device: torch.device) -> int:

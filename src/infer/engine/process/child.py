@@ -34,6 +34,7 @@ from infer.engine.client.engine_client import HEARTBEAT_S
 from infer.engine.commands import Command
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
+from infer.main_memory import return_freed_memory
 from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
 
@@ -157,16 +158,17 @@ def main(fd: int, parent: int) -> int:
     except LoadError as error:
         channel.send(messages.Refused(ErrorRecord.of(error)))
         return 2
+    fingerprint, pinned = blueprint.fingerprint(core), blueprint.pinned(core)
+    del blueprint  # with it go the text files, and the metadata and pages of a GGUF file
     freeze_heap()
+    return_freed_memory()
     # A step waits at most this long, in seconds, for a thread that compiles a grammar.
     sys.setswitchinterval(0.001)
     # Few objects are left to collect, so collections are cheap and may be frequent. Each one also
     # clears the interpreter's free lists of tuples (2,000 of each length), which otherwise fill
     # over an hour and look like a leak.
     gc.set_threshold(700, 2, 2)
-    fingerprint = blueprint.fingerprint(core)
-    channel.send(messages.Ready(limits, core.stats(), blueprint.pinned(core), fingerprint))
-    del blueprint  # with it go the text files, and the metadata and pages of a GGUF file
+    channel.send(messages.Ready(limits, core.stats(), pinned, fingerprint))
     threading.Thread(target=_beat, args=(channel,), daemon=True).start()
 
     def report(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
