@@ -4,13 +4,15 @@ Each call is one layer in bfloat16, with pages of 16 tokens in random order. The
 several layers take turns, so that no call finds its keys in a cache of the CPU (`--rotate-mb`, by
 default 700, which is more than the last level holds). The floor of decode is the bytes of K and V
 divided by the read bandwidth, which is measured in the same round. The flops of prefill are 4 · H ·
-D for every key that a query sees. The backends take turns, and the tables have medians. Nothing
-else may run at the same time.
+D for every key that a query sees. A rotation (with norms of heads for D = 128) takes the time that
+attention takes longer with it. The backends take turns, and the tables have medians. Nothing else
+may run at the same time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -23,6 +25,8 @@ from infer.attention.cpu import NativeBackend
 from infer.attention.layout import AttentionBackend, BatchLayout
 from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
+from infer.kernels.linear import Norm
+from infer.kernels.rotary import HeadNorms, QKRotation
 
 PAGE = 16
 LLAMA, QWEN = (32, 8, 64), (16, 8, 128)
@@ -31,6 +35,7 @@ DECODE = [
     (QWEN, 32, 160), (QWEN, 32, 1024),
 ]  # fmt: skip
 PREFILL = [(LLAMA, 1, 1024), (LLAMA, 8, 128), (QWEN, 1, 1024)]
+ROTATION = [(LLAMA, 32, 160, 1), (QWEN, 32, 160, 1), (LLAMA, 1, 1024, 1024), (QWEN, 1, 1024, 1024)]
 
 
 def random_cache(shape: tuple[int, ...]) -> torch.Tensor:
@@ -61,16 +66,26 @@ class Case:
         self.k = torch.randn(B * num, G, D).bfloat16()
         self.v = torch.randn(B * num, G, D).bfloat16()
 
-    def backend(self, kind: Callable[..., AttentionBackend]) -> Callable[[], float]:
+    def rotation(self) -> QKRotation:
+        """A rotation of the queries and keys, behind norms of heads for a size of 128."""
+        size = self.q.shape[2]
+        angles = torch.rand(len(self.q), size // 2)
+        norm = Norm(torch.ones(size), 1e-6)
+        norms = HeadNorms(norm, norm) if size == 128 else None
+        return QKRotation(angles.cos(), angles.sin(), norms)
+
+    def backend(
+        self, kind: Callable[..., AttentionBackend], turn: QKRotation | None = None
+    ) -> Callable[[], float]:
         """A function that computes attention in the next layer and returns the seconds."""
         backend = kind(self.keys, self.values, num_heads=self.heads, scale=self.scale)
         backend.plan(self.layout)
-        turn = iter(range(10**9))
+        count = itertools.count()
 
         def attend() -> float:
-            layer = next(turn) % len(self.keys)
+            layer = next(count) % len(self.keys)
             started = time.perf_counter()
-            backend(layer, self.q, self.k, self.v)
+            backend(layer, self.q, self.k, self.v, turn)
             return time.perf_counter() - started
 
         return attend
@@ -99,6 +114,24 @@ def measure(case: Case, data: torch.Tensor, rounds: int) -> tuple[float, float, 
                 column.append(value)
     a, b, c = (statistics.median(column) for column in times)
     return a, b, c
+
+
+def measure_rotation(case: Case, rounds: int) -> tuple[float, float, float]:
+    """Medians of the seconds: attention without a rotation and with one, and torch's rotation."""
+    turn = case.rotation()
+
+    def by_torch() -> float:
+        started = time.perf_counter()
+        turn(case.q, case.k)
+        return time.perf_counter() - started
+
+    ways = (case.backend(NativeBackend), case.backend(NativeBackend, turn), by_torch)
+    times: list[list[float]] = [[], [], []]
+    for _ in range(10 * rounds):
+        for column, way in zip(times, ways, strict=True):
+            column.append(way())
+    without, together, alone = (statistics.median(column[3:]) for column in times)
+    return without, together, alone
 
 
 def main() -> None:
@@ -135,6 +168,15 @@ def main() -> None:
             print(
                 f"| {shape}; {B} × {n} | {ours * 1e3:.2f} | {case.flops / ours / 1e9:.0f} |"
                 f" {theirs * 1e3:.2f} | {case.flops / theirs / 1e9:.0f} |",
+                flush=True,
+            )
+        print("\n| rotation: H, G, D; B × queries | native, within attention, ms | torch's ms |")
+        print("|---|---|---|")
+        for shape, B, n, num in ROTATION:
+            case = Case(shape, B, n, num, 64 << 20)
+            without, together, alone = measure_rotation(case, options.rounds)
+            print(
+                f"| {shape}; {B} × {num} | {(together - without) * 1e3:.3f} | {alone * 1e3:.3f} |",
                 flush=True,
             )
 
