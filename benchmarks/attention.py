@@ -125,13 +125,13 @@ def measure_rotation(case: Case, rounds: int) -> tuple[float, float, float]:
         turn(case.q, case.k)
         return time.perf_counter() - started
 
-    ways = (case.backend(NativeBackend), case.backend(NativeBackend, turn), by_torch)
-    times: list[list[float]] = [[], [], []]
-    for _ in range(10 * rounds):
-        for column, way in zip(times, ways, strict=True):
-            column.append(way())
-    without, together, alone = (statistics.median(column[3:]) for column in times)
-    return without, together, alone
+    ways = (case.backend(NativeBackend), case.backend(NativeBackend, turn))
+    times: list[list[float]] = [[], []]
+    for i in range(20 * rounds):
+        for which in (i % 2, 1 - i % 2):
+            times[which].append(ways[which]())
+    without, together = (statistics.median(column[3:]) for column in times)
+    return without, together, statistics.median(by_torch() for _ in range(10 * rounds))
 
 
 def main() -> None:
