@@ -178,7 +178,7 @@ def test_measuring_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVIDIA H100" in result.stderr
 
 
-def test_weights_in_int8_are_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_in_int4_are_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(machine, "choose_device", lambda config: torch.device("meta"))
