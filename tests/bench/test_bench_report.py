@@ -183,4 +183,4 @@ def test_weights_in_int4_are_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(machine, "choose_device", lambda config: torch.device("meta"))
     with pytest.raises(ConfigError, match="device='cpu'"):
-        machine.measure_machine(EngineConfig(dtype="int8"))
+        machine.measure_machine(EngineConfig(dtype="int4"))
