@@ -16,7 +16,7 @@ from infer.engine.fleet.router import MemberLoad, Router
 from infer.types import Request, StepOutput
 from tests.support.doubles import limits_of, make_hash_core
 
-STEP_S, PROMPT_TOKEN_S, ROW_S = 10e-3, 3e-4, 3e-4
+COSTS_S = (10e-3, 3e-4, 3e-4)
 """seconds of a step, of each prompt token and of each sequence in it"""
 
 
@@ -34,12 +34,23 @@ class RoutedEngine:
 class RoutedEngines:
     """See the module's docstring."""
 
-    def __init__(self, num: int, router: Router, **settings: Any) -> None:
-        """`settings`: of `make_hash_core`, for each engine."""
+    def __init__(
+        self,
+        num: int,
+        router: Router,
+        *,
+        costs_s: tuple[float, float, float] = COSTS_S,
+        **settings: Any,
+    ) -> None:
+        """`costs_s`: as `COSTS_S`; `settings`: of `make_hash_core`, for each engine."""
         self.router = router
+        self._costs_s = costs_s
         self.engines = [RoutedEngine(f"engine-{i}", **settings) for i in range(num)]
         self.now_s = 0.0
         self.on_end: Callable[[StepOutput], None] = lambda output: None
+        self.first_token_s: dict[str, float] = {}
+        """seconds until the first token of each request"""
+        self._waiting_since_s: dict[str, float] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         for engine in self.engines:
@@ -55,6 +66,7 @@ class RoutedEngines:
         load = self.router.choose(request, [each.load for each in self.engines])
         (engine,) = (each for each in self.engines if each.load is load)
         engine.num_requests += 1
+        self._waiting_since_s[request.request_id] = self.now_s
         load.add(request)
         engine.now_s = max(engine.now_s, self.now_s)
         engine.core.add(request)
@@ -86,9 +98,8 @@ class RoutedEngines:
         outputs = engine.core.step()
         counters = engine.core.stats().counters
         num_tokens = counters.num_computed_tokens - before.num_computed_tokens
-        took_s = (
-            STEP_S + PROMPT_TOKEN_S * num_tokens + ROW_S * (counters.num_rows - before.num_rows)
-        )
+        step_s, token_s, row_s = self._costs_s
+        took_s = step_s + token_s * num_tokens + row_s * (counters.num_rows - before.num_rows)
         self.at(self.now_s + took_s, lambda: self._report(engine, outputs, took_s))
 
     def _report(self, engine: RoutedEngine, outputs: list[StepOutput], took_s: float) -> None:
@@ -98,6 +109,9 @@ class RoutedEngines:
             step_events = msgspec.structs.replace(step_events, **times)
             engine.load.stepped(step_events)
         for output in outputs:
+            if output.token_id is not None and output.request_id in self._waiting_since_s:
+                since_s = self._waiting_since_s.pop(output.request_id)
+                self.first_token_s[output.request_id] = self.now_s - since_s
             if output.finish_reason is not None:
                 engine.load.remove(output.request_id)
         self.router.reported(engine.load, outputs, step_events)
