@@ -166,12 +166,20 @@ class Layer:
         x = self.x.double().cpu()
         if self.norm is not None:
             x = normed(x, self.norm.weight.cpu(), self.norm.eps)
-        y = x @ self.weight.double().cpu().T
+        return self.finished(x @ self.weight.double().cpu().T)
+
+    def finished(self, y: Tensor) -> Tensor:
+        """A product in float64 with what follows it."""
         y = y if self.bias is None else y + self.bias.double().cpu()
         if self.gate:
             first, second = y.chunk(2, -1)
             y = acted(first, self.gate) * second
         return y if self.residual is None else y + self.residual.double().cpu()
+
+    @property
+    def norm_numbers(self) -> tuple[Tensor, float] | None:
+        """Weight and eps of the norm, as kernels take them."""
+        return None if self.norm is None else (self.norm.weight, self.norm.eps)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -183,10 +191,9 @@ def test_few_rows(
     config = (8, 64, 4, 1) if rows == 1 else (16, 32, 1, 4, 2, True)
     for width, height in ((136, 21), (48, 16)):
         layer = Layer(rows, width, height, kind, device, **around)
-        norm = None if layer.norm is None else (layer.norm.weight, layer.norm.eps)
         got = few.few_rows(
-            layer.x, layer.weight, bias=layer.bias, norm=norm, gate=layer.gate or None,
-            residual=layer.residual, dtype=layer.dtype, config=config,
+            layer.x, layer.weight, bias=layer.bias, norm=layer.norm_numbers,
+            gate=layer.gate or None, residual=layer.residual, dtype=layer.dtype, config=config,
         )  # fmt: skip
         assert got.dtype == layer.dtype
         assert_near(got, layer.expected(), kind)
@@ -195,16 +202,15 @@ def test_few_rows(
 @pytest.mark.parametrize("around", FUSIONS, ids=str)
 def test_columns_that_programs_share(around: dict[str, Any], device: torch.device) -> None:
     layer = Layer(5, 200, 40, KINDS[0], device, **around)
-    norm = None if layer.norm is None else (layer.norm.weight, layer.norm.eps)
     scratch = (
         torch.full((100_000,), NAN, device=device),
         torch.zeros(64, dtype=torch.int32, device=device),
     )
     for _ in range(2):  # the counters are as the next launch needs them
         got = few.few_rows(
-            layer.x, layer.weight, bias=layer.bias, norm=norm, gate=layer.gate or None,
-            residual=layer.residual, dtype=layer.dtype, config=(16, 32, 3, 4, 2, False),
-            scratch=scratch,
+            layer.x, layer.weight, bias=layer.bias, norm=layer.norm_numbers,
+            gate=layer.gate or None, residual=layer.residual, dtype=layer.dtype,
+            config=(16, 32, 3, 4, 2, False), scratch=scratch,
         )  # fmt: skip
         assert_near(got, layer.expected(), KINDS[0])
     assert not scratch[1].any()
@@ -256,15 +262,9 @@ def test_halves_are_rounded_to_even(device: torch.device) -> None:
 
 def in_int8(layer: Layer, made: CudaInt8Linear) -> Tensor:
     """The result in float64, of the integers that the layer multiplies."""
-    norm = None if layer.norm is None else (layer.norm.weight, layer.norm.eps)
-    whole, row_scales = int8.to_int8(layer.x, norm)
+    whole, row_scales = int8.to_int8(layer.x, layer.norm_numbers)
     y = whole.double().cpu() @ made.weight.double().cpu().T
-    y = y * row_scales.double().cpu()[:, None] * made.scales.double().cpu()
-    y = y if layer.bias is None else y + layer.bias.double().cpu()
-    if layer.gate:
-        first, second = y.chunk(2, -1)
-        y = acted(first, layer.gate) * second
-    return y if layer.residual is None else y + layer.residual.double().cpu()
+    return layer.finished(y * row_scales.double().cpu()[:, None] * made.scales.double().cpu())
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

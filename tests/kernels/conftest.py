@@ -1,11 +1,20 @@
-"""Fixtures that select the instruction set of a test's layers."""
+"""Fixtures of the kernels' tests: threads as before, and the instruction set of a test's layers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from infer.kernels import linear, loader
 from tests.support import isas
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before() -> Iterator[None]:
+    """Tests may set torch's number of threads."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import gguf
 import numpy as np
@@ -37,13 +37,6 @@ OF_32 = [(5, 32), (40, 96), (33, 352)]
 CASES = [(kind, *shape) for kind in NUMBERS for shape in SHAPES]
 CASES += [(kind, *shape) for kind in ("Q4_0", "Q8_0") for shape in OF_32]
 ROWS = [*range(1, 41), 64, 65, 100, 257]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def made(kind: str, n: int, k: int) -> tuple[BlockWeight, Tensor]:

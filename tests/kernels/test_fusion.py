@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,6 @@ from infer.kernels.linear import (
 from tests.support import isas
 
 SHAPES = [(16, 2), (33, 34), (64, 64), (100, 258), (513, 96), (2048, 160), (8192, 32)]  # K, N
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

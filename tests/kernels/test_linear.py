@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -34,13 +33,6 @@ SHAPES = [  # K, N, bias
     (8192, 96, False),
 ]
 ROWS = [*range(1, 71), *range(127, 131), *range(500, 521)]
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def layer(k: int, n: int, bias: bool) -> tuple[Tensor, Tensor | None]:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -44,13 +43,10 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.fixture(autouse=True)
-def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where torch's OpenMP runtime cannot be found."""
     monkeypatch.setattr(loader, "parallel", lambda: None)
-    before = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)
-    yield
-    torch.set_num_threads(before)
 
 
 def layer() -> NativeLinear:

@@ -1,7 +1,6 @@
 // Threads for a call: those of torch's OpenMP runtime, or a team of this library's own.
 #pragma once
 
-#include <chrono>
 #include <thread>
 
 #include "common.h"

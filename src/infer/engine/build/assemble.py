@@ -94,6 +94,7 @@ def assemble(config: EngineConfig) -> EngineParts:
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
     core, limits = blueprint.build(lambda request_id: None)
+    main_memory.return_freed_memory()
     return EngineParts(
         core, InputProcessor(tokenizer, limits, config.seed or 0), blueprint.model_name
     )
@@ -299,7 +300,6 @@ def _build(
     core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes)
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
-    main_memory.return_freed_memory()
     return core, limits
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from infer.kernels.cuda import has_pdl
+from infer.kernels.cuda.linear import load_weights
 from infer.kernels.cuda.norm import activation
 
 MAX_ROWS = 16
@@ -84,34 +85,33 @@ def _few_rows(
     BIAS: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute out [rows, N] from x [rows, K], ROWS rows by each program, as the product W xᵀ."""
-    n = (tl.program_id(0) * BN + tl.arange(0, BN))[:, None]
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
     r = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[None, :]
     kk = tl.arange(0, BK)
     ok = n < N
     real = r < rows
-    first = weight + n.to(tl.int64) * K
-    half = N.to(tl.int64) * K
+    first = n.to(tl.int64)
     y = tl.zeros((BN, ROWS), tl.int32)
     second = tl.zeros((BN, ROWS), tl.int32)
-    w = tl.load(first + kk[None, :], mask=ok & (kk < K)[None, :], other=0)
+    w = load_weights(weight, first, kk, K, ok)
     w2 = w
     if GATE != "":
-        w2 = tl.load(first + half + kk[None, :], mask=ok & (kk < K)[None, :], other=0)
+        w2 = load_weights(weight, first + N, kk, K, ok)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for k in range(0, K, BK):
         at = k + kk
-        inside = (at < K)[None, :]
         if k > 0:
-            w = tl.load(first + at[None, :], mask=ok & inside, other=0)
+            w = load_weights(weight, first, at, K, ok)
             if GATE != "":
-                w2 = tl.load(first + half + at[None, :], mask=ok & inside, other=0)
+                w2 = load_weights(weight, first + N, at, K, ok)
         values = tl.load(x + r * K + at[:, None], mask=real & (at < K)[:, None], other=0)
         y = tl.dot(w, values, y, out_dtype=tl.int32)
         if GATE != "":
             second = tl.dot(w2, values, second, out_dtype=tl.int32)
     row_scale = tl.load(row_scales + r, mask=real, other=0.0)
+    n, ok = n[:, None], ok[:, None]
     result = _after(y, second, row_scale, scales, bias, n, ok, N, GATE, BIAS)
     mask = ok & real
     if RESIDUAL:
@@ -171,12 +171,11 @@ def linear(
     gate: str | None = None,
     residual: Tensor | None = None,
     dtype: torch.dtype,
-    max_rows: int = MAX_ROWS,
 ) -> Tensor:
     """gate(W x + b) + residual for rows as `to_int8` returns them: [T, N] in `dtype`.
 
     `weight`: [N, K] int8, or [2 N, K] with a gate; `scales`: of its rows, float32; `bias`: [N] or
-    [2 N]; `gate`: silu or gelu_tanh; `residual`: [T, N]. More rows than `max_rows` are multiplied
+    [2 N]; `gate`: silu or gelu_tanh; `residual`: [T, N]. More rows than `MAX_ROWS` are multiplied
     by cuBLAS, where it can: K and the number of the weight's rows must be multiples of 8.
     """
     rows, width = x.shape
@@ -190,7 +189,7 @@ def linear(
         "launch_pdl": pdl, "enable_fp_fusion": False,
     }  # fmt: skip
     behind = (scales, scales if bias is None else bias, added, out)
-    if rows > max_rows and width % 8 == outputs % 8 == 0:
+    if rows > MAX_ROWS and width % 8 == outputs % 8 == 0:
         sums = torch._int_mm(x, weight.T)
         block = min(1024, triton.next_power_of_2(height))
         _finish[(rows, triton.cdiv(height, block))](

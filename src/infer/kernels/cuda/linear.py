@@ -36,7 +36,7 @@ _SPLITS = 4
 
 
 @triton.jit
-def _weights(weight, first, at, K, ok):
+def load_weights(weight, first, at, K, ok):
     """Rows `first` of a weight [·, K] at the columns `at`."""
     mask = ok[:, None] & (at < K)[None, :]
     return tl.load(weight + first[:, None] * K + at[None, :], mask=mask, other=0.0)
@@ -73,19 +73,19 @@ def _one_row(
     acc = tl.zeros((BN, BK), tl.float32)
     other = tl.zeros((BN, BK), tl.float32)
     square = tl.zeros((BK,), tl.float32)
-    w = _weights(weight, first, kk, K, ok)
+    w = load_weights(weight, first, kk, K, ok)
     w2 = w
     if GATE != "":
-        w2 = _weights(weight, first + N, kk, K, ok)
+        w2 = load_weights(weight, first + N, kk, K, ok)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     for k in range(0, K, BK):
         at = k + kk
         if k > 0:
-            w = _weights(weight, first, at, K, ok)
+            w = load_weights(weight, first, at, K, ok)
             if GATE != "":
-                w2 = _weights(weight, first + N, at, K, ok)
+                w2 = load_weights(weight, first + N, at, K, ok)
         values = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
         if NORM:
             square += values * values
@@ -150,7 +150,7 @@ def _few_rows(
     square = tl.zeros((ROWS,), tl.float32)
     for k in range(begin, tl.minimum(begin + SPAN, K), BK):
         at = k + kk
-        w = _weights(weight, first, at, K, ok)
+        w = load_weights(weight, first, at, K, ok)
         inside = (at < K)[:, None] & real[None, :]
         values = tl.load(x + at[:, None] + r[None, :] * x_stride, mask=inside, other=0.0)
         if NORM:
@@ -160,7 +160,7 @@ def _few_rows(
         values = values.to(PRODUCT)
         acc = tl.dot(w.to(PRODUCT), values, acc, input_precision=PRECISION)
         if GATE != "":
-            w2 = _weights(weight, first + N, at, K, ok)
+            w2 = load_weights(weight, first + N, at, K, ok)
             other = tl.dot(w2.to(PRODUCT), values, other, input_precision=PRECISION)
     mask = ok[:, None] & real[None, :]
     writes = block >= 0
