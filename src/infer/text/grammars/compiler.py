@@ -56,20 +56,48 @@ JSON_OPTIONS: Mapping[str, Any] = {
 }
 
 
-class _Bytes:
-    """The smallest tokenizer that llguidance accepts: one token per byte, and an end token."""
+class _Tokens:
+    """The tokens of a vocabulary, in the form in which llguidance reads them."""
 
-    eos_token_id, bos_token_id = 256, None
-    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
-    special_token_ids = (256,)
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int], end: int) -> None:
+        """`tokens`: the bytes of each; `special_token_ids`: those that stand for no text; `end`: id
+        of the token that ends an answer."""
+        self.tokens = tokens
+        self.special_token_ids = special_token_ids
+        self.eos_token_id = end
 
     def __call__(self, text: bytes) -> list[int]:
-        return list(text)
+        raise NotImplementedError("llguidance tokenizes only forced text, and no_forcing is set")
+
+
+def _trie(tokens: _Tokens, ends: list[int]) -> LLTokenizer:
+    """The tokens as llguidance needs them for masks. The list of `tokens` is empty afterwards."""
+    wrapper = llguidance.TokenizerWrapper(tokens)
+    trie = LLTokenizer(wrapper, n_vocab=len(tokens.tokens), eos_token=ends)
+    wrapper.tokens = tokens.tokens = []  # llguidance has a copy, and keeps both objects
+    return trie
+
+
+def _trie_of(tokenizer_json: str, num_tokens: int, ends: list[int]) -> LLTokenizer:
+    """The tokens of a tokenizer, for a vocabulary of `num_tokens`.
+
+    llguidance reads the tokens, and then a second trie is made of them: the first one would keep
+    the whole tokenizer in memory, 33 MiB for 128,000 tokens.
+    """
+    whole = LLTokenizer(tokenizer_json, n_vocab=num_tokens, eos_token=ends, slices=[])
+    ids = range(num_tokens)
+    pieces = [whole.decode_bytes([token]) for token in ids]
+    special = [token for token in ids if whole.is_special_token(token)]
+    return _trie(_Tokens(pieces, special, ends[0]), ends)
 
 
 @functools.cache
-def _byte_tokenizer() -> LLTokenizer:
-    return LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
+def _byte_trie() -> LLTokenizer:
+    """The smallest vocabulary that llguidance accepts: one token per byte, and an end token."""
+    tokens = [bytes([byte]) for byte in range(256)] + [b"<end>"]
+    return _trie(_Tokens(tokens, [256], 256), [256])
 
 
 @functools.cache
@@ -243,18 +271,18 @@ class Compiler:
         self._ends = vocabulary.eos_token_ids
         ends = list(vocabulary.eos_token_ids) or [size]  # llguidance needs at least one end token
         size = max(size, *(end + 1 for end in ends))
-        self._tokenizer = LLTokenizer(vocabulary.tokenizer_json, n_vocab=size, eos_token=ends)
+        self._trie = _trie_of(vocabulary.tokenizer_json, size, ends)
         self.cache = CompiledGrammars(self._compile, cache_bytes)
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         source = _source(grammar)
         if grammar.kind == "grammar" and "<" in grammar.text:
-            # The grammar may name control tokens, which is refused. The byte tokenizer has no
+            # The grammar may name control tokens, which is refused. The trie of bytes has no
             # control tokens, so compiling with it fails in that case.
-            matcher = LLMatcher(_byte_tokenizer(), source, log_level=0, limits=_limits())
+            matcher = LLMatcher(_byte_trie(), source, log_level=0, limits=_limits())
             if matcher.is_error():
                 return matcher
-        return LLMatcher(self._tokenizer, source, log_level=0, limits=_limits())
+        return LLMatcher(self._trie, source, log_level=0, limits=_limits())
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         matcher = self._matcher(grammar)
@@ -272,8 +300,8 @@ class Compiler:
     def token_bytes(self) -> TokenBytes:
         """The bytes of the model's tokens; they are made in the first call."""
         if self._bytes is None:
-            decode = self._tokenizer.decode_bytes
-            num = min(self._width, self._tokenizer.vocab_size)
+            decode = self._trie.decode_bytes
+            num = min(self._width, self._trie.vocab_size)
             pieces = [decode([token]).removeprefix(b"\xff") for token in range(num)]
             self._bytes = TokenBytes(pieces, self._width, self._ends)
         return self._bytes
