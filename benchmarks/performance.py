@@ -1,10 +1,11 @@
 """Writes docs/performance.md and its plots from benchmarks/results/: `python performance.py`.
 
 This program measures nothing; the page names the command behind each table. It reads `peers-*.json`
-of peers/run.py (`zen4-*.json`: of another machine, `avx2-*.json`: kept to AVX2), `floor-*.json` of
-floor.py, and results of `infer bench` that are named WORKLOAD-LABEL.json. Results of the same
-workload are compared with each other (`modes-zen4-*.json`: of another machine, in one table).
-`batching-*.json` of batching_modes.py have a table and a plot each.
+of peers/run.py (`zen4-*.json`: of another machine, `avx2-*.json`: kept to AVX2, `icelake-*.json`: a
+third machine, kept to AVX2), `floor-*.json` of floor.py, and results of `infer bench` that are
+named WORKLOAD-LABEL.json. Results of the same workload are compared with each other
+(`modes-zen4-*.json`: of another machine, in one table). `batching-*.json` of batching_modes.py have
+a table and a plot each.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ def plans() -> str:
 def main() -> None:
     PLOTS.mkdir(exist_ok=True)
     text = (HERE / "performance.template.md").read_text()
-    for name in ("peers", "zen4", "avx2"):
+    for name in ("peers", "zen4", "avx2", "icelake"):
         documents = [load(file.name) for file in sorted(RESULTS.glob(f"{name}-*.json"))]
         plot_peers(documents, PLOTS / f"{name}.png")
         text = text.replace(f"{{{{{name}}}}}", "\n".join(tables(each) for each in documents))
