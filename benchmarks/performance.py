@@ -72,7 +72,7 @@ def plot_peers(documents: list[dict[str, Any]], file: Path) -> None:
             axes.set_yticks(range(len(engines)), engines if case == "1" else [], fontsize=7)
             axes.tick_params(axis="x", labelsize=7)
             axes.spines[["top", "right"]].set_visible(False)
-            what = "prompt of 1,024 tokens" if case == "prefill" else f"{case} at once"
+            what = "prompt of 1,024" if case == "prefill" else f"{case} at once"
             axes.set_title(f"{shape}: {what}, tok/s", fontsize=8)
     figure.savefig(file)
 
