@@ -4,8 +4,9 @@ The steps are decode only, over a runner that computes nothing. The table has mi
 sequence and step: of `schedule`, of `commit` and of a whole `EngineCore.step`, for several numbers
 of sequences and two lengths of context, with which the time must not grow. A further line is
 `match` for a long cached prompt. `--follow` reports the pages of the prefix index, too, as where
-several engines are routed to. Numbers are medians over the steps of one run; page faults and
-garbage collection are included.
+several engines are routed to. `--ahead` measures `EngineCore.step` over the runner for GPUs, one
+step ahead, with all that the host does for a step but starting it; it needs Triton, and no GPU.
+Numbers are medians over the steps of one run; page faults and garbage collection are included.
 """
 
 from __future__ import annotations
@@ -13,9 +14,17 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable, Hashable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from infer.config import SchedulerConfig
-from infer.engine.core import EngineCore
+from infer.engine.core import EngineCore, Runner
+from infer.models.model import Model
+from infer.runner.grammar_masks import Restrictions
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Plan, Sampled
@@ -23,6 +32,8 @@ from infer.types import Request, SamplingParams
 
 PAGE_SIZE = 16
 STEPS = 200
+BUDGET = 65_536
+"""Number of tokens that a step may have."""
 
 
 class NullRunner:
@@ -33,14 +44,16 @@ class NullRunner:
         return [Sampled(7) for chunk in plan if chunk.samples]
 
 
-def decoding_core(num_sequences: int, num_context: int, is_followed: bool) -> EngineCore:
+def decoding_core(
+    num_sequences: int, num_context: int, is_followed: bool, runner: Runner | None = None
+) -> EngineCore:
     """A core whose sequences are all past their prompts of about `num_context` tokens."""
     num_pages = num_sequences * (num_context + 4 * STEPS) // PAGE_SIZE + num_sequences + 1
     config = SchedulerConfig(
-        max_batch_size=num_sequences, max_num_batched_tokens=1_000_000, max_seq_len=100_000
+        max_batch_size=num_sequences, max_num_batched_tokens=BUDGET, max_seq_len=100_000
     )
     scheduler = Scheduler(config, PageAllocator(num_pages, PAGE_SIZE), time.monotonic)
-    core = EngineCore(scheduler, NullRunner())
+    core = EngineCore(scheduler, NullRunner() if runner is None else runner)
     if is_followed:
         core.follow_pages()
     for i in range(num_sequences):
@@ -77,6 +90,41 @@ def microseconds(
     return schedule, commit, step
 
 
+def ahead_microseconds(num_sequences: int, num_context: int) -> float:
+    """Median of a step of `DeviceRunner`, a sequence, with the shape of Qwen3 0.6B on an H100."""
+    from infer.attention.triton import TritonBackend
+    from infer.engine.loop import freeze_heap
+    from infer.runner.device_runner import DeviceRunner
+    from infer.runner.graphs import Graphs
+
+    class NothingStarted(Graphs[Tensor | None]):
+        def run(self, key: Hashable, compute: Callable[[], Tensor | None]) -> Tensor | None:
+            return None
+
+    cache = torch.zeros(1, PAGE_SIZE, 8, 128, dtype=torch.bfloat16)
+    backend = TritonBackend([cache], [cache], num_heads=16, scale=1.0)
+    backend.num_programs, backend.max_partial_rows = 4 * 132, 16_131
+    runner = DeviceRunner(
+        cast(Model, SimpleNamespace(config=SimpleNamespace(vocab_size=151_936))),
+        backend,
+        Restrictions(lambda: cast(Any, None)),
+        (cache, cache),
+        torch.device("cpu"),
+        max_tokens=BUDGET,
+        max_sequences=num_sequences,
+        max_seq_len=num_context + 4 * STEPS,
+        graphs=NothingStarted(lambda compute: compute),
+    )
+    core = decoding_core(num_sequences, num_context, False, runner)
+    freeze_heap()  # as an engine's process does
+    times = []
+    for _ in range(STEPS):
+        before = time.perf_counter_ns()
+        core.step()
+        times.append(time.perf_counter_ns() - before)
+    return statistics.median(times) / 1000 / num_sequences
+
+
 def match_microseconds(num_tokens: int) -> float:
     """Median of a look-up of a prompt that is wholly in the cache, and of giving it back."""
     allocator = PageAllocator(2 * num_tokens // PAGE_SIZE, PAGE_SIZE)
@@ -97,6 +145,13 @@ def match_microseconds(num_tokens: int) -> float:
 
 def main() -> None:
     """Run and print the tables."""
+    if "--ahead" in sys.argv[1:]:
+        print("| sequences | context | core.step µs |")
+        print("|---|---|---|")
+        for num_sequences in (1, 32, 256):
+            step = ahead_microseconds(num_sequences, 512)
+            print(f"| {num_sequences} | 512 | {step:.2f} |")
+        return
     is_followed = "--follow" in sys.argv[1:]
     print("| sequences | context | schedule µs | commit µs | both | core.step µs |")
     print("|---|---|---|---|---|---|")

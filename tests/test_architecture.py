@@ -456,7 +456,6 @@ REACHES: dict[str, tuple[int | None, str]] = {
         "short waits; nobody watches when the last viewer has left",
     ),
     "server/test_ends.py": (1, "a metric whose counter has gone"),
-    "support/device_runners.py": (1, "counts the graphs that were captured"),
     "test_libraries.py": (1, "looks for the private parts that are used of gguf"),
     "text/test_grammar_checker.py": (1, "a deadline of 10 ms in the process that checks"),
     "text/test_text_template.py": (1, "a prompt of more than 10 characters is too long"),

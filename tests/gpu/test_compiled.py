@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ import infer.attention.triton as backends  # noqa: E402
 from infer.attention.layout import BatchLayout  # noqa: E402
 from infer.attention.triton import TritonBackend  # noqa: E402
 from infer.kernels.cuda import draw, int8, linear, norm, rotary, step  # noqa: E402
+from infer.kernels.cuda.launch import compiled_together  # noqa: E402
 from infer.kernels.linear import Norm  # noqa: E402
 from infer.kernels.rotary import HeadNorms, QKRotation  # noqa: E402
 
@@ -296,6 +299,48 @@ def test_everything_is_compiled(
     if "of 16 in int8" in name:
         [product] = [kernel for kernel in made if kernel.name == "_few_rows"]
         assert ".s8.s8" in product.ptx, "the sums are not those of the matrix units"
+
+
+class _Hopper:
+    """A driver of Triton's for a device that is not here: it can only be compiled for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def test_launches_are_compiled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import driver
+
+    tool("ptxas")
+    monkeypatch.setattr(driver, "_active", _Hopper())
+    x = torch.ones(16, 1024, dtype=BF16)
+    monkeypatch.setattr(norm, "has_pdl", lambda device: True)
+    found = {getattr(kernel, "__name__", ""): kernel for kernel in vars(norm).values()}
+    kernels = [found["_rms_norm"], found["_gate"]]
+    for kernel in kernels:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    threads: set[str] = set()
+    compile_ = triton.compiler.compile
+
+    def noted(*args: Any, **settings: Any) -> Any:
+        threads.add(threading.current_thread().name)
+        return compile_(*args, **settings)
+
+    monkeypatch.setattr(triton.compiler, "compile", noted)
+    with compiled_together():
+        norm.gate(x, "silu")
+        norm.gate(norm.rms_norm(x, torch.ones(1024), 1e-6), "silu")
+    made = [list(kernel.device_caches[0][0].values()) for kernel in kernels]
+    assert [len(each) for each in made] == [1, 1]
+    assert all("griddepcontrol" in each[0].asm["ptx"] for each in made)
+    assert threads
+    assert threading.current_thread().name not in threads
 
 
 @pytest.mark.slow

@@ -151,6 +151,9 @@ def test_a_rehearsal_leaves_nothing_behind(
     model: Model, expected: dict[str, list[StepOutput]], device: torch.device
 ) -> None:
     runner = device_runner(model, device, graphs=True)
+    runner.compile([(1, 1), (SEATS, 1), (1, STEP_TOKENS)])
+    assert runner.num_graphs == 0
+    assert not runner.buffers.results.any(), "a kernel was launched"
     for count in (1, 2, SEATS):
         runner.rehearse(count, 1)
     runner.rehearse(1, STEP_TOKENS)

@@ -391,7 +391,7 @@ OTHER_FAULTS: dict[str, tuple[Callable[..., Any], str, str, Callable[[], None]]]
     ),
     "a suspect flies": (
         EngineCore._step_ahead,
-        "if plan and not any(map(_is_suspect, plan)):",
+        "if plan and not _suspects(plan):",
         "if plan:",
         test_who_is_suspected_flies_alone,
     ),

@@ -117,7 +117,7 @@ def device_runner(
     made = storage(device, dtype)
     if captures is None:
         captures = Replays() if device.type == "cpu" else CudaCapture()
-    runner = DeviceRunner(
+    return DeviceRunner(
         model,
         arrange(made, TritonBackend, ordered=ordered),
         Restrictions(no_grammars),
@@ -126,11 +126,8 @@ def device_runner(
         max_tokens=STEP_TOKENS,
         max_sequences=SEATS,
         max_seq_len=SHAPE.max_seq_len,
-        capture=captures if graphs else no_capture,
+        graphs=Graphs(captures) if graphs else Eager(no_capture),
     )
-    if not graphs:
-        runner._graphs = Eager(no_capture)
-    return runner
 
 
 def core_of(runner: Any, *, num_pages: int = NUM_PAGES, **settings: Any) -> EngineCore:

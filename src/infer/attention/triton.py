@@ -24,6 +24,7 @@ from torch import Tensor
 from infer.attention.layout import BatchLayout, Items
 from infer.kernels.cuda import has_pdl, interpreting
 from infer.kernels.cuda.attention import ITEM_FIELDS, attend, decode
+from infer.kernels.cuda.launch import launch
 from infer.kernels.cuda.rotary import turn_and_write
 from infer.kernels.rotary import QKRotation
 
@@ -330,7 +331,7 @@ class TritonBackend:
                 has_norms = True
                 (q_norm, k_norm), eps = turn.norms.weights, turn.norms.q.eps
         blocks = triton.cdiv(self.num_heads + 2 * self.num_kv_heads, heads)
-        turn_and_write[(q.shape[0], blocks)](
+        launch(turn_and_write, (q.shape[0], blocks))(
             q, k, v, keys, values, self._slots, cos, sin, q_norm, k_norm,
             q.stride(0), k.stride(0), v.stride(0), cos.stride(0), eps,
             H=self.num_heads, G=self.num_kv_heads, D=self.head_dim,
@@ -349,7 +350,7 @@ class TritonBackend:
         num_rows = q.shape[0]
         is_few = num_rows <= FEW_ROWS
         shape = self._crowd if not is_few else self._few if num_rows > LONE_ROWS else self._lone
-        decode[(self._programs(num_rows),)](
+        launch(decode, (self._programs(num_rows),))(
             q, k, v, keys, values, self._tables, items, num_items,
             self._partial, self._stats, self._arrived, out, turn.cos, turn.sin, q_norm, k_norm,
             self.scale, self.softcap or 0.0, window, 0.0 if norms is None else norms.q.eps,
@@ -375,7 +376,7 @@ class TritonBackend:
         window: int,
     ) -> None:
         is_short = shape is self._short
-        attend[(self.num_programs if is_short else self.num_programs // 2,)](
+        launch(attend, (self.num_programs if is_short else self.num_programs // 2,))(
             q, keys, values, self._tables, items, num_items,
             self._partial, self._stats, self._arrived, out,
             self.scale, self.softcap or 0.0, window,

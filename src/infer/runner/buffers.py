@@ -204,6 +204,10 @@ class TableRows:
                 self._owners[row] = None
                 self._free.append(row)
 
+    def forget(self) -> None:
+        """Record that the device's page tables hold none of the pages that were to be written."""
+        self._written = [[] for _ in self._written]
+
     def changes(self, row: int, pages: list[int]) -> tuple[list[int], list[int]]:
         """(indices into the flattened tables, page numbers) to write for this row to hold `pages`.
 

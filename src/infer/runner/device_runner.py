@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 from infer.attention.layout import DeviceBackend
 from infer.kernels.cuda import current
 from infer.kernels.cuda.draw import DrawBuffers, draw
+from infer.kernels.cuda.launch import compiled_together
 from infer.kernels.cuda.step import begin
 from infer.models.model import Model
 from infer.runner.buffers import StepBuffers, StepLayout, TableRows
@@ -31,7 +33,6 @@ from infer.runner.device_errors import translated
 from infer.runner.grammar_masks import Masks, Restrictions
 from infer.runner.graphs import (
     MIXED_ROWS,
-    Capture,
     Graphs,
     padded,
     row_sizes,
@@ -89,6 +90,19 @@ class DeviceFlight:
         return None if self.events is None else self.events[0].elapsed_time(self.events[1])
 
 
+@dataclass(frozen=True, slots=True)
+class _SentStep:
+    """A step whose numbers are being copied to the device."""
+
+    layout: StepLayout
+    tensors: dict[str, Tensor]
+    """Columns of the device's buffer by name; see `StepLayout`."""
+    decode: bool
+    """Whether every sequence has one token, for which attention has a kernel of its own."""
+    has_long: bool
+    """Whether attention has tiles of many queries."""
+
+
 class DeviceRunner:
     """The runner for GPUs. See the module's docstring."""
 
@@ -103,14 +117,14 @@ class DeviceRunner:
         max_tokens: int,
         max_sequences: int,
         max_seq_len: int,
-        capture: Capture[Tensor | None],
+        graphs: Graphs[Tensor | None],
         sizes: Iterable[int] | None = None,
     ) -> None:
         """`caches`: the backend's keys and values, each [pages, page_size, G, D].
 
-        A step has at most `max_tokens` tokens of at most `max_sequences` sequences. `capture`
-        records work for replay. `sizes`: the numbers of rows to which steps are padded; None: those
-        of `step_sizes`. `ValueError` if no size has room for the largest step.
+        A step has at most `max_tokens` tokens of at most `max_sequences` sequences. `graphs` holds
+        the captured steps. `sizes`: the numbers of rows to which steps are padded; None: those of
+        `step_sizes`. `ValueError` if no size has room for the largest step.
         """
         self.model, self.backend, self.device, self.caches = model, backend, device, caches
         self._restrictions = restrictions
@@ -136,13 +150,29 @@ class DeviceRunner:
         self._ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         vocab = model.config.vocab_size
         self._draws = DrawBuffers(max_sequences, vocab, device)
-        self._graphs: Graphs[Tensor | None] = Graphs(capture)
+        self._graphs = graphs
         self._writer = StepWriter(backend, self._rows, self._page_size, vocab)
+        self._plain: list[Sequence] = []
+        """Sequences of the last step if each had one token and the kernels could sample all."""
 
     @property
     def num_graphs(self) -> int:
         """The number of step sizes that have been captured."""
         return len(self._graphs)
+
+    def compile(self, steps: Iterable[tuple[int, int]]) -> None:
+        """Compile the kernels of steps, all at the same time.
+
+        `steps`: the arguments of `rehearse` for each. Torch's operations are executed.
+        """
+        with torch.inference_mode(), current(self.device), compiled_together():
+            for num_sequences, num_tokens in steps:
+                plan = self._rehearsal(num_sequences, num_tokens)
+                sent = self._send(plan, [chunk.sequence for chunk in plan])
+                self._sample(self._forward(sent), sent)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()  # the host's buffer may be written again
+        self._rows.forget()  # no kernel has written the page tables
 
     def rehearse(self, num_sequences: int, num_tokens: int) -> None:
         """Execute a step of `num_sequences` made-up sequences of `num_tokens` tokens each.
@@ -150,6 +180,9 @@ class DeviceRunner:
         The first step of a size compiles kernels, captures a graph and allocates memory; a
         rehearsal does this before the first request. It overwrites the first pages of the cache.
         """
+        self.execute(self._rehearsal(num_sequences, num_tokens))
+
+    def _rehearsal(self, num_sequences: int, num_tokens: int) -> Plan:
         table = list(range(1, 1 + -(-num_tokens // self._page_size)))
         assert len(table) < self.caches[0].shape[0], "the cache is too small to rehearse"
         plan = []
@@ -158,7 +191,7 @@ class DeviceRunner:
             sequence = Sequence.from_request(request, i)
             sequence.table.pages = table
             plan.append(Chunk(sequence, 0, num_tokens))
-        self.execute(tuple(plan))
+        return tuple(plan)
 
     def execute(self, plan: Plan) -> list[Sampled]:
         """Compute every chunk and wait; one result per chunk that samples, in the plan's order."""
@@ -177,38 +210,35 @@ class DeviceRunner:
             raise translated(error) from error
 
     def _launch(self, plan: Plan) -> DeviceFlight:
-        sampling = [chunk.sequence for chunk in plan if chunk.samples]
-        num_tokens = sum([chunk.num_tokens for chunk in plan])
-        decode = num_tokens == len(plan) == len(sampling) and self.backend.decodes
-        layout = self._choose(num_tokens, len(sampling), decode)
-        host = self.buffers.next_half(layout)
-        if decode:
-            items = self._writer.write_decode(plan, layout, host)
-        else:
-            items = self._writer.write(plan, sampling, layout, host)
-        is_special = not all(map(is_plain, sampling))
-        restricting = self._restrictions.begin(plan) if is_special or not decode else None
-        wants_scores = any(map(wants_prompt_rows, plan))
+        sampling = [
+            chunk.sequence
+            for chunk in plan
+            if chunk.start + chunk.num_tokens == len(chunk.sequence.tokens)
+        ]
         events = None
         if self.device.type == "cuda":
             events = (_event(), _event())
             events[0].record()
-        self.buffers.send(layout.used_words([(len(i.short), len(i.long)) for i in items]))
-        tensors = self.buffers.on_device(layout)
-        has_long = any(len(i.long) for i in items)
+        sent = self._send(plan, sampling)
+        # Rows that were plain remain so, and no token of a prompt follows.
+        was_plain = sent.decode and sampling == self._plain
+        is_special = not was_plain and not all(map(is_plain, sampling))
+        wants_scores = not was_plain and any(map(wants_prompt_rows, plan))
+        self._plain = sampling if sent.decode and not is_special else []
+        restricting = self._restrictions.begin(plan) if is_special or not sent.decode else None
 
         def compute() -> Tensor | None:
-            hidden = self._forward(tensors, decode=decode, has_long=has_long)
-            logits = self._sample(hidden, tensors, decode=decode)
+            logits = self._sample(self._forward(sent), sent)
             # Only special rows need the logits later. Otherwise other graphs reuse their memory.
             return logits if is_special else None
 
+        layout = sent.layout
         if wants_scores:
-            hidden = self._forward(tensors, decode=decode, has_long=has_long)
+            hidden = self._forward(sent)
             score_prompts(plan, hidden, self.model)
-            logits: Tensor | None = self._sample(hidden, tensors, decode=decode)
+            logits: Tensor | None = self._sample(hidden, sent)
         else:
-            key = (layout.num_tokens, layout.num_rows, decode, has_long, is_special)
+            key = (layout.num_tokens, layout.num_rows, sent.decode, sent.has_long, is_special)
             logits = self._graphs.run(key, compute)
         special: dict[int, Sampled] = {}
         if is_special:
@@ -218,6 +248,20 @@ class DeviceRunner:
         if events is not None:
             events[1].record()
         return DeviceFlight(landing, len(sampling), special, events)
+
+    def _send(self, plan: Plan, sampling: list[Sequence]) -> _SentStep:
+        """Write a step and start copying it to the device."""
+        num_tokens = sum([chunk.num_tokens for chunk in plan])
+        decode = num_tokens == len(plan) == len(sampling) and self.backend.decodes
+        layout = self._choose(num_tokens, len(sampling), decode)
+        host = self.buffers.next_half(layout)
+        if decode:
+            items = self._writer.write_decode(plan, layout, host)
+        else:
+            items = self._writer.write(plan, sampling, layout, host)
+        self.buffers.send(layout.used_words([(len(i.short), len(i.long)) for i in items]))
+        has_long = any(len(i.long) for i in items)
+        return _SentStep(layout, self.buffers.on_device(layout), decode, has_long)
 
     def _layout(self, num_tokens: int, num_rows: int) -> StepLayout:
         layout = self._layouts.get((num_tokens, num_rows))
@@ -246,7 +290,9 @@ class DeviceRunner:
         assert rows is not None, "more sequences than seats"
         return self._layout(tokens, rows)
 
-    def _forward(self, tensors: dict[str, Tensor], *, decode: bool, has_long: bool) -> Tensor:
+    def _forward(self, sent: _SentStep) -> Tensor:
+        """Compute the model's hidden states [T, E] of a step."""
+        tensors = sent.tensors
         tokens = tensors["tokens"]
         ids = self._ids[: tokens.shape[0]]
         updates = (tensors["places"], tensors["pages"], tensors["num_updates"])
@@ -258,16 +304,17 @@ class DeviceRunner:
                 (
                     tensors[f"short_{window}"],
                     tensors[f"num_short_{window}"],
-                    long if has_long else long[:0],
+                    long if sent.has_long else long[:0],
                     tensors[f"num_long_{window}"],
                 )
             )
-        self.backend.use(tensors["slots"], self._rows.tables, lists, decode=decode)
+        self.backend.use(tensors["slots"], self._rows.tables, lists, decode=sent.decode)
         return self.model.forward(ids, tensors["positions"], self.backend)
 
-    def _sample(self, hidden: Tensor, tensors: dict[str, Tensor], *, decode: bool) -> Tensor:
+    def _sample(self, hidden: Tensor, sent: _SentStep) -> Tensor:
         """Sample every row; returns the rows' logits [R, V]."""
-        if not decode:
+        tensors = sent.tensors
+        if not sent.decode:
             hidden = hidden.index_select(0, tensors["sampled_rows"])
         logits = self.model.logits(hidden)
         rows = logits.shape[0]

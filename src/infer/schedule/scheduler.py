@@ -459,7 +459,7 @@ class Scheduler:
         there is nothing to decide."""
         budget = self.config.max_num_batched_tokens
         budget = min(budget, self.config.max_tokens_beside_streams or budget)
-        return len(running) <= budget and all(s.num_remaining == 1 for s in running)
+        return len(running) <= budget and not [s for s in running if s.num_remaining != 1]
 
     def _keys_being_computed(self) -> dict[Key, Sequence]:
         """The key of the next page of each prompt that the launched step computes, with the
@@ -484,14 +484,15 @@ class Scheduler:
             length = len(tokens)
             samples = start + num_tokens == length
             step.append(Advanced(chunk, samples, start + 1 < length, sequence.num_preemptions))
-            # Without a cache every output token would be such an event.
-            is_news = not self._recomputes or length == sequence.num_prompt
             if samples:
                 tokens.append(PENDING)
             sequence.num_computed = 0 if samples and self._recomputes else start + num_tokens
             sequence.tenant_share.num_tokens += num_tokens
             total += num_tokens
-            if is_news and (start < sequence.num_prompt or num_tokens > 1):
+            # Without a cache every output token would be such an event.
+            if (start < sequence.num_prompt or num_tokens > 1) and (
+                not self._recomputes or length == sequence.num_prompt
+            ):
                 self.pending_events.append(ComputedChunk(sequence.request_id, start, num_tokens))
         self.stats.num_computed_tokens += total
         self._launched = tuple(step)
@@ -532,7 +533,7 @@ class Scheduler:
                     allocator.commit(table, sequence.tokens, end)
             if result is None:
                 continue
-            if error := result.error_record:
+            if result.error and (error := result.error_record):
                 failed = self.fail(sequence.request_id, error)
                 assert failed is not None
                 outputs.append(failed)
@@ -563,7 +564,8 @@ class Scheduler:
             reason,
             result.logprobs,
             sequence.num_cached,
-            prompt_logprobs=sequence.prompt_logprobs(num_output),
+            None,
+            sequence.prompt_logprobs() if num_output == 1 else None,
         )
 
     def _append(self, advanced: Advanced, result: Sampled) -> list[StepOutput]:

@@ -158,10 +158,10 @@ class Sequence:
         """Whether it has its maximum number of tokens; the last one may be pending."""
         return len(self.tokens) >= self.max_length
 
-    def prompt_logprobs(self, num_output: int) -> tuple[TokenLogprobs, ...] | None:
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """Log-probabilities of the prompt tokens from position 1, to be sent with the first output
-        token (`num_output` 1); None with later ones or if the request does not want them."""
-        if self.request.sampling.prompt_logprobs is None or num_output != 1:
+        token; None if the request does not want them."""
+        if self.request.sampling.prompt_logprobs is None:
             return None
         return tuple(self.prompt_scores[position] for position in range(1, self.num_prompt))
 

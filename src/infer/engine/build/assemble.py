@@ -55,7 +55,7 @@ from infer.models.model import Model, build_model
 from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
 from infer.runner.grammar_masks import Restrictions
-from infer.runner.graphs import CudaCapture, step_sizes
+from infer.runner.graphs import CudaCapture, Graphs, step_sizes
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
 from infer.runner.sampler import sample, sampler_for
@@ -72,6 +72,10 @@ log = logging.getLogger(__name__)
 
 SHARE_AFTER_FULL_STEP = 0.92
 """fraction of the GPU memory left free by a full step that the KV cache takes"""
+REHEARSED_STREAMS = (1, 2, 8, 16, 32, 64)
+"""numbers of decoding sequences that need different kernels; all seats are rehearsed, too"""
+REHEARSED_PROMPTS = (2, 20, 160)
+"""numbers of tokens of a prompt that need different kernels"""
 DEAD_ENGINE_S = 15.0
 """seconds for which a new engine waits until a dead one's GPU memory is free"""
 SMALL_MODEL_BYTES = 16 << 20
@@ -276,7 +280,7 @@ def _build(
     num_pages = _pages_that_fit(config, plan, factory, device)
     runner = factory.runner(num_pages)
     if factory.launches:
-        _warm_up(runner, seats)
+        factory.warm_up(runner)
     allocator = PageAllocator(
         num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
     )
@@ -442,6 +446,7 @@ class _RunnerFactory:
         self.restrictions, self.device, self.seats = restrictions, device, seats
         self.max_tokens = max(plan.max_num_batched_tokens, seats)
         self.sizes: list[int] | None = None
+        self._is_compiled = False
         self.obstacle = cuda.obstacle(device)
         if config.attention_backend == "sdpa":
             self.obstacle = "attention_backend='sdpa'"
@@ -466,6 +471,27 @@ class _RunnerFactory:
     def launches(self) -> bool:
         """Whether the runners are `LaunchingRunner`s, which work one step ahead."""
         return self.device.type == "cuda" and self.obstacle is None
+
+    @property
+    def rehearsals(self) -> list[tuple[int, int]]:
+        """Steps (sequences, tokens of each) that together need every kernel a step may need."""
+        streams = sorted({*(n for n in REHEARSED_STREAMS if n <= self.seats), self.seats})
+        prompts = sorted({min(n, self.plan.max_seq_len) for n in REHEARSED_PROMPTS})
+        return [*((n, 1) for n in streams), *((1, n) for n in prompts)]
+
+    def compile(self, runner: Any) -> None:
+        """Compile every kernel that a step may need, several at a time, if none is compiled."""
+        if not self._is_compiled:
+            started_s = time.perf_counter()
+            runner.compile(self.rehearsals)
+            log.info("kernels compiled in %.1f s", time.perf_counter() - started_s)
+        self._is_compiled = True
+
+    def warm_up(self, runner: Any) -> None:
+        """Compile every kernel and make the steps that need them, before the first request."""
+        self.compile(runner)
+        for num_sequences, num_tokens in self.rehearsals:
+            runner.rehearse(num_sequences, num_tokens)
 
     def runner(self, num_pages: int) -> Any:
         """Make a runner with a cache of `num_pages` pages and page 0."""
@@ -497,7 +523,7 @@ class _RunnerFactory:
                 max_tokens=self.max_tokens,
                 max_sequences=self.seats,
                 max_seq_len=plan.max_seq_len,
-                capture=CudaCapture[Tensor | None](),
+                graphs=Graphs(CudaCapture[Tensor | None]()),
                 sizes=self.sizes,
             )
         if device.type == "cuda":
@@ -519,8 +545,10 @@ def _pages_that_fit(
     given = config.kv_cache_memory_bytes or config.kv_cache_pages
     if given or config.kv_cache_backend != "paged" or not factory.launches:
         return plan.num_pages
-    per_sequence = -(-factory.max_tokens // factory.seats)
-    rehearsal = factory.runner(-(-per_sequence // plan.page_size) + 1)
+    per_sequence = min(-(-factory.max_tokens // factory.seats), plan.max_seq_len)
+    longest = max(per_sequence, *(num_tokens for _, num_tokens in factory.rehearsals))
+    rehearsal = factory.runner(-(-longest // plan.page_size) + 1)
+    factory.compile(rehearsal)  # the memory that compiling takes is not part of a step
     torch.cuda.reset_peak_memory_stats(device)
     held = torch.cuda.memory_allocated(device)
     rehearsal.rehearse(factory.seats, per_sequence)
@@ -541,15 +569,6 @@ def _pages_that_fit(
             " max_num_batched_tokens or max_batch_size",
         )
     return min(pages, useful)
-
-
-def _warm_up(runner: Any, seats: int) -> None:
-    """Compile every kernel that a step may need, before the first request."""
-    for num_sequences in (1, 2, 8, 16, 32, 64, seats):
-        if num_sequences <= seats:
-            runner.rehearse(num_sequences, 1)
-    for num_tokens in (2, 20, 160):
-        runner.rehearse(1, num_tokens)
 
 
 def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:

@@ -304,9 +304,14 @@ def attend(
     m = tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     inside = d < D
+    count = tl.load(num_items) * G
     if PDL:
         gdc_launch_dependents()
-    for index in range(tl.program_id(0), tl.load(num_items) * G, tl.num_programs(0)):
+        # The kernel after this one waits for this one alone. So this one must not end before the
+        # kernel before it, even if there is nothing to do.
+        if count == 0:
+            gdc_wait()
+    for index in range(tl.program_id(0), count, tl.num_programs(0)):
         head = index % G
         item = items + (index // G) * 10
         row = tl.load(item)

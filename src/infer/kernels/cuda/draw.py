@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from infer.kernels.cuda import has_pdl
+from infer.kernels.cuda.launch import launch
 
 SCAN_BLOCK = 4096
 """Number of columns of a block."""
@@ -364,17 +365,17 @@ def draw(
     """
     rows, vocab = logits.shape
     num_blocks, pdl = buffers.num_blocks, has_pdl(logits.device)
-    scan[(rows, num_blocks)](
+    launch(scan, (rows, num_blocks))(
         logits, buffers.maxima, buffers.places, buffers.sums, buffers.groups, temperatures, vocab,
         logits.stride(0), num_blocks, BLOCK=SCAN_BLOCK, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     blocks = triton.next_power_of_2(num_blocks)
-    pick[(rows,)](
+    launch(pick, (rows,))(
         logits, buffers.maxima, buffers.places, buffers.sums, temperatures, seeds, positions,
         tokens, flags, buffers.totals, vocab, logits.stride(0), num_blocks,
         BLOCKS=blocks, BLOCK=SCAN_BLOCK, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
-    narrow[(rows,)](
+    launch(narrow, (rows,))(
         logits, buffers.maxima, buffers.groups, buffers.chosen, buffers.totals, temperatures,
         narrowed, top_ks, top_ps, min_ps, seeds, positions, tokens, flags,
         vocab, logits.stride(0), num_blocks,

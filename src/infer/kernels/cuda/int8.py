@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from infer.kernels.cuda import has_pdl
+from infer.kernels.cuda.launch import launch
 from infer.kernels.cuda.linear import load_weights
 from infer.kernels.cuda.norm import activation
 
@@ -154,7 +155,7 @@ def to_int8(x: Tensor, norm: tuple[Tensor, float] | None = None) -> tuple[Tensor
     scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     weight, eps = (x, 0.0) if norm is None else norm
     block, pdl = triton.next_power_of_2(width), has_pdl(x.device)
-    _to_int8[(rows,)](
+    launch(_to_int8, (rows,))(
         x, weight, out, scales, width, x.stride(0), eps, BLOCK=block, NORM=norm is not None,
         PDL=pdl, launch_pdl=pdl, num_warps=4 if block <= 4096 else 8,
     )  # fmt: skip
@@ -192,13 +193,13 @@ def linear(
     if rows > MAX_ROWS and width % 8 == outputs % 8 == 0:
         sums = torch._int_mm(x, weight.T)
         block = min(1024, triton.next_power_of_2(height))
-        _finish[(rows, triton.cdiv(height, block))](
+        launch(_finish, (rows, triton.cdiv(height, block)))(
             sums, row_scales, *behind, height, sums.stride(0), added.stride(0), out.stride(0),
             BLOCK=block, num_warps=4, **flags,
         )  # fmt: skip
         return out
     bn = 16 if outputs <= 8192 else 32 if outputs <= 32768 else 64
-    _few_rows[(triton.cdiv(height, bn), triton.cdiv(rows, MAX_ROWS))](
+    launch(_few_rows, (triton.cdiv(height, bn), triton.cdiv(rows, MAX_ROWS)))(
         x, row_scales, weight, *behind, rows, width, height, added.stride(0), out.stride(0),
         ROWS=MAX_ROWS, BN=bn, BK=256, num_warps=4, num_stages=3, **flags,
     )  # fmt: skip

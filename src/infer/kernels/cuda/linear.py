@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from infer.kernels.cuda import has_pdl, interpreting
+from infer.kernels.cuda.launch import launch
 from infer.kernels.cuda.norm import activation
 
 MAX_ROWS = 32
@@ -267,7 +268,7 @@ def few_rows(
     }  # fmt: skip
     if rows == 1:
         bn, bk, warps, stages = config or one_row_config(width, height, bool(gate))
-        _one_row[(triton.cdiv(height, bn),)](
+        launch(_one_row, (triton.cdiv(height, bn),))(
             *arguments, width, height, eps, BN=bn, BK=bk, **flags,
             num_warps=warps, num_stages=stages, launch_pdl=pdl,
         )  # fmt: skip
@@ -283,7 +284,7 @@ def few_rows(
     product = tl.float32 if interpreting() else kinds[weight.dtype]
     columns = max(8, triton.next_power_of_2(rows))
     stage = bk * (bn * (2 if gate else 1) + columns) * weight.itemsize
-    _few_rows[(blocks, splits)](
+    launch(_few_rows, (blocks, splits))(
         *arguments, partial, arrived, rows, width, height,
         x.stride(0), added.stride(0), out.stride(0), eps,
         ROWS=columns, BN=bn, BK=bk, SPAN=span, SPLITS=splits, **flags,

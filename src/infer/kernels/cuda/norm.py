@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from infer.kernels.cuda import has_pdl
+from infer.kernels.cuda.launch import launch
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block, pdl = triton.next_power_of_2(width), has_pdl(x.device)
     added = x if residual is None else residual
-    _rms_norm[(rows,)](
+    launch(_rms_norm, (rows,))(
         x, weight, added, out, width, x.stride(0), added.stride(0), out.stride(0), eps,
         BLOCK=block, RESIDUAL=residual is not None, PDL=pdl, launch_pdl=pdl,
         num_warps=4 if block <= 4096 else 8,
@@ -81,7 +82,7 @@ def gate(x: Tensor, kind: str) -> Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block, pdl = min(2048, triton.next_power_of_2(width)), has_pdl(x.device)
-    _gate[(rows, triton.cdiv(width, block))](
+    launch(_gate, (rows, triton.cdiv(width, block)))(
         x, out, width, x.stride(0), out.stride(0), BLOCK=block, KIND=kind, PDL=pdl,
         num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

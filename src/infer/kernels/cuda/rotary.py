@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from infer.kernels.cuda.launch import launch
+
 
 @triton.jit
 def turn_and_write(
@@ -141,7 +143,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     )
     if q.numel():
         groups = k.shape[1]
-        _rope[(batch * length,)](
+        launch(_rope, (batch * length,))(
             q, k, q_out, k_out, cos, sin,
             *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
             scb, scs, ssb, sss, length,

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from infer.kernels.cuda import has_pdl
+from infer.kernels.cuda.launch import launch
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def begin(
     places, pages, num_updates = updates
     pdl = has_pdl(tokens.device)
     block = 256
-    _begin[(triton.cdiv(tokens.shape[0], block),)](
+    launch(_begin, (triton.cdiv(tokens.shape[0], block),))(
         tokens, sampled, ids, tables, places, pages, num_updates, tokens.shape[0],
         BLOCK=block, PDL=pdl, num_warps=4,
     )  # fmt: skip
