@@ -27,6 +27,8 @@ def limit(row: dict[str, Any]) -> str:
     """The limit of a row and the share that is reached, which a cache can raise above 100 %."""
     if row["floor"] is None:
         return ""
+    if row["share"] is None:
+        return number(row["floor"])
     return f"{number(row['floor'])} ({100 * row['share']:.0f} %)"
 
 
@@ -45,7 +47,8 @@ def table(document: dict[str, Any]) -> str:
     ]
     marks = {None: "", True: "yes", False: "**no**"}
     lines += [
-        f"| {row['what']} | {row['unit']} | {limit(row)} | {number(row['measured'])}"
+        f"| {row['what']} | {row['unit']} | {limit(row)}"
+        f" | {number(row['measured']) or 'unmeasured'}"
         f" | {number(row['wanted'])} | {marks[row['ok']]} |"
         for row in document["rows"]
         if row["key"] != "ready"

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from infer.bench import machine
 from infer.bench.drive import Record
-from infer.bench.gpu import Peaks
+from infer.bench.gpu_rows import Peaks
 from infer.bench.report import write_report
 from infer.bench.results import environment, run_document, summarize
 from infer.cli.bench import app

@@ -1,10 +1,11 @@
 """`infer bench gpu`: how near a model comes to the limits of the GPU at hand.
 
 The GPU's own peaks are measured first, with a large copy (bytes read and written), a large read and
-a large product. Then each row has one measured value and the limit that those peaks set to it: the
-step of 1 to 256 streams at a context of 512 tokens, 256 requests of mixed lengths, prompts, single
-kernels, the device's idle time between steps, and the host's time for each sequence and step. The
-peaks of the data sheet are not used. `WANTED` has the goals of this project, by GPU and model.
+a large product; those of the data sheet are not used. Then each row has one measured value and the
+limit that the peaks set to it: the step of 1 to 256 streams at a context of 512 tokens, requests of
+mixed lengths, prompts, the device's idle time between steps, the launches of a step, and the host's
+time for each sequence and step. `gpu_kernels` has the rows of single kernels. `WANTED` has the
+goals of this project, by GPU and model.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from infer.bench.gpu_kernels import CONTEXT, CachedAttention, kernel_rows
+from infer.bench.gpu_rows import Peaks, Row
 from infer.bench.results import environment
 from infer.config import EngineConfig
 from infer.engine.build.assemble import prepare
@@ -31,9 +33,11 @@ from infer.kernels.invariance import linears
 from infer.models.model_config import ModelConfig
 from infer.types import Request, SamplingParams
 
-CONTEXT = 512
 STREAMS = (1, 8, 32, 128, 256)
 STEPS = 60
+BATCH_REQUESTS, BATCH_OUTPUT = 128, 128
+BATCH = f"{BATCH_REQUESTS} requests, 100 to 400 tokens in, {BATCH_OUTPUT} out, greedy"
+"""A workload that other engines are measured with, too."""
 COPIED_BYTES = 4 << 30
 MODEL_NAMES = {
     (28, 1024): "Qwen3 0.6B",
@@ -70,48 +74,6 @@ ANY_MODEL = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One measured value, with its limit and its goal."""
-
-    key: str
-    what: str
-    unit: str
-    measured: float
-    floor: float | None = None
-    """The best value that the GPU's peaks allow, in `unit`; None: they set no limit."""
-    wanted: float | None = None
-    higher_is_better: bool = False
-
-    @property
-    def share(self) -> float | None:
-        """The share of the limit that is reached; 1 = all of it."""
-        if self.floor is None:
-            return None
-        return self.measured / self.floor if self.higher_is_better else self.floor / self.measured
-
-    @property
-    def ok(self) -> bool | None:
-        """Whether the goal is reached; None where there is no goal."""
-        if self.wanted is None:
-            return None
-        above = self.measured >= self.wanted
-        return above if self.higher_is_better else self.measured <= self.wanted
-
-    def as_dict(self) -> dict[str, Any]:
-        """The row as plain data."""
-        return {**asdict(self), "share": self.share, "ok": self.ok}
-
-
-@dataclass(frozen=True, slots=True)
-class Peaks:
-    """The measured peaks of the GPU: TB/s of a copy and of a read, Tflop/s of a product."""
-
-    copy_tb_s: float
-    read_tb_s: float
-    product_tflop_s: float
-
-
 def measure_gpu(
     config: EngineConfig, tell: Callable[[Row], None], *, quick: bool = False
 ) -> dict[str, Any]:
@@ -141,7 +103,10 @@ def measure_gpu(
     kind = next((kind for kind in ANY_MODEL if kind in gpu), "")
     wanted = {**ANY_MODEL.get(kind, {}), **WANTED.get((kind, name), {})}
     note(Row("ready", "ready after", "s", ready_s, wanted=30.0))
-    for row in () if quick else kernel_rows(shape, peaks, device, wanted):
+    layers = linears(core.runner.model)  # type: ignore[attr-defined]
+    attention = CachedAttention(core.runner.backend, core.runner.caches)  # type: ignore[attr-defined]
+    kernels = kernel_rows(shape, layers, attention, peaks, device, wanted, timed_us)
+    for row in () if quick else kernels:
         note(row)
     for row in engine_rows(core, shape, peaks, wanted, quick):
         note(row)
@@ -209,61 +174,6 @@ def _memory_us(device: torch.device) -> tuple[float, float]:
     return timed_us(lambda: target.copy_(source), 2), timed_us(lambda: source.sum(), 2)
 
 
-# Single kernels.
-
-
-def kernel_rows(
-    shape: ModelConfig, peaks: Peaks, device: torch.device, wanted: dict[str, float]
-) -> Iterator[Row]:
-    """Rows for the rotary kernel and for the draw, each by itself."""
-    from infer.kernels.cuda.rotary import apply_rope
-
-    size, kind = shape.head_dim, torch.bfloat16
-    batch = 16
-    q, k = (
-        torch.randn(batch, 1024, heads, size, device=device, dtype=kind).transpose(1, 2)
-        for heads in (shape.num_heads, shape.num_kv_heads)
-    )
-    angles = torch.rand(1024, size // 2, device=device)
-    cos, sin = angles.cos(), angles.sin()
-    took_us = timed_us(lambda: apply_rope(q, k, cos, sin), 3)
-    num_bytes = 4 * (q.numel() + k.numel())
-    yield Row(
-        "rope", f"rotation of {batch} x 1,024 tokens", "TB/s", num_bytes / took_us / 1e6,
-        floor=peaks.copy_tb_s, wanted=wanted.get("rope"), higher_is_better=True,
-    )  # fmt: skip
-    for rows in (1, 256):
-        floor_us = 4 * rows * shape.vocab_size / peaks.read_tb_s / 1e6
-        for name, narrowed in (("temperature", False), ("top-k 20, top-p 0.95", True)):
-            took_us = _draw_us(rows, shape.vocab_size, narrowed, device)
-            what = f"draw of {rows} rows with {name}"
-            yield Row(f"draw {rows} {narrowed:d}", what, "µs", took_us, floor=floor_us)
-
-
-def _draw_us(rows: int, vocab: int, narrowed: bool, device: torch.device) -> float:
-    """The time to draw from rows of logits in which few tokens are probable, as in a model's."""
-    from infer.kernels.cuda.draw import DrawBuffers, draw
-
-    logits = torch.randn(rows, vocab, device=device) * 3
-    buffers = DrawBuffers(rows, vocab, device)
-
-    def whole(value: int) -> Tensor:
-        return torch.full((rows,), value, dtype=torch.int32, device=device)
-
-    columns = {
-        "temperatures": torch.full((rows,), 0.8, device=device),
-        "top_ps": torch.full((rows,), 0.95, device=device),
-        "min_ps": torch.zeros(rows, device=device),
-        "top_ks": whole(20),
-        "narrowed": whole(narrowed),
-        "positions": whole(7),
-        "seeds": torch.arange(rows, device=device),
-        "tokens": whole(0),
-        "flags": whole(0),
-    }
-    return timed_us(lambda: draw(logits, buffers, **columns), 3)
-
-
 # The engine.
 
 
@@ -293,6 +203,11 @@ def engine_rows(
             f"step {count}", f"step of {count} at a context of {CONTEXT}", "ms",
             found["step_ms"], floor=floor_ms, wanted=wanted.get(f"step {count}"),
         )  # fmt: skip
+        if count in (STREAMS[0], STREAMS[-1]):
+            yield Row(
+                f"launches {count}", f"launches of a step of {count}", "launches",
+                found["launches"] or None,
+            )  # fmt: skip
         if count == 1:
             yield Row(
                 "idle 1", "idle between steps of one stream", "µs", found["idle_ms"] * 1000,
@@ -318,6 +233,8 @@ def engine_rows(
     )  # fmt: skip
     if quick:
         return
+    rates = [run_batch(core, shape.vocab_size, turn) for turn in range(2)]
+    yield Row("batch", BATCH, "tok/s", max(rates), higher_is_better=True)
     rates = [run_mixed(core, shape.vocab_size, turn) for turn in range(2)]
     yield Row(
         "256 requests", "256 requests, 100 to 1,024 tokens in and out", "tok/s", max(rates),
@@ -347,7 +264,10 @@ class _TimedFlight:
 
 
 def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
-    """Medians: the time of a step, the device's idle time before it, the host's own time in it."""
+    """Medians of a step: its time, the device's idle time before it, the host's own time in it.
+
+    And the number of its launches.
+    """
     num_prompt = CONTEXT - STEPS // 2 - 30
     requests = [
         _request(f"d{count}-{i}", num_prompt, STEPS + 200, vocab, temperature=0)
@@ -382,6 +302,7 @@ def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
             hosts.append(took_s - waited_s[-1])
     finally:
         runner.launch = launch  # type: ignore[attr-defined]
+    launches = _launches(core)
     for request in requests:
         core.abort(request.request_id)
     while core.has_work:
@@ -392,7 +313,18 @@ def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
         "step_ms": 1000 * statistics.median(steps),
         "idle_ms": max(0.0, statistics.median(idle)),
         "host_us": 1e6 * statistics.median(hosts),
+        "launches": launches,
     }
+
+
+def _launches(core: EngineCore) -> int:
+    """The number of kernels that a step launches; 0 if the profiler sees none, as without CUPTI."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        core.step()
+        torch.cuda.synchronize()
+    on_device = [e for e in profile.events() or () if e.device_type.name == "CUDA"]
+    return len([e for e in on_device if not e.name.startswith(("Memcpy", "Memset"))])
 
 
 def _run(core: EngineCore, requests: list[Request]) -> tuple[int, float]:
@@ -409,6 +341,26 @@ def run_prompts(core: EngineCore, vocab: int, turn: int) -> float:
     """Seconds for four prompts of 1,024 tokens."""
     names = [f"p{turn}-{i}" for i in range(4)]
     return _run(core, [_request(name, 1024, 1, vocab, temperature=0) for name in names])[1]
+
+
+def run_batch(core: EngineCore, vocab: int, turn: int) -> float:
+    """Tokens a second of `BATCH`."""
+    sampling = SamplingParams(temperature=0)
+    requests = [
+        Request(f"b{turn}-{i}", tuple(prompt), sampling, seed=i, max_tokens=BATCH_OUTPUT)
+        for i, prompt in enumerate(batch_prompts(vocab))
+    ]
+    count, took_s = _run(core, requests)
+    return count / took_s
+
+
+def batch_prompts(vocab: int, count: int = BATCH_REQUESTS) -> list[list[int]]:
+    """The prompts of `BATCH`, the same each time."""
+    numbers = random.Random(0)
+    return [
+        [numbers.randrange(min(vocab, 30_000)) for _ in range(numbers.randint(100, 400))]
+        for _ in range(count)
+    ]
 
 
 def run_mixed(core: EngineCore, vocab: int, turn: int) -> float:

@@ -275,16 +275,16 @@ def gpu(
     settings: dict[str, Any],
 ) -> None:
     """Measure how near a model comes to the limits of this machine's GPU."""
-    from infer.bench.gpu import Row, measure_gpu
+    from infer.bench.gpu import measure_gpu
+    from infer.bench.gpu_rows import Row
 
     notes = Console(stderr=True)
 
     def tell(row: Row) -> None:
         share = "" if row.share is None else f"{100 * row.share:.0f} % of the limit"
         wanted = "" if row.wanted is None else f"wanted {row.wanted:g}: {'ok' if row.ok else 'NO'}"
-        notes.print(
-            f"{row.what:<48}{row.measured:>12,.3f} {row.unit:<12}{share:<20}{wanted}", markup=False
-        )
+        value = "unmeasured" if row.measured is None else f"{row.measured:,.3f}"
+        notes.print(f"{row.what:<56}{value:>12} {row.unit:<12}{share:<20}{wanted}", markup=False)
 
     try:
         config = EngineConfig.from_kwargs(model=model, device="cuda", **settings)
