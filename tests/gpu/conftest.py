@@ -33,6 +33,11 @@ if importlib.util.find_spec("triton") is None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if INTERPRETED:
+        # The rows that pad a step are NaN here, and the interpreter takes maxima by numpy's nanmax.
+        # As an error its warning would fail every such launch, and the core would do without.
+        harmless = pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
+        for item in items:
+            item.add_marker(harmless)
         return
     has_device = torch.cuda.is_available()
     if has_device:

@@ -51,23 +51,25 @@ class StepWriter:
         `sampling`: the sequences that sample, in the plan's order. `host`: the columns to fill.
         """
         tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts, lengths, rows, sampled_rows = [0], [], [], []
+        sampled_rows = []
         updates: tuple[list[int], list[int]] = ([], [])
         for chunk in plan:
             sequence = chunk.sequence
-            row = self._rows.row(sequence)
-            rows.append(row)
-            self._update(row, sequence.table.pages, updates)
-            self._add_tokens(chunk, tokens, positions, slots)
-            starts.append(len(tokens))
-            lengths.append(chunk.start + chunk.num_tokens)
+            self._update(self._rows.row(sequence), sequence.table.pages, updates)
+            self._add_tokens(chunk, tokens)
             if chunk.samples:
                 sampled_rows.append(len(tokens) - 1)
         count = len(tokens)
-        for name, values in (("tokens", tokens), ("positions", positions), ("slots", slots)):
-            host[name][:count] = values
+        rows = np.array([self._rows.row(chunk.sequence) for chunk in plan], np.int32)
+        counts = np.array([chunk.num_tokens for chunk in plan], np.int32)
+        firsts = np.array([chunk.start for chunk in plan], np.int32)
+        starts = np.zeros(len(plan) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        positions = np.arange(count, dtype=np.int32) + np.repeat(firsts - starts[:-1], counts)
+        pages = self._rows.mirror[np.repeat(rows, counts), positions // self._page_size]
+        host["tokens"][:count] = tokens
+        host["positions"][:count] = positions
+        host["slots"][:count] = pages * self._page_size + positions % self._page_size
         host["sampled_rows"][: len(sampled_rows)] = sampled_rows
         host["sampled_rows"][len(sampled_rows) :] = 0
         _pad_tokens(host, count)
@@ -76,7 +78,7 @@ class StepWriter:
         host["draw_positions"][: len(sampling)] = [len(s.tokens) for s in sampling]
         self._decoding = []
         self._remember(sampling)
-        return self._write_items(starts, lengths, np.array(rows, np.int32), host)
+        return self._write_items(starts, firsts + counts, rows, host)
 
     def write_decode(self, plan: Plan, layout: StepLayout, host: Host) -> Seq[Items]:
         """Write a step in which every sequence has one token and samples the next one.
@@ -123,23 +125,15 @@ class StepWriter:
         token = chunk.sequence.tokens[chunk.start]
         return -1 - self._sampled_row[id(chunk.sequence)] if token == PENDING else token
 
-    def _add_tokens(
-        self, chunk: Chunk, tokens: list[int], positions: list[int], slots: list[int]
-    ) -> None:
-        sequence, start, size = chunk.sequence, chunk.start, self._page_size
-        table = sequence.table.pages
+    def _add_tokens(self, chunk: Chunk, tokens: list[int]) -> None:
+        sequence, start = chunk.sequence, chunk.start
         if chunk.num_tokens == 1:
             tokens.append(self._token(chunk))
-            positions.append(start)
-            slots.append(table[start // size] * size + start % size)
             return
-        end = start + chunk.num_tokens
-        part = sequence.tokens[start:end]
+        part = sequence.tokens[start : start + chunk.num_tokens]
         if part[-1] == PENDING:
             part[-1] = -1 - self._sampled_row[id(sequence)]
         tokens += part
-        positions += range(start, end)
-        slots += [table[p // size] * size + p % size for p in range(start, end)]
 
     def _update(self, row: int, pages: list[int], updates: tuple[list[int], list[int]]) -> None:
         places, values = self._rows.changes(row, pages)

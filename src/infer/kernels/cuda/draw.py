@@ -250,7 +250,7 @@ def narrow(
             lowest = top + tl.log2(min_p) / factor
         # With top-k only the groups with the k largest maxima are needed. With top-p only those
         # are needed whose maximum is at least the first attempt's logit. No group is needed whose
-        # maximum is below `lowest`.
+        # maximum is below `lowest`, except for the sum of the k largest, of which top-p is a share.
         g = tl.arange(0, GROUPS)
         num_groups = num_blocks * SCAN_GROUPS
         of_group = tl.load(groups + row * num_groups + g, mask=g < num_groups, other=float("-inf"))
@@ -262,7 +262,8 @@ def narrow(
                 enough = tl.where(tl.sum((keys >= more).to(tl.int32), 0) >= k, more, enough)
         elif min_p <= 0:
             enough = _order(tl.load(base + token))
-        matters = (keys >= enough) & (of_group >= lowest) & (of_group > float("-inf"))
+        needed_from = tl.where((k > 0) & (top_p < 1), float("-inf"), lowest)
+        matters = (keys >= enough) & (of_group >= needed_from) & (of_group > float("-inf"))
         place = tl.cumsum(matters.to(tl.int32), 0) - 1
         count = tl.sum(matters.to(tl.int32), 0)
         chosen = chosens + row * num_groups
