@@ -10,8 +10,8 @@ garbage collection are included.
 
 from __future__ import annotations
 
+import argparse
 import statistics
-import sys
 import time
 
 from infer.config import SchedulerConfig
@@ -97,7 +97,9 @@ def match_microseconds(num_tokens: int) -> float:
 
 def main() -> None:
     """Run and print the tables."""
-    is_followed = "--follow" in sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--follow", action="store_true", help="report the prefix index's pages")
+    is_followed = parser.parse_args().follow
     print("| sequences | context | schedule µs | commit µs | both | core.step µs |")
     print("|---|---|---|---|---|---|")
     for num_sequences in (1, 8, 32, 128):

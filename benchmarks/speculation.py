@@ -7,9 +7,9 @@ is in the prompt four times, `chat` with stories that are drawn. Nothing else ma
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
 
 from infer import LLM, SamplingParams
@@ -42,7 +42,9 @@ def rate(llm: LLM, workload: str, num_streams: int, number: int, speculation: bo
 
 def main() -> None:
     """Measure."""
-    name = sys.argv[1] if len(sys.argv) > 1 else None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="with random weights; default: the shipped model")
+    name = parser.parse_args().model
     with LLM(
         model=name,
         max_seq_len=1024,
