@@ -58,6 +58,7 @@ def main() -> None:
                     continue
                 pairs = NUM_PAIRS if not name else 3
                 rates: dict[bool, list[float]] = {True: [], False: []}
+                before = llm.stats()
                 for number in range(-1, pairs):
                     for speculation in (False, True) if number % 2 else (True, False):
                         found = rate(llm, workload, num_streams, max(0, number), speculation)
@@ -65,6 +66,9 @@ def main() -> None:
                             rates[speculation].append(found)
                 ratios = [a / b for a, b in zip(rates[True], rates[False], strict=True)]
                 stats = llm.stats()
+                drafted, accepted = (
+                    stats[key] - before[key] for key in ("num_draft_tokens", "num_accepted_tokens")
+                )
                 print(
                     json.dumps(
                         {
@@ -73,8 +77,8 @@ def main() -> None:
                             "plain": round(statistics.median(rates[False]), 1),
                             "speculation": round(statistics.median(rates[True]), 1),
                             "ratio": round(statistics.median(ratios), 3),
-                            "drafted": stats["num_draft_tokens"],
-                            "accepted": stats["num_accepted_tokens"],
+                            "drafted": drafted,
+                            "accepted": accepted,
                         }
                     ),
                     flush=True,

@@ -98,7 +98,7 @@ class Worker:
 
 
 def available_gib() -> float:
-    """The memory that a new process can have, in bytes."""
+    """The memory that a new process can have, in GiB."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) / 2**20
