@@ -6,9 +6,9 @@ alternate, in one process and with one model in memory for each. Nothing else ma
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
 
 from infer import LLM, SamplingParams
@@ -54,7 +54,9 @@ def cell_decodes(model: CellModel) -> tuple[list[float], list[float]]:
 
 def main() -> None:
     """Measure."""
-    name = sys.argv[1] if len(sys.argv) > 1 else None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="with random weights; default: the shipped model")
+    name = parser.parse_args().model
     load_format = "dummy" if name else "auto"
     steps: list[float] = []
     decodes: list[float] = []

@@ -13,10 +13,10 @@ streams, from alternating pairs of one engine; the requests of a pair are equal 
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -115,13 +115,24 @@ def rate(llm: LLM, num_streams: int, number: int, speculation: bool) -> float:
 
 def main() -> None:
     """Write the checkpoints, or measure."""
-    if sys.argv[1] == "write":
-        write(Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        usage="%(prog)s [-h] write FOLDER\n       %(prog)s [-h] FOLDER [QUANTIZATION]",
+    )
+    parser.add_argument("first", metavar="write | FOLDER", help="where the checkpoints are")
+    parser.add_argument(
+        "second", metavar="FOLDER | QUANTIZATION", nargs="?", help="of the draft: int8 or int4"
+    )
+    options = parser.parse_args()
+    if options.first == "write":
+        if options.second is None:
+            parser.error("write needs the folder to write to")
+        write(Path(options.second))
         return
-    folder = Path(sys.argv[1])
+    folder = Path(options.first)
     config = {"method": "draft_model", "model": str(folder / "draft"), "num_speculative_tokens": 6}
-    if len(sys.argv) > 2:
-        config["quantization"] = sys.argv[2]
+    if options.second is not None:
+        config["quantization"] = options.second
     with LLM(
         model=str(folder / "target"),
         max_seq_len=512,

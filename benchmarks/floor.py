@@ -27,7 +27,8 @@ from infer.bench.workloads import Draw
 from infer.kernels.invariance import linears
 from infer.kernels.linear import Linear, PackedLinear, held_bytes, native_obstacle
 
-STEPS = 32
+INPUT_LEN, STEPS = 128, 32
+"""Prompt and measured steps of a single stream, in tokens."""
 READ_BYTES = 1 << 29
 """The size of the buffer that is read beside each measurement, in bytes."""
 
@@ -96,7 +97,8 @@ def stock_product(layer: Linear, num_rows: int, is_int8: bool) -> Callable[[], o
 def measure(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     num_rows = options.input_len
     llm = LLM(
-        model=options.model, dtype=dtype, max_seq_len=2 * num_rows, max_num_batched_tokens=num_rows,
+        model=options.model, dtype=dtype, max_seq_len=max(2 * num_rows, INPUT_LEN + STEPS + 1),
+        max_num_batched_tokens=num_rows,
         kv_cache_memory_bytes=1 << 29, enable_prefix_caching=False,
     )  # fmt: skip
     draw = Draw(run=1)
@@ -145,7 +147,7 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
     read = reader(torch.ones(READ_BYTES // 8, dtype=torch.int64))
     for turn in range(options.rounds + 1):
-        pieces = llm.stream(draw.ids(128), greedy(STEPS + 1))
+        pieces = llm.stream(draw.ids(INPUT_LEN), greedy(STEPS + 1))
         next(pieces)  # the prompt
         before = read()
         for _ in range(STEPS):

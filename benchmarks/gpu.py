@@ -6,6 +6,7 @@ tables is in gpu.template.md.
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ def table(document: dict[str, Any]) -> str:
 
 def main() -> None:
     """Write the page."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     documents = [json.loads(p.read_text()) for p in sorted((HERE / "results").glob("gpu-*.json"))]
     kinds = ("H100", "H200")
     measured = {(kind, d["model"]) for d in documents for kind in kinds if kind in d["gpu"]}

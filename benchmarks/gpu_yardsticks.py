@@ -113,7 +113,7 @@ def greedy(num_output: int, **settings: Any) -> Any:
 
 def main() -> None:
     """Measure, print, and add the rows to the file."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
     parser.add_argument("json", nargs="?", type=Path)
     options = parser.parse_args()

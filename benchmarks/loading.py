@@ -8,6 +8,7 @@ loading.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import subprocess
 import sys
@@ -53,10 +54,14 @@ def run(code: str, folder: Path) -> list[float]:
 
 def main() -> None:
     """Measure and print."""
-    from shapes import write
+    from shapes import SHAPES, write
 
-    shape = sys.argv[1] if len(sys.argv) > 1 else "llama-3.2-1b"
-    folder = Path(sys.argv[2] if len(sys.argv) > 2 else f"/tmp/infer-shapes/{shape}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", nargs="?", choices=SHAPES, default="llama-3.2-1b")
+    parser.add_argument("folder", nargs="?", type=Path, help="default: /tmp/infer-shapes/SHAPE")
+    options = parser.parse_args()
+    shape = options.shape
+    folder = options.folder or Path("/tmp/infer-shapes") / shape
     write(folder, shape)
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     run(READ, folder)

@@ -9,6 +9,7 @@ measures that way. It needs the development environment.
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable
@@ -68,6 +69,7 @@ WAYS = {
 
 def main() -> None:
     """Measure and print one family after the other."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     sys.path.insert(0, str(ROOT))
     from tests.support.checkpoints import write_checkpoint
     from tests.support.model_shapes import SHAPES

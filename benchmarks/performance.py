@@ -1,15 +1,16 @@
-"""Writes docs/performance.md and its plots from benchmarks/results/: `python performance.py`.
+"""Writes docs/performance.md and its plots: `python benchmarks/performance.py`.
 
-This program measures nothing; the page names the command behind each table. It reads `peers-*.json`
-of peers/run.py (`zen4-*.json`: of another machine, `avx2-*.json`: kept to AVX2, `icelake-*.json`: a
-third machine, kept to AVX2), `floor-*.json` of floor.py, and results of `infer bench` that are
-named WORKLOAD-LABEL.json. Results of the same workload are compared with each other
-(`modes-zen4-*.json`: of another machine, in one table). `batching-*.json` of batching_modes.py have
-a table and a plot each.
+This program measures nothing; the page names the command behind each table. It reads files of
+benchmarks/results/: `peers-*.json` of peers/run.py (`zen4-*.json`: of another machine,
+`avx2-*.json`: kept to AVX2, `icelake-*.json`: a third machine, kept to AVX2), `floor-*.json` of
+floor.py, and results of `infer bench` that are named WORKLOAD-LABEL.json. Results of the same
+workload are compared with each other (`modes-zen4-*.json`: of another machine, in one table).
+`batching-*.json` of batching_modes.py have a table and a plot each.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -246,6 +247,8 @@ def plans() -> str:
 
 
 def main() -> None:
+    """Write the page and its plots."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PLOTS.mkdir(exist_ok=True)
     text = (HERE / "performance.template.md").read_text()
     for name in ("peers", "zen4", "avx2", "icelake"):

@@ -9,6 +9,7 @@ the most probable token is the same.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import math
 import sys
@@ -113,7 +114,9 @@ def load_blocks(kind_of_name: Callable[[str], str], *, dequantised: bool) -> Mod
 @torch.inference_mode()
 def main() -> None:
     """Measure and print."""
-    count = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("documents", nargs="?", type=int, default=200, help="default: 200")
+    count = parser.parse_args().documents
     encode = Tokenizer(find_checkpoint(None).text()).encode
     texts = [
         encode(text, add_special_tokens=False, parse_special_tokens=True)

@@ -9,9 +9,9 @@ word of its own, because ids without text would stream nothing.
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,5 +171,14 @@ def tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def main() -> None:
+    """Write a checkpoint."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    write(options.folder, options.name)
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[2]), sys.argv[1])
+    main()

@@ -7,9 +7,9 @@ is in the prompt four times, `chat` with stories that are drawn. Nothing else ma
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import time
 
 from infer import LLM, SamplingParams
@@ -42,7 +42,9 @@ def rate(llm: LLM, workload: str, num_streams: int, number: int, speculation: bo
 
 def main() -> None:
     """Measure."""
-    name = sys.argv[1] if len(sys.argv) > 1 else None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="with random weights; default: the shipped model")
+    name = parser.parse_args().model
     with LLM(
         model=name,
         max_seq_len=1024,
@@ -56,6 +58,7 @@ def main() -> None:
                     continue
                 pairs = NUM_PAIRS if not name else 3
                 rates: dict[bool, list[float]] = {True: [], False: []}
+                before = llm.stats()
                 for number in range(-1, pairs):
                     for speculation in (False, True) if number % 2 else (True, False):
                         found = rate(llm, workload, num_streams, max(0, number), speculation)
@@ -63,6 +66,9 @@ def main() -> None:
                             rates[speculation].append(found)
                 ratios = [a / b for a, b in zip(rates[True], rates[False], strict=True)]
                 stats = llm.stats()
+                drafted, accepted = (
+                    stats[key] - before[key] for key in ("num_draft_tokens", "num_accepted_tokens")
+                )
                 print(
                     json.dumps(
                         {
@@ -71,8 +77,8 @@ def main() -> None:
                             "plain": round(statistics.median(rates[False]), 1),
                             "speculation": round(statistics.median(rates[True]), 1),
                             "ratio": round(statistics.median(ratios), 3),
-                            "drafted": stats["num_draft_tokens"],
-                            "accepted": stats["num_accepted_tokens"],
+                            "drafted": drafted,
+                            "accepted": accepted,
                         }
                     ),
                     flush=True,

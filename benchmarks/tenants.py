@@ -47,7 +47,7 @@ def prompt(num_words: int) -> str:
 
 
 def first_token_ms(url: str, key: str) -> float:
-    """The time to first token of a short request, in seconds; its answer is read to the end."""
+    """The milliseconds to the first token of a short request, whose answer is read to the end."""
     body = {"prompt": prompt(12), "max_tokens": 8, "stream": True, "ignore_eos": True}
     started = time.perf_counter()
     with post(url, key, body) as reply:

@@ -98,7 +98,7 @@ class Worker:
 
 
 def available_gib() -> float:
-    """The memory that a new process can have, in bytes."""
+    """The memory that a new process can have, in GiB."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) / 2**20
@@ -206,11 +206,10 @@ def tables(document: dict[str, Any]) -> str:
     """Tables: median tok/s (prefill: of prompts), and the first engine's ratio to the others."""
     cases, engines, rounds = document["cases"], document["engines"], document["rounds"]
     read = [r["bandwidth_gb_s"] for r in rounds]
-    lines = [
-        f"{document['model']}, {document['cpu']}, {len(rounds)} rounds,"
-        f" {min(read):.1f}–{max(read):.1f} GB/s; tok/s",
-        "",
-    ]
+    measured = f"{len(rounds)} rounds, {min(read):.1f}–{max(read):.1f}"
+    if len(rounds) == 1:
+        measured = f"1 round, {read[0]:.1f}"
+    lines = [f"{document['model']}, {document['cpu']}, {measured} GB/s; tok/s", ""]
 
     def table(title: str, cell: Any, names: list[str]) -> None:
         lines.append(f"| {title} | " + " | ".join(cases) + " |")

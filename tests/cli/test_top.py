@@ -184,6 +184,13 @@ def test_what_is_no_stream_is_one_sentence(text: bytes, status: int, word: str) 
         run_top(url, None, None, once=True)
 
 
+def test_a_server_that_is_not_there_is_no_broken_stream() -> None:
+    with answering(b"") as url:
+        pass
+    with pytest.raises(InferError, match="no infer server answers"):
+        run_top(url, None, None, once=True)
+
+
 def test_names_of_strangers_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     hello = b'event: hello\ndata: {"model": "\\u001b[31m[red]evil", "seats": 1}\n\n'
     with answering(hello + b'event: end\ndata: {"reason": "x"}\n\n') as url:

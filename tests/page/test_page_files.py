@@ -8,12 +8,18 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from infer.server.app import create_app
 from infer.server.settings import ServerSettings
@@ -255,6 +261,13 @@ def test_templates_have_no_literal_text() -> None:
             assert not words, f"{path.name}: {words}"
             said = re.findall(r"(?:aria-label|title|placeholder|alt)=\"([^\"]*)\"", template)
             assert not said, f"{path.name}: {said}"
+
+
+def test_this_file_is_a_program_that_writes_the_modules_to_preload() -> None:
+    before = (FOLDER / "index.html").read_text()
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[2])}
+    subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=120)
+    assert (FOLDER / "index.html").read_text() == before
 
 
 def templates(source: str) -> Iterator[str]:
