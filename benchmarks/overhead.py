@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from infer.config import SchedulerConfig
 from infer.engine.core import EngineCore, Runner
@@ -99,9 +98,9 @@ def ahead_microseconds(num_sequences: int, num_context: int) -> float:
     from infer.runner.device_runner import DeviceRunner
     from infer.runner.graphs import Graphs
 
-    class NothingStarted(Graphs[Tensor | None]):
-        def run(self, key: Hashable, compute: Callable[[], Tensor | None]) -> Tensor | None:
-            return None
+    class NothingStarted(Graphs):
+        def run(self, key: Hashable, compute: Callable[[], None]) -> None:
+            pass
 
     cache = torch.zeros(1, PAGE_SIZE, 8, 128, dtype=torch.bfloat16)
     backend = TritonBackend([cache], [cache], num_heads=16, scale=1.0)

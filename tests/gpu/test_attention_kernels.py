@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+import infer.attention.triton as backends
 from infer.attention.layout import BatchLayout
 from infer.attention.triton import TritonBackend
 from infer.kernels.cuda.rotary import turn_and_write
@@ -274,3 +276,67 @@ def test_a_grid_of_shapes(
             chunks = [(99, 1), (0, 37), (63, 1), (64, 2)]
             check(Case(chunks, heads, size, page, window, kind=kind), device)
             check(Case([(99, 1), (63, 1)], heads, size, page, window, kind=kind), device)
+
+
+@dataclass
+class Planned:
+    """A step of a real model's shape, for which items are made and nothing is computed."""
+
+    heads: tuple[int, int]
+    chunks: list[tuple[int, int]]
+    """First position and number of tokens of each sequence."""
+    ordered: bool = False
+
+
+PLANS = {
+    "as many heads as key heads": Planned((32, 32), [(500, 1)] * 253),
+    "more such sequences": Planned((40, 40), [(300, 1)] * 256),
+    "a thousand seats": Planned((16, 8), [(500, 1)] * 1009),
+    "a crowd with long contexts": Planned((16, 8), [(30_000 + i, 1) for i in range(256)]),
+    "one stream": Planned((16, 8), [(40_000, 1)]),
+    "mixed": Planned((32, 8), [(0, 2000), *((700 * i, 1) for i in range(60)), (90, 3)]),
+    "ordered, a prompt": Planned((16, 8), [(0, 4096)], ordered=True),
+    "ordered, a chunk behind a long context": Planned((16, 8), [(32_000, 512)], ordered=True),
+    "ordered, a crowd": Planned((16, 8), [(1600 + i, 1) for i in range(256)], ordered=True),
+    "ordered, a crowd that does not fit": Planned((16, 8), [(20_000, 1)] * 256, ordered=True),
+    "ordered, a prompt in company": Planned((32, 8), [(0, 3000), (5000, 1)], ordered=True),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_items_have_every_key_once_and_fit_into_memory(name: str) -> None:
+    plan = PLANS[name]
+    heads, groups = plan.heads
+    cache = torch.zeros(1, 16, groups, 128)
+    backend = TritonBackend([cache], [cache], num_heads=heads, scale=1.0, ordered=plan.ordered)
+    # Those of an H100.
+    backend.num_programs = 4 * 132
+    backend.max_partial_rows = backends.PARTIAL_BYTES // (4 * heads * 130)
+    starts = np.cumsum([0, *(num for _, num in plan.chunks)])
+    lengths = [first + num for first, num in plan.chunks]
+    [made] = backend.items(starts, lengths, np.arange(len(lengths), dtype=np.int32))
+    capacity = backend.capacity(int(starts[-1]), len(lengths))
+    assert len(made.short) <= capacity[0]
+    assert len(made.long) <= capacity[1]
+    seen: dict[int, list[tuple[int, int]]] = {}
+    rows_of: dict[int, int] = {}
+    for first_row, num, position, row, begin, end, split, splits, base, tile in [
+        *made.short.tolist(),
+        *made.long.tolist(),
+    ]:
+        assert plan.chunks[row][0] <= position < lengths[row]
+        assert 0 <= split < splits
+        seen.setdefault(first_row, []).append((begin, end))
+        rows_of[first_row] = num
+        if splits > 1:
+            assert base + splits * num <= backend.max_partial_rows
+            assert tile < backends.MAX_SHORT_TILES
+            if plan.ordered:
+                assert begin % backends.ORDERED_SPLIT == 0
+    assert sum(rows_of.values()) == starts[-1]
+    for first_row, parts in seen.items():
+        sequence = int(np.searchsorted(starts, first_row, side="right")) - 1
+        last = plan.chunks[sequence][0] + first_row - starts[sequence] + rows_of[first_row]
+        parts.sort()
+        assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])]
+        assert parts[-1][1] == last

@@ -29,7 +29,7 @@ REQUESTS = [
     request("a long prompt", 17, 3),
     request("top-p", 2, 4, temperature=1.1, top_p=0.7),
     request("min-p", 1, 3, temperature=1.3, min_p=0.05, top_p=0.95),
-    request("log-probabilities", 2, 3, temperature=1.5, top_k=9, logprobs=3),
+    request("log-probabilities", 2, 3, temperature=1.5, top_p=0.8, logprobs=3),
     request("of the prompt", 6, 2, prompt_logprobs=2),
     request("of all", 2, 2, temperature=1.0, logprobs=1),
     request("penalties", 3, 3, temperature=0.8, frequency_penalty=0.7, logit_bias={3: 2.0}),
@@ -103,14 +103,38 @@ def test_top_k_alone_is_drawn_on_the_device(model: Model, device: torch.device) 
         request("k1", 5, 4, temperature=0.8, top_k=1),
         request("k7", 9, 4, temperature=0.8, top_k=7, top_p=0.9),
     ]
+    scored = replace(wanted[1].sampling, logprobs=2)
     greedy = replace(wanted[0], request_id="greedy", sampling=SamplingParams(temperature=0))
     alone = [
         tokens(run(core_of(device_runner(model, device, graphs=False)), [each]))[each.request_id]
         for each in (greedy, wanted[1])
     ]
+    wanted.append(replace(wanted[1], request_id="with log-probabilities", sampling=scored))
     together = tokens(run(core_of(device_runner(model, device, graphs=True)), wanted))
     assert together["k1"] == alone[0]
-    assert together["k7"] == alone[1]
+    assert together["k7"] == together["with log-probabilities"] == alone[1]
+
+
+@pytest.mark.parametrize("fails", ["fetch", "items"])
+def test_a_launch_that_fails_leaves_nothing_of_its_own(
+    fails: str, model: Model, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have drawn tokens that nobody gets, and page tables may not have been sent."""
+    chosen = [request("greedy", 3, 9), request("another", 4, 8)]
+    wanted = tokens(run(core_of(plain_runner(model, device)), chosen))
+    runner = device_runner(model, device, graphs=True)
+    owner: Any = runner.buffers if fails == "fetch" else runner.backend
+    real, calls = getattr(owner, fails), []
+
+    def failing(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) % 2 == 0:
+            raise RuntimeError("for once")
+        return real(*given)
+
+    monkeypatch.setattr(owner, fails, failing)
+    assert tokens(run(core_of(runner), chosen)) == wanted
+    assert len(calls) > 10
 
 
 @pytest.mark.slow

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 
 from infer.runner.buffers import StepBuffers, StepLayout, TableRows
-from infer.runner.graphs import Graphs, padded, row_sizes, step_sizes, token_sizes
+from infer.runner.graphs import Graphs, Work, padded, row_sizes, step_sizes, token_sizes
 from infer.schedule.sequence import Sequence, Status
 from infer.types import Request, SamplingParams
 
@@ -99,25 +97,41 @@ def test_sizes() -> None:
 
 
 def test_work_is_captured_once_for_each_key_and_replayed_on_the_same_memory() -> None:
-    memory, captured = [0], []
+    memory, captured = [0, 0], []
 
-    def capture(compute: Callable[[], int]) -> Callable[[], int]:
+    def capture(compute: Work) -> Work:
         captured.append(compute)
         return compute
 
-    def work() -> int:
-        return memory[0] * 10
+    def work() -> None:
+        memory[1] = memory[0] * 10
 
-    def other() -> int:
+    def other() -> None:
         raise AssertionError("the work of the launch that was captured is done, not this")
 
-    graphs: Graphs[int] = Graphs(capture)
-    memory[0] = 1
-    assert graphs.run("a", work) == 10
-    memory[0] = 2
-    assert graphs.run("a", other) == 20
-    assert graphs.run("b", work) == 20
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    graphs = Graphs(capture)
+    for key, given, compute in (("a", 1, work), ("a", 2, other), ("b", 3, work)):
+        memory[0] = given
+        graphs.run(key, compute)
+        assert memory[1] == given * 10
     assert len(graphs) == len(captured) == 2
     with pytest.raises(ZeroDivisionError):
-        graphs.run("c", lambda: 1 // 0)
+        graphs.run("c", broken)
     assert len(graphs) == 2, "what has failed is not captured"
+
+
+def test_what_cannot_be_captured_is_done_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    attempts, done = [], []
+
+    def capture(compute: Work) -> Work:
+        attempts.append(compute)
+        raise RuntimeError("CUDA out of memory")
+
+    graphs = Graphs(capture)
+    for _ in range(3):
+        graphs.run("a", lambda: done.append(1))
+    assert (len(done), len(attempts)) == (3, 1)
+    assert "out of memory" in caplog.text

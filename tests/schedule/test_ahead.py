@@ -19,8 +19,9 @@ from infer.config import BATCHING_MODES
 from infer.engine.core import EngineCore
 from infer.errors import DeviceLostError
 from infer.schedule.scheduler import Scheduler
+from infer.schedule.sequence import Plan, Sampled
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
-from tests.support.doubles import AheadHashRunner, make_hash_core, solo
+from tests.support.doubles import AheadHashRunner, Landed, make_hash_core, solo
 from tests.support.workloads import Seen, Workload
 
 NUM_WORKLOADS = 500
@@ -109,6 +110,27 @@ def test_the_workloads_notice_a_rule_that_is_broken(
     monkeypatch.setattr(Scheduler, function.__name__, rewritten(function, old, new))
     with pytest.raises((AssertionError, IndexError, KeyError, ValueError)):
         run_workloads(150)
+
+
+class LateMasks(AheadHashRunner):
+    """A runner for which every third mask of a grammar is late."""
+
+    num_masks = num_late = 0
+
+    def launch(self, plan: Plan) -> Landed:
+        landed = super().launch(plan)
+        rows = [chunk.sequence for chunk in plan if chunk.samples]
+        for row in [row for row, sequence in enumerate(rows) if sequence.reads_output]:
+            LateMasks.num_masks += 1
+            if LateMasks.num_masks % 3 == 0:
+                LateMasks.num_late += 1
+                landed.sampled[row] = Sampled(0, is_late=True)
+        return landed
+
+
+def test_a_late_mask_delays_its_sequence_and_changes_nothing() -> None:
+    run_workloads(100, LateMasks)
+    assert LateMasks.num_late > 100
 
 
 class WrongRow(AheadHashRunner):

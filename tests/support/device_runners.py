@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from infer.attention.sdpa import SDPABackend
 from infer.attention.triton import TritonBackend
@@ -19,7 +17,7 @@ from infer.models.model_config import ModelConfig
 from infer.models.weights import dummy_source
 from infer.runner.device_runner import DeviceRunner
 from infer.runner.grammar_masks import Restrictions
-from infer.runner.graphs import CudaCapture, Graphs
+from infer.runner.graphs import CudaCapture, Graphs, Work
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
 from infer.schedule.page_allocator import PageAllocator
@@ -84,25 +82,25 @@ class Replays:
     def __init__(self) -> None:
         self.num_captured = self.num_replayed = 0
 
-    def __call__(self, compute: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
+    def __call__(self, compute: Work) -> Work:
         self.num_captured += 1
 
-        def replay() -> Tensor | None:
+        def replay() -> None:
             self.num_replayed += 1
-            return compute()
+            compute()
 
         return replay
 
 
-def no_capture(compute: Callable[[], Tensor | None]) -> Callable[[], Tensor | None]:
+def no_capture(compute: Work) -> Work:
     raise AssertionError("steps are not captured here")
 
 
-class Eager(Graphs[Tensor | None]):
+class Eager(Graphs):
     """Graphs that are not: each step is launched kernel by kernel."""
 
-    def run(self, key: Any, compute: Callable[[], Tensor | None]) -> Tensor | None:
-        return compute()
+    def run(self, key: Any, compute: Work) -> None:
+        compute()
 
 
 def device_runner(
@@ -116,7 +114,7 @@ def device_runner(
 ) -> DeviceRunner:
     made = storage(device, dtype)
     if captures is None:
-        captures = Replays() if device.type == "cpu" else CudaCapture()
+        captures = Replays() if device.type == "cpu" else CudaCapture(device)
     return DeviceRunner(
         model,
         arrange(made, TritonBackend, ordered=ordered),

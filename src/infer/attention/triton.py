@@ -41,6 +41,8 @@ LONE_ROWS = 4
 """Maximum number of decoding sequences for which an item has the most threads."""
 FEW_ROWS = 32
 """Maximum number of decoding sequences for which an item has more threads than usual."""
+UNSPLIT = 1 << 30
+"""A number of keys that no tile has."""
 MAX_SHORT_TILES = 4096
 """Maximum number of short tiles that are split in a step; each has its counters."""
 PARTIAL_BYTES = 128 << 20
@@ -240,13 +242,8 @@ class TritonBackend:
         if not num_tiles:
             return made
         keys = tiles[:, 5] - tiles[:, 4]
-        size = self._split_keys(keys, num_tiles) if is_short else 1 << 30
+        size, splits = self._splits(tiles, keys) if is_short else (UNSPLIT, np.ones_like(keys))
         begins = tiles[:, 4] // size
-        splits = -(-tiles[:, 5] // size) - begins
-        if self.ordered and (tiles[:, 1] > 1).any():
-            # There are many tiles of several tokens. For them one program computes all splits of a
-            # tile and merges them.
-            splits = np.where(tiles[:, 1] > 1, 1, splits)
         total = int(splits.sum())
         if total == num_tiles:
             made[:, :6] = tiles
@@ -255,7 +252,7 @@ class TritonBackend:
         which = np.repeat(np.arange(num_tiles), splits)
         ends = np.cumsum(splits)
         split = (np.arange(total) - np.repeat(ends - splits, splits)).astype(np.int32)
-        rows = tiles[:, 1] * splits
+        rows = np.where(splits > 1, tiles[:, 1] * splits, 0)
         base = np.cumsum(rows) - rows
         made = np.empty((total, ITEM_FIELDS), np.int32)
         made[:, :6] = tiles[which]
@@ -269,25 +266,33 @@ class TritonBackend:
         made[:, 9] = which
         return made[np.argsort(made[:, 4] - made[:, 5], kind="stable")]
 
-    def _split_keys(self, keys: np.ndarray, num_tiles: int) -> int:
-        """The number of keys of a split, a power of two.
+    def _splits(self, tiles: np.ndarray, keys: np.ndarray) -> tuple[int, np.ndarray]:
+        """(number of keys of a split, a power of two; number of splits of each tile [N])
 
-        It is small enough that the programs have enough items, and large enough that the memory
-        for partial results and counters suffices.
+        Splits are small enough that the programs have enough items, and large enough that the
+        memory for partial results suffices. In the batch-invariant mode their size is fixed, and
+        one program computes all splits of a tile of several tokens, of which there are many, or
+        of all tiles if the memory does not suffice; that changes no bit.
         """
+        num_tiles = len(tiles)
         if num_tiles > MAX_SHORT_TILES:
-            return 1 << 30
+            return UNSPLIT, np.ones_like(keys)
         if self.ordered:
-            size = ORDERED_SPLIT
-        else:
-            wanted = self._programs(num_tiles) * ITEMS_PER_PROGRAM // self.num_kv_heads
-            ideal = max(1, int(keys.sum()) // max(1, wanted))
-            size = max(LEAST_SPLIT, 1 << (ideal - 1).bit_length())
-        tokens = SHORT_ROWS // self._rep
-        while int((keys // size + 2).sum()) * tokens > self.max_partial_rows:
-            assert not self.ordered, "more partial results than there is room for"
+            splits = _num_splits(tiles, ORDERED_SPLIT)
+            splits[tiles[:, 1] > 1] = 1
+            if self._fits(tiles, splits):
+                return ORDERED_SPLIT, splits
+            return ORDERED_SPLIT, np.ones_like(keys)
+        wanted = self._programs(num_tiles) * ITEMS_PER_PROGRAM // self.num_kv_heads
+        ideal = max(1, int(keys.sum()) // max(1, wanted))
+        size = max(LEAST_SPLIT, 1 << (ideal - 1).bit_length())
+        while not self._fits(tiles, splits := _num_splits(tiles, size)):
             size *= 2
-        return size
+        return size, splits
+
+    def _fits(self, tiles: np.ndarray, splits: np.ndarray) -> bool:
+        """Whether the memory for partial results suffices for so many splits of each tile."""
+        return int((tiles[:, 1] * splits)[splits > 1].sum()) <= self.max_partial_rows
 
     def _programs(self, num_tiles: int) -> int:
         """The number of programs for so many short tiles.
@@ -388,3 +393,9 @@ class TritonBackend:
             PRODUCT=self._product, PRECISION="ieee", PDL=self._pdl,
             num_warps=shape.warps, num_stages=shape.stages, launch_pdl=self._pdl,
         )  # fmt: skip
+
+
+def _num_splits(tiles: np.ndarray, size: int) -> np.ndarray:
+    """The number of splits of each tile [N, 6] whose splits begin at multiples of `size` keys."""
+    splits: np.ndarray = -(-tiles[:, 5] // size) - tiles[:, 4] // size
+    return splits

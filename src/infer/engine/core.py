@@ -6,7 +6,8 @@ thread, a process, a test) calls `step` in a loop, and `add` and `abort` between
 One step ahead. A runner with `launch` has a step computed on a device while the host works: the
 core schedules and launches the next step before it waits for the tokens of the last one. A token
 that is not known yet is pending; the runner reads it on the device. A sequence whose sampling needs
-token ids on the host is left out of every second step.
+token ids on the host is left out of every second step. Where its grammar's mask is not ready in
+time, the step's result says so, and the last token is computed again.
 
 Containment. A step that raises has changed no sequence, and executing a part of its plan again
 writes the same cells. So the plan is executed in halves, and in halves of those, until the request

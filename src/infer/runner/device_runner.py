@@ -6,9 +6,9 @@ kernel. The host waits once per step, for the copy of the sampled tokens, and on
 are requested.
 
 The device reads tokens that the host does not know yet from the results of the previous step.
-`runner.sampler` samples the rows that need more than temperature, top-k, top-p and min-p
-(log-probabilities, biases, penalties, grammars) from the same logits. A step with such rows is
-waited for when it is launched.
+Rows that need more than temperature, top-k, top-p and min-p (log-probabilities, biases, penalties,
+grammars) go through `runner.sampler`, which changes their logits and has the same kernels draw from
+these. A step with such rows is waited for when it is launched.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from itertools import compress
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from infer.attention.layout import DeviceBackend
@@ -41,7 +42,7 @@ from infer.runner.graphs import (
 )
 from infer.runner.prompt_scores import score_prompts, wants_prompt_rows
 from infer.runner.sampler import is_plain, sample
-from infer.runner.step_writer import StepWriter
+from infer.runner.step_writer import StepWriter, sampling_columns
 from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled, Sequence
 from infer.types import Request, SamplingParams
 
@@ -117,7 +118,7 @@ class DeviceRunner:
         max_tokens: int,
         max_sequences: int,
         max_seq_len: int,
-        graphs: Graphs[Tensor | None],
+        graphs: Graphs,
         sizes: Iterable[int] | None = None,
     ) -> None:
         """`caches`: the backend's keys and values, each [pages, page_size, G, D].
@@ -150,6 +151,8 @@ class DeviceRunner:
         self._ids = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         vocab = model.config.vocab_size
         self._draws = DrawBuffers(max_sequences, vocab, device)
+        self._logits = torch.empty((max_sequences, vocab), dtype=torch.float32, device=device)
+        """Logits of the last step with rows for which the first draw is not enough."""
         self._graphs = graphs
         self._writer = StepWriter(backend, self._rows, self._page_size, vocab)
         self._plain: list[Sequence] = []
@@ -206,8 +209,14 @@ class DeviceRunner:
         try:
             with torch.inference_mode(), current(self.device):
                 return self._launch(plan)
-        except RuntimeError as error:
-            raise translated(error) from error
+        except BaseException as error:
+            # Neither what the device has sampled last nor its page tables are known any more.
+            self._plain = []
+            self._writer.forget()
+            self._rows.forget()
+            if isinstance(error, RuntimeError):
+                raise translated(error) from error
+            raise
 
     def _launch(self, plan: Plan) -> DeviceFlight:
         sampling = [
@@ -227,23 +236,24 @@ class DeviceRunner:
         self._plain = sampling if sent.decode and not is_special else []
         restricting = self._restrictions.begin(plan) if is_special or not sent.decode else None
 
-        def compute() -> Tensor | None:
-            logits = self._sample(self._forward(sent), sent)
-            # Only special rows need the logits later. Otherwise other graphs reuse their memory.
-            return logits if is_special else None
+        def compute() -> None:
+            hidden = self._forward(sent)
+            if wants_scores:
+                score_prompts(plan, hidden, self._padded_logits)
+            logits = self._sample(hidden, sent)
+            if is_special:
+                # The memory of a captured step's own logits is also that of other steps.
+                self._logits[: logits.shape[0]].copy_(logits)
 
         layout = sent.layout
         if wants_scores:
-            hidden = self._forward(sent)
-            score_prompts(plan, hidden, self.model)
-            logits: Tensor | None = self._sample(hidden, sent)
+            compute()
         else:
             key = (layout.num_tokens, layout.num_rows, sent.decode, sent.has_long, is_special)
-            logits = self._graphs.run(key, compute)
+            self._graphs.run(key, compute)
         special: dict[int, Sampled] = {}
         if is_special:
-            assert logits is not None
-            special = self._sample_special(sampling, logits, restricting)
+            special = self._sample_special(sampling, restricting)
         landing = self.buffers.fetch(layout.num_rows)
         if events is not None:
             events[1].record()
@@ -334,24 +344,35 @@ class DeviceRunner:
         return logits
 
     def _sample_special(
-        self,
-        sampling: list[Sequence],
-        logits: Tensor,
-        restricting: Masks | None,
+        self, sampling: list[Sequence], restricting: Masks | None
     ) -> dict[int, Sampled]:
-        """The results, by row, that the kernels cannot sample; waits for the step if there are any.
-
-        `logits` [R, V] are those of the sequences `sampling` [R].
-        """
+        """The results, by row, of sequences for which the first draw is not enough; waits for the
+        step. `self._logits` has the rows of the sequences `sampling`."""
         rows = [row for row, sequence in enumerate(sampling) if not is_plain(sequence)]
-        if not rows:
-            return {}
         members = torch.tensor(rows, device=self.device)
         sequences = [sampling[row] for row in rows]
-        forbidden = {} if restricting is None else restricting.result()
-        results = sample(logits.index_select(0, members), sequences, forbidden)
+        forbidden, late = ({}, set()) if restricting is None else restricting.in_time()
+        logits = self._logits.index_select(0, members)
+        results = sample(logits, sequences, forbidden, draw=self._draw)
         if restricting is not None:
-            results = self._restrictions.mark_complete(sequences, results, forbidden)
+            results = self._restrictions.mark_complete(sequences, results, forbidden, late)
         tokens = torch.tensor([result.token_id for result in results], dtype=torch.int32)
         self.buffers.results.index_copy_(0, members, tokens.to(self.device))
         return dict(zip(rows, results, strict=True))
+
+    def _draw(self, rows: Tensor, sequences: Seq[Sequence]) -> list[int]:
+        """A token for each row of logits [R, V], by the kernels that draw for all other rows."""
+        columns = sampling_columns(sequences, rows.shape[1])
+        columns["positions"] = np.array([len(s.tokens) for s in sequences], np.int32)
+        found = torch.empty((2, len(sequences)), dtype=torch.int32, device=self.device)
+        sent = {name: torch.from_numpy(made).to(self.device) for name, made in columns.items()}
+        draw(rows, self._draws, **sent, tokens=found[0], flags=found[1])
+        tokens: list[int] = found[0].tolist()
+        return tokens
+
+    def _padded_logits(self, hidden: Tensor) -> Tensor:
+        """The logits [n, V] of hidden states [n, E], in a product of one of the steps' sizes."""
+        count = hidden.shape[0]
+        size = padded(count, self._token_sizes)
+        assert size is not None, "more rows than a step may have"
+        return self.model.logits(F.pad(hidden, (0, 0, 0, size - count)))[:count]

@@ -8,20 +8,19 @@ a few sizes.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
-from typing import Generic, TypeVar
 
 import torch
 
-Result = TypeVar("Result")
-Capture = Callable[[Callable[[], Result]], Callable[[], Result]]
-"""Function that records work and returns its replay.
+log = logging.getLogger(__name__)
 
-A replay does the work again on the same memory and returns the same result object.
-"""
+Work = Callable[[], None]
+Capture = Callable[[Work], Work]
+"""Function that records work and returns its replay, which does it again on the same memory."""
 
-ROWS = (1, 2, 4, 8, *range(16, 257, 16))
+ROWS = (1, 2, 4, 8, 16, 24, *range(32, 257, 16))
 """Sizes, in rows, of steps in which every sequence has one token."""
 MIXED_TOKENS = (16, 32, 64, 128)
 """Sizes of other steps, in tokens, below `TOKEN_STEP`."""
@@ -53,48 +52,50 @@ def padded(count: int, sizes: tuple[int, ...]) -> int | None:
     return sizes[place] if place < len(sizes) else None
 
 
-class Graphs(Generic[Result]):
+class Graphs:
     """Captured work by key. See the module's docstring."""
 
-    def __init__(self, capture: Capture[Result]) -> None:
+    def __init__(self, capture: Capture) -> None:
         """`capture`: records work for replay, such as `CudaCapture`."""
         self._capture = capture
-        self._replays: dict[Hashable, Callable[[], Result]] = {}
+        self._replays: dict[Hashable, Work] = {}
 
     def __len__(self) -> int:
         return len(self._replays)
 
-    def run(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+    def run(self, key: Hashable, compute: Work) -> None:
         """Do the work of this key. The first call runs `compute` and captures it for later calls.
 
-        `compute` must do the same work on the same memory in every call with this key.
+        `compute` must do the same work on the same memory in every call with this key. If it
+        cannot be captured, for want of memory for example, every call runs it.
         """
         replay = self._replays.get(key)
         if replay is not None:
-            return replay()
-        result = compute()  # compiles kernels and initialises libraries, which a capture cannot
-        self._replays[key] = self._capture(compute)
-        return result
+            replay()
+            return
+        compute()  # compiles kernels and initialises libraries, which a capture cannot
+        try:
+            self._replays[key] = self._capture(compute)
+        except RuntimeError as error:
+            # The work is done. If the device has failed, waiting for the step says so.
+            log.warning("steps of size %s stay slow, since they cannot be captured: %s", key, error)
+            self._replays[key] = compute
 
 
-class CudaCapture(Generic[Result]):
-    """A `Capture` for CUDA.
+class CudaCapture:
+    """A `Capture` for CUDA. All graphs share one memory pool."""
 
-    All graphs share one memory pool, so a result is valid until the next replay of any graph.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """`device`: on which the work is done."""
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, compute: Callable[[], Result]) -> Callable[[], Result]:
+    def __call__(self, compute: Work) -> Work:
         """Record the launches of `compute`, after waiting for all work on the device."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = compute()
-
-        def replay() -> Result:
-            graph.replay()
-            return result
-
-        return replay
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            compute()
+        return graph.replay

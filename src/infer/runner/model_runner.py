@@ -66,7 +66,7 @@ class ModelRunner:
         step = self._packer.pack(plan)
         self.backend.plan(step.layout)
         hidden = self.model.forward(step.tokens, step.positions, self.backend)
-        score_prompts(plan, hidden, self.model)
+        score_prompts(plan, hidden, self.model.logits)
         if not step.sampled:
             return []
         if len(step.sampled) < len(hidden):

@@ -5,10 +5,11 @@ The runners use it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from infer.models.model import Model
 from infer.runner.sampler import score
 from infer.schedule.sequence import Chunk, Plan
 
@@ -23,11 +24,11 @@ def wants_prompt_rows(chunk: Chunk) -> bool:
     return scored or (bool(request.logits_at) and chunk.start < num_prompt)
 
 
-def score_prompts(plan: Plan, hidden: Tensor, model: Model) -> None:
+def score_prompts(plan: Plan, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> None:
     """Compute log-probabilities and logits of prompts from the hidden states [T, E] of a step.
 
     They are stored in `Sequence.prompt_scores` and `Sequence.logits` of the sequences whose
-    requests ask for them.
+    requests ask for them. `logits_of` gives the logits [n, V] of hidden states [n, E].
     """
     begin = 0
     for chunk in plan:
@@ -38,19 +39,19 @@ def score_prompts(plan: Plan, hidden: Tensor, model: Model) -> None:
             for at in range(start, end, _SCORED_ROWS):
                 following = sequence.tokens[at + 1 : min(end, at + _SCORED_ROWS) + 1]
                 rows = hidden[begin + at - start :][: len(following)]
-                scores = score(model.logits(rows), following, count)
+                scores = score(logits_of(rows), following, count)
                 sequence.prompt_scores.update(enumerate(scores, at + 1))
         if sequence.request.logits_at:
-            _keep_logits(chunk, hidden[begin : begin + chunk.num_tokens], model)
+            _keep_logits(chunk, hidden[begin : begin + chunk.num_tokens], logits_of)
         begin += chunk.num_rows
 
 
-def _keep_logits(chunk: Chunk, hidden: Tensor, model: Model) -> None:
+def _keep_logits(chunk: Chunk, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> None:
     """Store the logits of a chunk at the positions that its request asks for. `hidden`: [n, E]."""
     start, end = chunk.start, chunk.start + chunk.num_tokens
     wanted = [at for at in chunk.sequence.request.logits_at if start <= at < end]
     for first in range(0, len(wanted), _SCORED_ROWS):
         positions = wanted[first : first + _SCORED_ROWS]
         rows = torch.tensor([at - start for at in positions], device=hidden.device)
-        logits = model.logits(hidden.index_select(0, rows)).float().cpu().numpy()
+        logits = logits_of(hidden.index_select(0, rows)).float().cpu().numpy()
         chunk.sequence.logits.update(zip(positions, logits, strict=True))

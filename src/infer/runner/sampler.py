@@ -59,17 +59,23 @@ Forbidden = Mapping[str, Tensor | None]
 """
 NOTHING: Forbidden = MappingProxyType({})
 """No forbidden tokens for any request."""
+Draw = Callable[[Tensor, Seq[Sequence]], list[int]]
+"""Function that takes a token for each of the adjusted rows [R, V] of sequences [R]."""
 Sampler = Callable[[Tensor, Seq[Sequence], Forbidden], list[Sampled]]
 """Signature of `sample` and of the function that `EngineConfig.sampler` may name instead."""
 
 
 def sample(
-    logits: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING
+    logits: Tensor,
+    sequences: Seq[Sequence],
+    forbidden: Forbidden = NOTHING,
+    draw: Draw | None = None,
 ) -> list[Sampled]:
     """One result per row of `logits` [R, V], float32, which belong to `sequences` [R].
 
-    A row whose logits have NaN or infinity gets an error, and so does a row without an allowed
-    token; the other rows are not affected. `logits` may be changed.
+    `draw` takes the tokens of all rows, greedy ones included; None: this module does. A row whose
+    logits have NaN or infinity gets an error, and so does a row without an allowed token; the other
+    rows are not affected. `logits` may be changed.
     """
     if not sequences:
         return []  # the recursion below passes no rows if none is finite
@@ -77,7 +83,8 @@ def sample(
     tops = vocab_blocks.maxima(rows)
     finite = tops.amax(dim=-1).isfinite()  # the maximum of a row with a NaN is NaN
     if not finite.all():
-        good = iter(sample(logits[finite], list(compress(sequences, finite.tolist())), forbidden))
+        those = list(compress(sequences, finite.tolist()))
+        good = iter(sample(logits[finite], those, forbidden, draw))
         return [next(good) if ok else Sampled(0, error=NOT_FINITE) for ok in finite.tolist()]
     logprobs_of = _logprobs(rows, tops, sequences, logits.shape[1])
     dead: list[bool] = []
@@ -86,13 +93,10 @@ def sample(
         adjust(rows, sequences, forbidden)
         tops = vocab_blocks.maxima(rows)
         dead = (tops.amax(dim=-1) == -torch.inf).tolist()
-    drawn = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
-    tokens = [0] * len(sequences)
-    if len(drawn) < len(sequences):
-        tokens = vocab_blocks.argmax(rows, tops).tolist()
-    if drawn:
-        for row, token in _draw(rows, tops, sequences, drawn, logits.shape[1]).items():
-            tokens[row] = token
+    if draw is None:
+        tokens = _tokens(rows, tops, sequences, logits.shape[1])
+    else:
+        tokens = draw(rows[:, : logits.shape[1]], sequences)
     if logprobs_of is None:
         sampled = [Sampled(token) for token in tokens]
     else:
@@ -276,6 +280,18 @@ class _Cells:
 
 
 # Drawing.
+
+
+def _tokens(rows: Tensor, tops: Tensor, sequences: Seq[Sequence], vocab_size: int) -> list[int]:
+    """A token for each row: the greedy one, or one that is drawn."""
+    drawn = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
+    tokens: list[int] = [0] * len(sequences)
+    if len(drawn) < len(sequences):
+        tokens = vocab_blocks.argmax(rows, tops).tolist()
+    if drawn:
+        for row, token in _draw(rows, tops, sequences, drawn, vocab_size).items():
+            tokens[row] = token
+    return tokens
 
 
 def _draw(

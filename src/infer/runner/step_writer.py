@@ -74,7 +74,7 @@ class StepWriter:
         host["sampled_rows"][len(sampled_rows) :] = 0
         _pad_tokens(host, count)
         self._write_updates(updates, layout, host)
-        _copy(_sampling_columns(sampling, self._vocab_size), host, len(sampling))
+        _copy(sampling_columns(sampling, self._vocab_size), host, len(sampling))
         host["draw_positions"][: len(sampling)] = [len(s.tokens) for s in sampling]
         self._decoding = []
         self._remember(sampling)
@@ -96,7 +96,7 @@ class StepWriter:
             host["tokens"][:count] = [self._token(chunk) for chunk in plan]
             self._table_rows = np.array([self._rows.row(s) for s in sequences], np.int32)
             self._versions = [-1] * count
-            self._sampling = _sampling_columns(sequences, self._vocab_size)
+            self._sampling = sampling_columns(sequences, self._vocab_size)
             self._decoding = sequences
             self._remember(sequences)
         updates: tuple[list[int], list[int]] = ([], [])
@@ -116,6 +116,10 @@ class StepWriter:
         host["draw_positions"][:count] = positions + 1
         starts = np.arange(count + 1, dtype=np.int32)
         return self._write_items(starts, positions + 1, self._table_rows, host)
+
+    def forget(self) -> None:
+        """Assume nothing of the last step's results; its tokens are known to the host."""
+        self._decoding = []
 
     def _remember(self, sampling: list[Sequence]) -> None:
         self._sampled_row = {id(sequence): row for row, sequence in enumerate(sampling)}
@@ -185,7 +189,9 @@ def _copy(columns: Host, host: Host, count: int) -> None:
     host["narrowed"][count:] = 0
 
 
-def _sampling_columns(sampling: list[Sequence], vocab_size: int) -> Host:
+def sampling_columns(sampling: Seq[Sequence], vocab_size: int) -> Host:
+    """The columns that depend on the sequences' sampling parameters, as `kernels.cuda.draw` takes
+    them."""
     params = [sequence.request.sampling for sequence in sampling]
     seeds = [sequence.request.seed & _MASK64 for sequence in sampling]
     narrowed = [p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params]

@@ -527,11 +527,15 @@ class Scheduler:
                 # It ended while this was computed; its pages may already belong to others.
                 stats.num_late_tokens += result is not None
                 continue
+            is_late = result is not None and result.is_late
+            if is_late:
+                end -= 1
+                self._take_back(advanced)
             if sequence.num_preemptions == advanced.num_preemptions:
                 table = sequence.table
                 if (table.num_indexed + 1) * page_size <= end:
                     allocator.commit(table, sequence.tokens, end)
-            if result is None:
+            if result is None or is_late:
                 continue
             if result.error and (error := result.error_record):
                 failed = self.fail(sequence.request_id, error)
@@ -549,6 +553,16 @@ class Scheduler:
         stats.num_sampled_tokens += sum(output.token_id is not None for output in outputs)
         self._end_batch()
         return outputs
+
+    def _take_back(self, advanced: Advanced) -> None:
+        """Have the last token of a chunk computed again, since no token was sampled behind it."""
+        sequence = advanced.chunk.sequence
+        assert len(sequence.tokens) == advanced.end + 1, "nothing flies behind a late mask"
+        sequence.tokens.pop()
+        if sequence.num_preemptions == advanced.num_preemptions:
+            sequence.num_computed = 0 if self._recomputes else advanced.end - 1
+        sequence.tenant_share.num_tokens -= 1
+        self.stats.num_computed_tokens -= 1
 
     def _append_token(self, sequence: Sequence, end: int, result: Sampled) -> StepOutput:
         """Store the token at position `end`, whose place is there, and decide whether it is the

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import infer.engine.build.hardware as machine
 import infer.engine.build.machine_share as machine_share
@@ -523,7 +522,7 @@ class _RunnerFactory:
                 max_tokens=self.max_tokens,
                 max_sequences=self.seats,
                 max_seq_len=plan.max_seq_len,
-                graphs=Graphs(CudaCapture[Tensor | None]()),
+                graphs=Graphs(CudaCapture(device)),
                 sizes=self.sizes,
             )
         if device.type == "cuda":
