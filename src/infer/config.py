@@ -328,6 +328,11 @@ class EngineConfig:
     kv_cache_pages: PositiveInt | None = option(
         None, "Size of the KV cache in pages, instead of bytes."
     )
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = option(
+        None,
+        "Fraction of the GPU's memory that weights, steps and KV cache of the engine may take"
+        " together; default: what is free, and equal parts for several models.",
+    )
     load_format: Literal["auto", "dummy"] = option(
         "auto", "dummy = random weights in the shapes that the config gives."
     )

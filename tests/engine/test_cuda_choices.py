@@ -19,7 +19,7 @@ from infer.engine.build.memory_plan import CUDA_TOKENS_BESIDE_STREAMS
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
-from infer.kernels.linear import PlainLinear
+from infer.kernels.linear import Fusion, PlainLinear
 from infer.models.model_config import ModelConfig
 from tests.support.doubles import make_hash_core
 
@@ -130,12 +130,14 @@ class Wavering(PlainLinear):
     """A layer whose rows differ in batches of some sizes, or only at one end of them."""
 
     wrong: dict[int, Any] = {}  # noqa: RUF012
+    wrong_sums: set[int] = set()  # noqa: RUF012
+    """sizes in which only a sum with a residual differs"""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = torch.stack([self.weight @ row for row in x])
-        if len(x) in self.wrong:
-            y[self.wrong[len(x)]] += 1e-6
-        return y
+        if len(x) in self.wrong or (residual is not None and len(x) in self.wrong_sums):
+            y[self.wrong.get(len(x), 0)] += 1e-6
+        return y if residual is None else residual + y
 
 
 def test_sizes_at_which_rows_differ_are_left_out() -> None:
@@ -145,3 +147,19 @@ def test_sizes_at_which_rows_differ_are_left_out() -> None:
     assert invariant_sizes(layers, [1, 2, 4, 8, 16, 32], CPU) == [1, 2, 8, 32]
     layers[0].wrong = layers[1].wrong = {}
     assert invariant_sizes(layers, [32, 2, 4], CPU) == [2, 4, 32]
+    layers[0].wrong_sums = {2, 4}
+    assert invariant_sizes(layers, [1, 2, 4, 8], CPU) == [1, 8]
+    layers[0].fusion = Fusion(float_out=True)  # an output head has no residual
+    assert invariant_sizes(layers, [1, 2, 4, 8], CPU) == [1, 2, 4, 8]
+
+
+def test_free_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    assert hardware.free_bytes(GPU) == 700
+    assert emptied, "what torch keeps for later counts as used"
+    assert hardware.free_bytes(GPU, 0.5) == 300
+    assert hardware.free_bytes(GPU, 1.0) == 700
+    assert hardware.free_bytes(GPU, 0.1) == 0

@@ -119,7 +119,7 @@ def test_what_does_not_fit_is_refused_early_with_the_table(
         plan = make_plan(EngineConfig(max_seq_len=1024), model, "m", free=free)
         assert not plan.fits
         assert advice in plan.advice
-        monkeypatch.setattr(planning, "free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(planning, "free_bytes", lambda device, share, free=free: free)
         with pytest.raises(ConfigError) as caught:
             LLM(str(tmp_path), max_seq_len=1024)
         assert "does not fit" in str(caught.value)

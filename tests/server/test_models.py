@@ -348,18 +348,23 @@ def test_what_model_options_mean() -> None:
     for one in ("org/name", "./a=b", "/a/b=c"):
         assert configs_of([one], {}) == EngineConfig(model=one)
     assert configs_of(["a=org/name", "b-1=/x=y"], {"seed": 3}) == {
-        "a": EngineConfig(model="org/name", served_model_name="a", seed=3),
-        "b-1": EngineConfig(model="/x=y", served_model_name="b-1", seed=3),
+        name: EngineConfig(model=model, served_model_name=name, seed=3, gpu_memory_utilization=0.5)
+        for name, model in {"a": "org/name", "b-1": "/x=y"}.items()
     }
+    settings = {"gpu_memory_utilization": 0.2}
+    made = configs_of(["a=x", "b=y"], settings)
+    assert isinstance(made, dict)
+    assert made["b"].gpu_memory_utilization == 0.2
     wrong: list[tuple[list[str], dict[str, Any], str]] = [
+        (["a=x"], {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: "),
         (["a=x", "y"], {}, "each is NAME=PATH-OR-HUB-ID; not 'y'"),
         (["a=x", "a=y"], {}, "'a' is given twice"),
         (["a=x", "b="], {}, "not 'b='"),
         (["a=x"], {"served_model_name": "z"}, "served_model_name: "),
     ]
-    for models, settings, message in wrong:
+    for models, given, message in wrong:
         with pytest.raises(ConfigError, match=message):
-            configs_of(models, settings)
+            configs_of(models, given)
 
 
 @pytest.mark.slow

@@ -15,12 +15,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from infer.bench.gpu_kernels import CONTEXT, CachedAttention, kernel_rows
+from infer.bench.gpu_kernels import CONTEXT, CachedAttention, kernel_rows, weight_size
 from infer.bench.gpu_rows import Peaks, Row
 from infer.bench.results import environment
 from infer.config import EngineConfig
@@ -192,22 +193,18 @@ def engine_rows(
     layers = {id(layer): layer.num_weights for layer in linears(model)}
     head = shape.vocab_size * shape.hidden_size
     weights = sum(layers.values())
+    weight_bytes = sum(each.num_weights * weight_size(each) for each in linears(model))
     token_bytes = 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim
     for count in STREAMS[:1] if quick else STREAMS:
         if count > core.scheduler.num_seats:
             continue
         found = decode_steps(core, count, shape.vocab_size)
-        num_bytes = 2 * weights + count * (CONTEXT * token_bytes + 8 * shape.vocab_size)
+        num_bytes = weight_bytes + count * (CONTEXT * token_bytes + 8 * shape.vocab_size)
         floor_ms = num_bytes / peaks.read_tb_s / 1e9
         yield Row(
             f"step {count}", f"step of {count} at a context of {CONTEXT}", "ms",
             found["step_ms"], floor=floor_ms, wanted=wanted.get(f"step {count}"),
         )  # fmt: skip
-        if count in (STREAMS[0], STREAMS[-1]):
-            yield Row(
-                f"launches {count}", f"launches of a step of {count}", "launches",
-                found["launches"] or None,
-            )  # fmt: skip
         if count == 1:
             yield Row(
                 "idle 1", "idle between steps of one stream", "µs", found["idle_ms"] * 1000,
@@ -236,6 +233,11 @@ def engine_rows(
     rates = [run_batch(core, shape.vocab_size, turn) for turn in range(2)]
     yield Row("batch", BATCH, "tok/s", max(rates), higher_is_better=True)
     rates = [run_mixed(core, shape.vocab_size, turn) for turn in range(2)]
+    for count in (STREAMS[0], STREAMS[-1]):
+        if count <= core.scheduler.num_seats:
+            launches = step_launches(core, count, shape.vocab_size)
+            what = f"launches of a step of {count}"
+            yield Row(f"launches {count}", what, "launches", launches or None)
     yield Row(
         "256 requests", "256 requests, 100 to 1,024 tokens in and out", "tok/s", max(rates),
         wanted=wanted.get("256 requests"), higher_is_better=True,
@@ -263,11 +265,9 @@ class _TimedFlight:
         return elapsed_ms
 
 
-def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
-    """Medians of a step: its time, the device's idle time before it, the host's own time in it.
-
-    And the number of its launches.
-    """
+@contextmanager
+def decoding(core: EngineCore, count: int, vocab: int) -> Iterator[None]:
+    """A context in which `count` sequences decode, at a context of about `CONTEXT` tokens."""
     num_prompt = CONTEXT - STEPS // 2 - 30
     requests = [
         _request(f"d{count}-{i}", num_prompt, STEPS + 200, vocab, temperature=0)
@@ -281,6 +281,16 @@ def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
     for _ in range(30):
         core.step()
     torch.cuda.synchronize()
+    yield
+    for request in requests:
+        core.abort(request.request_id)
+    while core.has_work:
+        core.step()
+    torch.cuda.synchronize()
+
+
+def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
+    """Medians of a step: its time, the device's idle time before it, the host's own time in it."""
     runner = core.runner
     flights: list[Any] = []
     waited_s = [0.0]
@@ -293,36 +303,36 @@ def decode_steps(core: EngineCore, count: int, vocab: int) -> dict[str, float]:
     runner.launch = noted  # type: ignore[attr-defined]
     steps, hosts = [], []
     try:
-        for _ in range(STEPS):
-            waited_s[-1] = 0.0
-            begun_s = time.perf_counter()
-            core.step()
-            took_s = time.perf_counter() - begun_s
-            steps.append(took_s)
-            hosts.append(took_s - waited_s[-1])
+        with decoding(core, count, vocab):
+            flights.clear()
+            for _ in range(STEPS):
+                waited_s[-1] = 0.0
+                begun_s = time.perf_counter()
+                core.step()
+                took_s = time.perf_counter() - begun_s
+                steps.append(took_s)
+                hosts.append(took_s - waited_s[-1])
+            timed = flights[:STEPS]
     finally:
         runner.launch = launch  # type: ignore[attr-defined]
-    launches = _launches(core)
-    for request in requests:
-        core.abort(request.request_id)
-    while core.has_work:
-        core.step()
-    torch.cuda.synchronize()
-    idle = [a.events[1].elapsed_time(b.events[0]) for a, b in itertools.pairwise(flights)]
+    idle = [a.events[1].elapsed_time(b.events[0]) for a, b in itertools.pairwise(timed)]
     return {
         "step_ms": 1000 * statistics.median(steps),
         "idle_ms": max(0.0, statistics.median(idle)),
         "host_us": 1e6 * statistics.median(hosts),
-        "launches": launches,
     }
 
 
-def _launches(core: EngineCore) -> int:
-    """The number of kernels that a step launches; 0 if the profiler sees none, as without CUPTI."""
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        core.step()
+def step_launches(core: EngineCore, count: int, vocab: int) -> int:
+    """The number of kernels that a step launches; 0 if the profiler sees none, as without CUPTI.
+
+    To be called after all that is timed, which a profiler may slow down for good.
+    """
+    with decoding(core, count, vocab):
         torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            core.step()
+            torch.cuda.synchronize()
     on_device = [e for e in profile.events() or () if e.device_type.name == "CUDA"]
     return len([e for e in on_device if not e.name.startswith(("Memcpy", "Memset"))])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from infer.attention.layout import AttentionBackend, BatchLayout
 from infer.bench.gpu_rows import Peaks, Row
-from infer.kernels.linear import Linear, Norm
+from infer.kernels.linear import CudaInt8Linear, Linear, Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.models.model_config import ModelConfig
 
@@ -216,7 +216,7 @@ def _linear_rows(
         kind = (layer.in_features, layer.out_features, layer.num_weights)
         kinds.setdefault(kind, []).append(layer)
     for (width, height, num_weights), group in kinds.items():
-        weight_bytes = num_weights * _KIND.itemsize
+        weight_bytes = num_weights * weight_size(group[0])
         chosen = group[: max(1, -(-sizes.cycled_bytes // weight_bytes))]
         gate = " with a gate" if num_weights > width * height else ""
         for rows in sizes.rows:
@@ -231,6 +231,11 @@ def _linear_rows(
                 f"linear {width} {height} {rows}", f"{width} to {height}{gate}, {rows} rows", "µs",
                 took_us / len(chosen), floor=floor_us,
             )  # fmt: skip
+
+
+def weight_size(layer: Linear) -> int:
+    """The size of one weight of a layer, in bytes."""
+    return 1 if isinstance(layer, CudaInt8Linear) else layer.dtype.itemsize
 
 
 def _apply(layers: list[Linear], x: Tensor) -> None:

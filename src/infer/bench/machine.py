@@ -31,7 +31,7 @@ from infer.engine.build.hardware import (
     default_threads,
 )
 from infer.errors import ConfigError
-from infer.kernels import loader
+from infer.kernels import cuda, loader
 from infer.kernels.invariance import linears
 from infer.kernels.linear import Linear, make_linear, of_head, weight_bytes
 from infer.models.model import build_model
@@ -56,7 +56,12 @@ def measure_machine(config: EngineConfig) -> dict[str, Any]:
     """
     threads = config.num_threads or default_threads()
     torch.set_num_threads(threads)
-    device = choose_device(config)
+    with cuda.current(device := choose_device(config)):
+        return _measure(config, device, threads)
+
+
+def _measure(config: EngineConfig, device: torch.device, threads: int) -> dict[str, Any]:
+    """`measure_machine` for a device, on which kernels are launched."""
     check_quantization(config, device)
     shapes, dtype, floor_of = DEFAULT_SHAPES, torch.bfloat16, None
     if config.model is not None:

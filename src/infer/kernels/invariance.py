@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from infer.kernels.linear import (
+    PRODUCT_ONLY,
     CudaInt8Linear,
     CudaLinear,
     Int8Linear,
@@ -74,18 +75,32 @@ def invariant_sizes(model: object, sizes: Iterable[int], device: torch.device) -
     """
     kept = sorted(set(sizes))
     generator = torch.Generator(device).manual_seed(0)
+
+    def rows(width: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn((kept[-1], width), generator=generator, device=device).to(dtype)
+
     kinds = {(f.in_features, f.out_features, f.dtype): f for f in linears(model)}
-    for (width, _, dtype), layer in kinds.items():
-        x = torch.randn((kept[-1], width), generator=generator, device=device).to(dtype)
-        first = layer(x[: kept[0]])
-        for size in kept[1:]:
-            # The same rows are compared at the front and at the end of a batch of that size.
-            batch = x[:size]
-            front = layer(batch)[: kept[0]]
-            back = layer(batch.roll(-kept[0], 0))[-kept[0] :]
-            if not (torch.equal(front, first) and torch.equal(back, first)):
-                kept = [other for other in kept if other != size]
+    for (width, height, dtype), layer in kinds.items():
+        x = rows(width, dtype)
+        # A sum with a residual may be another function of a library than the product alone.
+        fusion = getattr(layer, "fusion", PRODUCT_ONLY)
+        takes_residual = not (fusion.gate or fusion.float_out)
+        for residual in (None, rows(height, dtype)) if takes_residual else (None,):
+            first = _applied(layer, x[: kept[0]], residual, 0)
+            for size in kept[1:]:
+                # The same rows are compared at the front and at the end of a batch of that size.
+                front = _applied(layer, x[:size], residual, 0)[: kept[0]]
+                back = _applied(layer, x[:size], residual, kept[0])[-kept[0] :]
+                if not (torch.equal(front, first) and torch.equal(back, first)):
+                    kept = [other for other in kept if other != size]
     return kept
+
+
+def _applied(layer: Linear, x: Tensor, residual: Tensor | None, shift: int) -> Tensor:
+    """The layer's result for the rows of x, after the first `shift` rows have become the last."""
+    if residual is None:
+        return layer(x.roll(-shift, 0))
+    return layer(x.roll(-shift, 0), residual[: len(x)].roll(-shift, 0))
 
 
 def linears(part: object) -> Iterator[Linear]:

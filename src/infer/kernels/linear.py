@@ -127,10 +127,18 @@ class _Composed:
         """x Wᵀ + b."""
         raise NotImplementedError
 
+    def float_product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b in float32."""
+        return self.product(x).float()
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, in] → [T, out]."""
         fusion = self.fusion
-        y = self.product(x if fusion.norm is None else fusion.norm(x))
+        x = x if fusion.norm is None else fusion.norm(x)
+        if fusion.float_out and not fusion.gate:
+            y = self.float_product(x)
+            return y if residual is None else residual + y
+        y = self.product(x)
         if fusion.gate:
             first, second = y.chunk(2, dim=-1)
             silu = fusion.gate == "silu"
@@ -153,6 +161,19 @@ class PlainLinear(_Composed):
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
         return F.linear(x, self.weight, self.bias)
+
+    def float_product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b in float32."""
+        return _float_product(x, self.weight.T, self.bias)
+
+
+def _float_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x · `weight` [in, out] + b in float32. On a CUDA device it is not rounded to 16 bits first,
+    since logits in 16 bits would have ties."""
+    if not x.is_cuda or x.dtype == torch.float32:
+        return F.linear(x, weight.T, bias).float()
+    y = torch.mm(x, weight, out_dtype=torch.float32)
+    return y if bias is None else y + bias
 
 
 class CudaLinear(_Composed):
@@ -199,19 +220,19 @@ class CudaLinear(_Composed):
 
             y = gate(self.product(x), fusion.gate)
             return y if residual is None else residual + y
-        if fusion.float_out and x.dtype != torch.float32 and self.bias is None:
-            # Logits in 16 bits would have ties.
-            y = torch.mm(x, self._transposed, out_dtype=torch.float32)
-            return y if residual is None else residual + y
         if residual is not None and self.bias is None and not fusion.float_out:
             return residual.addmm_(x, self._transposed)
-        y = self.product(x)
-        y = y.float() if fusion.float_out else y
+        product = self.float_product if fusion.float_out else self.product
+        y = product(x)
         return y if residual is None else residual + y
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
         return F.linear(x, self.weight, self.bias)
+
+    def float_product(self, x: Tensor) -> Tensor:
+        """x Wᵀ + b in float32."""
+        return _float_product(x, self._transposed, self.bias)
 
 
 class CudaInt8Linear(_Composed):

@@ -56,6 +56,8 @@ def configs_of(
     if not models or (len(models) == 1 and not _NAMED.match(models[0])):
         return EngineConfig.from_kwargs(model=next(iter(models), None), **settings)
     configs: dict[str, EngineConfig] = {}
+    # Otherwise the first one to be loaded on a GPU would leave next to nothing to the others.
+    settings = {"gpu_memory_utilization": 1 / len(models), **settings}
     for text in models:
         name, _, model = text.partition("=")
         if not _NAMED.fullmatch(text):

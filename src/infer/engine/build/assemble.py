@@ -54,7 +54,7 @@ from infer.models.model import Model, build_model
 from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
 from infer.runner.grammar_masks import Restrictions
-from infer.runner.graphs import CudaCapture, Graphs, step_sizes
+from infer.runner.graphs import CudaCapture, Graphs, row_sizes, step_sizes
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
 from infer.runner.sampler import sample, sampler_for
@@ -451,6 +451,8 @@ class _RunnerFactory:
             self.obstacle = "attention_backend='sdpa'"
         if config.attention_backend == "triton" and self.obstacle:
             raise ConfigError("attention_backend", f"'triton' is not possible: {self.obstacle}")
+        if config.attention_backend == "native" and device.type == "cuda":
+            raise ConfigError("attention_backend", "'native' runs on CPUs; use 'auto' on a GPU")
         if device.type != "cuda":
             return
         if config.batch_invariant:
@@ -459,6 +461,12 @@ class _RunnerFactory:
             sizes = step_sizes(self.max_tokens, seats)
             self.sizes = invariant_sizes(model, sizes, device)
             lost = sorted(set(sizes).difference(self.sizes))
+            if sizes[-1] in lost or row_sizes(seats)[-1] in lost:
+                raise ConfigError(
+                    "batch_invariant",
+                    f"is not possible here: rows differ in steps of {lost}; lower max_batch_size"
+                    " or max_num_batched_tokens",
+                )
             log.info("batch-invariant: steps have %d sizes; without %s", len(self.sizes), lost)
         else:
             log.info(
@@ -546,16 +554,17 @@ def _pages_that_fit(
         return plan.num_pages
     per_sequence = min(-(-factory.max_tokens // factory.seats), plan.max_seq_len)
     longest = max(per_sequence, *(num_tokens for _, num_tokens in factory.rehearsals))
-    rehearsal = factory.runner(-(-longest // plan.page_size) + 1)
+    page_bytes = plan.page_size * plan.kv_bytes_per_token
+    held = torch.cuda.memory_allocated(device)
+    num_pages = -(-longest // plan.page_size) + 1
+    rehearsal = factory.runner(num_pages)
     factory.compile(rehearsal)  # the memory that compiling takes is not part of a step
     torch.cuda.reset_peak_memory_stats(device)
-    held = torch.cuda.memory_allocated(device)
     rehearsal.rehearse(factory.seats, per_sequence)
-    peak = torch.cuda.max_memory_allocated(device) - held
+    # What a runner always holds counts, too.
+    peak = torch.cuda.max_memory_allocated(device) - held - (num_pages + 1) * page_bytes
     del rehearsal
-    torch.cuda.empty_cache()
-    free = machine.free_bytes(device)
-    page_bytes = plan.page_size * plan.kv_bytes_per_token
+    free = machine.free_bytes(device, config.gpu_memory_utilization)
     pages = int(SHARE_AFTER_FULL_STEP * (free - peak)) // page_bytes - 1
     useful = MAX_PREFIX_SHARE * factory.seats * -(-plan.max_seq_len // plan.page_size)
     log.info("a full step takes %s; %s are free beside it", gib(peak), gib(free - peak))

@@ -171,12 +171,18 @@ def stay_on_cores(*, all_nodes: bool) -> None:
     )
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, share: float | None = None) -> int:
     """Bytes of the device's memory that are free; of main memory, those available without swapping
-    and within the limits of the process's control groups."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_bytes()
+    and within the limits of the process's control groups.
+
+    `share`: fraction of a GPU's whole memory beyond which this process may take nothing."""
+    if device.type != "cuda":
+        return available_bytes()
+    torch.cuda.empty_cache()  # what torch keeps for later does not count as free
+    free, total = torch.cuda.mem_get_info(device)
+    if share is not None:
+        free = min(free, int(share * total) - torch.cuda.memory_allocated(device))
+    return max(0, int(free))
 
 
 def used_bytes(device: torch.device) -> int | None:

@@ -186,7 +186,7 @@ def make_plan(
     """
     dtype = choose_dtype(config, model, device := choose_device(config))
     _check_max_seq_len(config, model)
-    free = free_bytes(device) if free is None else free
+    free = free_bytes(device, config.gpu_memory_utilization) if free is None else free
     batched = step_tokens(config, model, device, dtype)
     seats = _num_seats(config, device)
     parameters, weights = _count(config, model, blocks, (dtype, device))
@@ -428,9 +428,9 @@ def count_weights(
 ) -> tuple[int, int]:
     """(number of parameters, bytes in memory), counted by building the model without memory.
 
-    A tied embedding counts twice in bytes if linear layers are packed: once for looking up tokens,
-    once in the packed layout for the logits. In blocks it counts once. `blocks` gives the types of
-    weights that are held in blocks.
+    A tied embedding counts twice in bytes if linear layers are packed or quantised: once for
+    looking up tokens, once in the layer's own layout for the logits. In blocks it counts once.
+    `blocks` gives the types of weights that are held in blocks.
     """
     count = num_in_blocks = block_bytes = 0
 
@@ -454,10 +454,14 @@ def count_weights(
     layers = [layer for layer in linears(model) if not isinstance(layer, PlannedBlocks)]
     numbers = count - sum(layer.num_weights for layer in layers)
     is_tied = config.tie_embeddings and model.lm_head in layers
-    if is_tied and can_pack(torch.empty(1, 1, dtype=dtype, device=device)):
+    if is_tied and (quantization or _packs(dtype, device)):
         numbers += config.vocab_size * config.hidden_size
     held = held_bytes(layers, model.lm_head, quantization)
     return count + num_in_blocks, numbers * dtype.itemsize + held + block_bytes
+
+
+def _packs(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and can_pack(torch.empty(1, 1, dtype=dtype))
 
 
 def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:
