@@ -90,6 +90,14 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"guided_regex": 5}, 400, "guided_regex", None, "string"),
     ({"guided_choice": ["a", 1]}, 400, "guided_choice", None, "string"),
     ({"guided_grammar": "start: start"}, 400, "guided_grammar", None, "no text satisfies"),
+    (
+        {"guided_grammar": '%llguidance {}\nstart: "a"'},
+        *(400, "guided_grammar", None, "guided_grammar (grammar): a grammar cannot set options"),
+    ),
+    (
+        schema_format({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}),
+        *(400, "response_format", None, "maximum must be above -2**63"),
+    ),
     ({"guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_choice", None, "send one"),
     # what may be sampled
     ({"allowed_token_ids": []}, 422, "allowed_token_ids", None, "empty"),
