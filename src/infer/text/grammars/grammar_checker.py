@@ -143,7 +143,8 @@ class GrammarChecker:
         threading.Thread(target=self._warm, name="infer-grammar-start", daemon=True).start()
 
     def _warm(self) -> None:
-        with self._busy, contextlib.suppress(OSError, EOFError, TimeoutError):
+        # ValueError: the interpreter is ending and has closed the pipes.
+        with self._busy, contextlib.suppress(OSError, EOFError, TimeoutError, ValueError):
             self._ready_process()
 
     def check(self, grammar: Grammar) -> int:
