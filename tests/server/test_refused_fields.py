@@ -169,6 +169,7 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"stop_token_ids": [262]}, 422, "stop_token_ids", None, "vocabulary"),
     ({"stop_token_ids": [1] * 65}, 422, "stop_token_ids", None, "at most 64"),
     ({"logit_bias": {"1": 101}}, 422, "logit_bias", None, "between -100"),
+    ({"logit_bias": {"-1": 1}}, 422, "logit_bias", None, "a token id of logit_bias must be"),
     ({"logit_bias": {"-1": 1}}, 422, "logit_bias", None, "between 0"),
     ({"logit_bias": {"262": 1}}, 422, "logit_bias", None, "vocabulary"),
     ({"logit_bias": {str(2**63): 1}}, 422, "logit_bias", None, "between 0"),
