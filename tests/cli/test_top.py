@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -202,3 +203,35 @@ def test_names_of_strangers_are_shown_as_they_are(capsys: pytest.CaptureFixture[
 def test_an_address_that_is_none() -> None:
     with pytest.raises(InferError, match="is not the address of a server"):
         run_top("file:///etc/passwd", None, None, once=True)
+
+
+def test_gauges_fit_into_a_usual_terminal() -> None:
+    state = EngineState()
+    state.take("hello", HELLO | {"seats": 256})
+    row = gauges_of(True, 0) | {
+        "running": 256,
+        "waiting": 1000,
+        "pages": 8192,
+        "cached_pages": 8000,
+    }
+    state.take("frame", {"at": 1.0, "gauges": row})
+    wide, narrow = (shown(state, width).splitlines() for width in (120, 80))
+    assert any("seats" in line and "steps/s" in line for line in wide)
+    assert any("pages" in line and "cached" in line and "steps/s" in line for line in narrow)
+
+
+def test_a_model_that_is_not_served() -> None:
+    hello = b'event: hello\ndata: {"model": "m", "seats": 1}\n\n'
+    with answering(hello + b'event: end\ndata: {"reason": "x"}\n\n') as url:
+        run_top(url, "m", None, once=True)
+        with pytest.raises(InferError, match=r"there is no model 'other'.*which has 'm'"):
+            run_top(url, "other", None, once=True)
+
+
+@pytest.mark.parametrize("words", [["top", "{url}", "--once"], ["explain", "x", "--url", "{url}"]])
+def test_where_nothing_listens(words: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    result = CliRunner().invoke(command, [word.format(url=url) for word in words])
+    assert isinstance(result.exception, InferError)
+    assert str(result.exception).startswith(f"no infer server answers at {url}: [Errno ")

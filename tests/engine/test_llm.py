@@ -247,6 +247,12 @@ def test_one_bad_prompt_is_refused_before_anything_runs(llm: LLM) -> None:
         llm.generate([[1] * 250], SamplingParams(max_tokens=7))
     with pytest.raises(RequestError, match="text or a list of token ids"):
         llm.generate([3.5])  # type: ignore[arg-type]
+    for prompt in (None, 5):
+        with pytest.raises(RequestError, match="text or a list of token ids"):
+            llm.generate(prompt)  # type: ignore[arg-type]
+    for params in ({"max_tokens": 3}, 5, [{"max_tokens": 3}], "x"):
+        with pytest.raises(RequestError, match="must be SamplingParams"):
+            llm.generate("a", params)  # type: ignore[arg-type]
     assert llm.stats()["num_steps"] == steps
 
 

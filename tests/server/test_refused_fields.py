@@ -90,6 +90,14 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"guided_regex": 5}, 400, "guided_regex", None, "string"),
     ({"guided_choice": ["a", 1]}, 400, "guided_choice", None, "string"),
     ({"guided_grammar": "start: start"}, 400, "guided_grammar", None, "no text satisfies"),
+    (
+        {"guided_grammar": '%llguidance {}\nstart: "a"'},
+        *(400, "guided_grammar", None, "guided_grammar (grammar): a grammar cannot set options"),
+    ),
+    (
+        schema_format({"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}),
+        *(400, "response_format", None, "maximum must be above -2**63"),
+    ),
     ({"guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_choice", None, "send one"),
     # what may be sampled
     ({"allowed_token_ids": []}, 422, "allowed_token_ids", None, "empty"),
@@ -161,6 +169,7 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"stop_token_ids": [262]}, 422, "stop_token_ids", None, "vocabulary"),
     ({"stop_token_ids": [1] * 65}, 422, "stop_token_ids", None, "at most 64"),
     ({"logit_bias": {"1": 101}}, 422, "logit_bias", None, "between -100"),
+    ({"logit_bias": {"-1": 1}}, 422, "logit_bias", None, "a token id of logit_bias must be"),
     ({"logit_bias": {"-1": 1}}, 422, "logit_bias", None, "between 0"),
     ({"logit_bias": {"262": 1}}, 422, "logit_bias", None, "vocabulary"),
     ({"logit_bias": {str(2**63): 1}}, 422, "logit_bias", None, "between 0"),

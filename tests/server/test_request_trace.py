@@ -82,6 +82,24 @@ def test_one_after_the_other() -> None:
     with_app(make_hash_llm(max_batch_size=1, runner=runner), use)
 
 
+def test_what_a_request_waits_for_is_named_once() -> None:
+    runner, arrived, opened = held_runner()
+
+    async def use(app: App) -> None:
+        names = []
+        for number, n in ((1, 1), (4, 3), (5, 1)):
+            body = completion_body(n=n, stream=True)
+            names.append(asyncio.ensure_future(app.post(COMPLETIONS, body)))
+            await all_open(app, number)
+            assert await asyncio.to_thread(arrived.wait, 30)
+        opened.set()
+        _, before, last = [reply.events()[0]["id"] for reply in await asyncio.gather(*names)]
+        event = (await trace_of(app, last))["events"][1]
+        assert (event["waiting_before"], event["behind"]) == (3, [before])
+
+    with_app(make_hash_llm(max_batch_size=1, runner=runner), use)
+
+
 class SlowPrompts(HashRunner):
     def execute(self, plan: Plan) -> Any:
         self.step_s = 0.15 if any(chunk.num_tokens > 100 for chunk in plan) else 0.002

@@ -228,6 +228,23 @@ def test_main_serves_what_is_assembled(
     assert re.fullmatch(r"infer serves hash-model at http://127\.0\.0\.1:\d+ \(.*\)\n", line)
 
 
+def test_files_are_looked_at_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Launch:
+        @staticmethod
+        def launch(*_: object, **__: object) -> None:
+            raise AssertionError("the model is loaded")
+
+    monkeypatch.setitem(sys.modules, "infer.engine.process.launch", Launch)
+    nowhere = tmp_path / "no" / "file"
+    assert code_of("--port", "0", "--api-keys", str(nowhere)) == 2
+    assert "is not a file of keys" in capsys.readouterr().err
+    for url in (f"sqlite:///{nowhere}", "foo://bar"):
+        assert code_of("--port", "0", "--sessions", url) == 2
+        assert "sessions: the database cannot be used" in capsys.readouterr().err
+
+
 SCRIPT = textwrap.dedent(
     """
     import sys

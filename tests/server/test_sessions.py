@@ -127,6 +127,29 @@ def test_only_the_new_message_is_sent(form: str, url: str) -> None:
     with_app(make_hash_llm(), use, sessions=url)
 
 
+def test_the_prompt_of_a_turn_can_be_looked_at(url: str) -> None:
+    """With the session's messages, and without a turn."""
+
+    async def use(app: App) -> None:
+        session = (await call(app, "POST", ""))["id"]
+        await app.post(CHAT, question("Hi", session_id=session))
+        history = (await call(app, "GET", f"/{session}"))["messages"]
+        body = question("And?", session_id=session)
+        shown = (await app.post(f"{CHAT}/render", body)).json()
+        whole = {**question("And?"), "messages": [*history, *body["messages"]]}
+        assert shown == (await app.post(f"{CHAT}/render", whole)).json()
+        last = {"role": "assistant", "content": history[-1]["content"]}
+        longer = {"messages": [last], "session_id": session, "continue_final_message": True}
+        shown = (await app.post(f"{CHAT}/render", longer)).json()
+        whole = {"messages": history, "continue_final_message": True}
+        assert shown == (await app.post(f"{CHAT}/render", whole)).json()
+        assert (await call(app, "GET", f"/{session}"))["messages"] == history
+        missing = await app.post(f"{CHAT}/render", question("?", session_id="sess-1"))
+        assert (missing.status, missing.error()["code"]) == (404, "session_not_found")
+
+    with_app(make_hash_llm(), use, sessions=url)
+
+
 def test_an_answer_goes_on_in_its_place(url: str) -> None:
     """Of a session: its last answer, or one that the client has and the session does not."""
 

@@ -311,6 +311,7 @@ def test_the_operator_may_name_the_template_and_the_format(tmp_path: Path) -> No
     (tmp_path / "latin").write_bytes("é".encode("latin-1"))
     for path, words in ((tmp_path / "no", "there is no file"), (tmp_path / "latin", "not UTF-8"),
                         (tmp_path, "there is no file")):  # fmt: skip
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=words) as refused:
             text_of(checkpoint, EngineConfig(chat_template=str(path)))
+        assert str(refused.value).count("chat_template: ") == 1
     assert [each.name for each in FORMATS] == list(TOOL_PARSERS)

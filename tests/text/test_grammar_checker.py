@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -135,3 +137,17 @@ def test_larger_grammars_have_more_bytes(checker: GrammarChecker) -> None:
     sizes = [checker.check(Grammar.choice([f"{i:05d}" for i in range(n)])) for n in (10, 500, 4000)]
     assert sizes == sorted(sizes)
     assert sizes[2] > 20 * sizes[0] > 0
+
+
+OVERTAKEN = """
+import atexit, time
+atexit.register(time.sleep, 0.4)  # runs last: after the pipes have been closed
+from infer.text.grammars.compiler import Vocabulary
+from infer.text.grammars.grammar_checker import GrammarChecker
+GrammarChecker(lambda: time.sleep(0.2) or Vocabulary("", 0, (), 0)).warm()
+"""
+
+
+def test_a_program_that_ends_at_once_says_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", OVERTAKEN], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -56,3 +56,21 @@ def _is_whole(piece: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar.regex("x" * 300 + "(?=a)"),
+        Grammar.json({"type": "string", "pattern": "(?=a)b"}),
+        Grammar.grammar("start: /(?=a)b/"),
+    ],
+)
+def test_a_problem_with_a_regular_expression_has_its_cause(grammar: Grammar) -> None:
+    tokenizer = small_tokenizer()
+    compiler = Compiler(Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    problem, _ = compiler.problem(grammar)
+    assert "invalid regex: look-around" in problem
+    assert "is not supported (in " in problem
+    assert "\n" not in problem
+    assert len(problem) < 300

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from infer.cli.options import with_options
+from infer.cli.options import ListedOptions, with_options
 from infer.cli.plain import plain
 from infer.server.tenancy.keys import KeyLimits, Keys
 
@@ -29,7 +29,7 @@ def _create(name: Name, file: File = DEFAULT, *, limits: dict[str, Any]) -> None
     print(Keys(file, must_exist=False).create(name, KeyLimits(**limits)))
 
 
-app.command("create")(with_options(KeyLimits, "limits", "Limits")(_create))
+app.command("create", cls=ListedOptions)(with_options(KeyLimits, "limits", "Limits")(_create))
 
 
 @app.command("list")

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from infer.bench.measure import BenchOptions, measure
 from infer.bench.workloads import WORKLOADS
-from infer.cli.options import with_engine_options, with_options
+from infer.cli.options import ListedOptions, with_engine_options, with_options
 from infer.config import EngineConfig
 from infer.errors import ConfigError
 
@@ -40,7 +40,7 @@ _HEADINGS = {
 }
 
 
-@app.command()
+@app.command(cls=ListedOptions)
 @with_engine_options(leave_out=("model", "seed"))
 @_with_bench_options
 def offline(
@@ -95,7 +95,7 @@ def offline(
     _run(options, measured)
 
 
-@app.command()
+@app.command(cls=ListedOptions)
 @_with_bench_options
 def serve(
     base_url: Annotated[str, typer.Option(help="The URL that OpenAI's clients take.")],
@@ -261,7 +261,7 @@ def report(
         print(path)
 
 
-@app.command()
+@app.command(cls=ListedOptions)
 @with_engine_options(leave_out=("model", "device"))
 def gpu(
     model: Annotated[

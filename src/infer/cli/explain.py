@@ -36,27 +36,26 @@ MAX_TRACE_BYTES = 16 << 20
 def opened(url: str, path: str, api_key: str | None, failure: str) -> Iterator[Any]:
     """The answer of the server at `url` to a GET of `path`, to be read within the block.
 
-    Raises `InferError` with one sentence: the server's own where it refuses, that none answers
-    where it cannot be reached, else `failure` and why, for an `OSError` or `ValueError` of the
-    block.
+    Raises `InferError` with one sentence: the server's own where it refuses; else that none answers
+    or, if the answer has begun, `failure`, and why. This is so for an `OSError` or `ValueError` of
+    the block, too.
     """
     if not url.startswith(("http://", "https://")):
         raise InferError(f"{url} is not the address of a server, like http://127.0.0.1:8000")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    problem = f"no infer server answers at {url}"
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers)
-        reply = urllib.request.urlopen(request, timeout=TIMEOUT_S)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+            problem = failure
+            yield reply
     except urllib.error.HTTPError as error:
         with error:  # it holds the connection
             message = message_of(error, url)
         raise InferError(message) from None
     except (OSError, ValueError, HTTPException) as error:
-        raise InferError(f"no infer server answers at {url}: {one_line(error)}") from None
-    try:
-        with reply:
-            yield reply
-    except (OSError, ValueError, HTTPException) as error:
-        raise InferError(f"{failure}: {one_line(error)}") from None
+        cause = error.reason if isinstance(error, urllib.error.URLError) else error
+        raise InferError(f"{problem}: {one_line(cause)}") from None
 
 
 def fetch(url: str, request_id: str, api_key: str | None) -> Fields:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from infer.cli.options import Model, with_engine_options
+from infer.cli.options import ListedOptions, Model, with_engine_options
 from infer.cli.plain import plain
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.errors import InferError
@@ -81,7 +81,7 @@ def _root(
     pass
 
 
-@app.command()
+@app.command(cls=ListedOptions)
 @with_engine_options(leave_out=("model",))
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
@@ -107,7 +107,7 @@ def generate(
     run_generate(EngineConfig.from_kwargs(model=model, **settings), prompt, sampling)
 
 
-@app.command()
+@app.command(cls=ListedOptions)
 @with_engine_options(leave_out=("model",))
 def chat(
     model: Model = None,
@@ -128,7 +128,7 @@ def chat(
     run_chat(EngineConfig.from_kwargs(model=model, **settings), system, sampling)
 
 
-@app.command()
+@app.command(cls=ListedOptions)
 @with_engine_options(leave_out=("model",))
 def plan(
     model: Model = None,

@@ -2,7 +2,7 @@
 
 Names, help and choices come from the dataclass. So a new setting is an option at once, and no
 default is written twice. The dataclass itself checks the values. The result holds only the options
-that were given.
+that were given. `ListedOptions` is the help of commands with many options.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from infer.config import EngineConfig, Setting, settings_of
 
@@ -24,6 +25,32 @@ Model = Annotated[
         help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
     ),
 ]
+
+_METAVARS = {int: "N", float: "X"}
+
+
+class ListedOptions(TyperCommand):
+    """A command whose help is a list: every option with its whole name, then its text.
+
+    typer's tables share the width of the terminal among names, values and texts. With many options
+    and 80 columns they cut the names, which cannot be typed then.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help as a list; see click."""
+        super(TyperCommand, self).format_help(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options below the headings of their panels; see click."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            heading = getattr(parameter, "rich_help_panel", None) or kind
+            if record := parameter.get_help_record(ctx):
+                panels.setdefault(heading, []).append(record)
+        for heading, records in panels.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
 
 
 def with_options(
@@ -67,9 +94,10 @@ def _typer_option(setting: Setting, panel: str) -> Any:
         help = f"{help} One of {', '.join(setting.names)}."
     if setting.default is not None:
         help = f"{help} (default: {setting.default})"
+    metavar = _METAVARS.get(setting.kind, setting.name.rpartition("_")[2].upper())
     option = typer.Option(
         help=help,
-        metavar=setting.name.rpartition("_")[2].upper() if setting.kind is not bool else None,
+        metavar=metavar if setting.kind is not bool else None,
         rich_help_panel=panel,
         show_default=False,
     )

@@ -11,15 +11,21 @@ from rich.table import Table
 
 from infer.cli.plain import plain
 from infer.config import EngineConfig
+from infer.errors import ConfigError
 from infer.models.hub import cached_checkpoints
 from infer.models.registry import ARCHITECTURES
+
+MAX_FREE_GIB = 2**20
+"""maximum of `--free-gib`: one pebibyte, more than any machine has"""
 
 
 def run_plan(
     config: EngineConfig, as_json: bool, free_gib: float | None, replicas: int = 1
 ) -> bool:
     """Print the plan for one of `replicas` engines of a model, with `free_gib` GiB of free memory
-    for all of them; returns whether they fit."""
+    for all of them; returns whether they fit. Raises `ConfigError` for an impossible `free_gib`."""
+    if free_gib is not None and not 0 <= free_gib <= MAX_FREE_GIB:  # also false for NaN
+        raise ConfigError("free_gib", f"must be between 0 and {MAX_FREE_GIB}, not {free_gib:g}")
     from infer.engine.build.assemble import most_replicas, plan_for  # this imports torch
 
     free = None if free_gib is None else int(free_gib * 2**30)

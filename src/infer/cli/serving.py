@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from infer.cli.options import Model, with_engine_options, with_options
+from infer.cli.options import ListedOptions, Model, with_engine_options, with_options
 from infer.config import DEFAULT_HOST, DEFAULT_PORT
 from infer.errors import ConfigError
 from infer.server.settings import ServerSettings
@@ -14,7 +14,7 @@ from infer.server.settings import ServerSettings
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
-@app.command()
+@app.command(cls=ListedOptions)
 @with_options(ServerSettings, "server", "Server")
 @with_engine_options(leave_out=("model",))
 def serve(

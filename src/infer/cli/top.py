@@ -17,6 +17,7 @@ from rich.text import Text
 from infer.cli.engine_state import EngineState, Fields, RequestState
 from infer.cli.explain import one_line, opened
 from infer.cli.plain import plain
+from infer.errors import InferError
 
 MAX_LINE_BYTES = 1 << 20
 """The most bytes of a line; a frame of the server has less than 200 KB."""
@@ -24,7 +25,8 @@ REFRESH_S = 0.2
 ONCE_S = 1.2
 """The seconds after which `--once` shows what there is: the first frames have come."""
 WIDE = 100
-"""Columns of a terminal that is wide enough for all that is known of replicas."""
+"""Columns of a terminal that is wide enough for all that is known of replicas, and for all gauges
+in one line."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _END = {
     "shutting_down": "the server shuts down",
@@ -67,6 +69,9 @@ def run_top(url: str, model: str | None, api_key: str | None, *, once: bool) -> 
                     state.take(kind, fields)
                 except (LookupError, TypeError, AttributeError) as error:
                     raise ValueError(f"no frame of infer ({one_line(error)})") from None
+                served = state.hello.get("model")
+                if model is not None and served not in (None, model):  # it serves only one
+                    raise InferError(f"there is no model {model!r} at {url}, which has {served!r}")
                 now_s = time.monotonic()
                 if once and now_s >= ends_s:
                     break
@@ -87,12 +92,12 @@ def run_top(url: str, model: str | None, api_key: str | None, *, once: bool) -> 
 
 def picture(state: EngineState, url: str, width: int, height: int) -> RenderableType:
     """The whole view; `height` in lines limits the table, 0 = all requests."""
-    parts: list[RenderableType] = [_head(state, url), _numbers(state), _latencies(state)]
+    parts: list[RenderableType] = [_head(state, url), _numbers(state, width), _latencies(state)]
     parts += _charts(state, width)
     if state.replicas:
         parts.append(_replicas(state, width))
     rows = sorted(state.requests.values(), key=_place)
-    num_above = 12 + (3 + 2 * len(state.replicas) if state.replicas else 0)
+    num_above = 12 + (width < WIDE) + (3 + 2 * len(state.replicas) if state.replicas else 0)
     most = max(3, height - num_above) if height else len(rows)
     parts.append(_table(state, rows[:most], width))
     if len(rows) > most:
@@ -119,7 +124,7 @@ def _head(state: EngineState, url: str) -> Text:
     return Text.assemble(*parts, plain(f"  {url}", "dim"))
 
 
-def _numbers(state: EngineState) -> Text:
+def _numbers(state: EngineState, width: int) -> Text:
     gauges, hello = state.gauges, state.hello
     pages, free = gauges.get("pages", 0), gauges.get("free_pages", 0)
     used = (pages - free) / pages if pages else 0.0
@@ -131,7 +136,8 @@ def _numbers(state: EngineState) -> Text:
         f"{gauges.get('waiting', 0)}",
         ("   preempted ", "dim"),
         f"{gauges.get('preempted', 0)}",
-        ("   pages ", "dim"),
+        "   " if width >= WIDE else "\n",
+        ("pages ", "dim"),
         f"{_bar(used, 16)} {used:.0%} of {pages:,}, {gauges.get('cached_pages', 0):,} cached",
         ("   ", ""),
         f"{state.rate(steps):,.0f}",

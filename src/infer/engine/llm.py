@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -317,6 +317,9 @@ def _given_prompt(prompt: Mapping[str, Any]) -> str | Sequence[int]:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        kind = type(prompts).__name__
+        raise RequestError(f"a prompt must be text or a list of token ids, not {kind}")
     many: list[Any] = list(prompts)
     if many and all(isinstance(item, int) for item in many):
         return [many]
@@ -350,7 +353,12 @@ def _per_prompt(
 ) -> list[SamplingParams]:
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
-    each = list(sampling_params)
+    is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, Mapping)
+    each: list[Any] = list(sampling_params) if is_list else [sampling_params]
+    for params in each:
+        if not isinstance(params, SamplingParams):
+            kind = type(params).__name__
+            raise RequestError(f"sampling parameters must be SamplingParams(…), not {kind}")
     if len(each) != count:
         raise RequestError(
             f"there are {count} prompts but {len(each)} sampling parameters; give one for all"

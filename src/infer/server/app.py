@@ -164,10 +164,11 @@ class Endpoints:
 
     # ---- asking the tokenizer
 
-    @takes(ChatBody)
+    @takes(ChatBody, refuses=(404,))
     async def render(self, http: HttpRequest) -> Response:
         """The prompt that a chat would become, as text and token ids."""
         body = await self._bodies.read_object(http)
+        await self.sessions.show(http, body)
         return await self._ask_tokenizer(http, body, ChatBody, self._rendered)
 
     @takes(TokenizeBody, TokenizeChatBody)

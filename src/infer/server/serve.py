@@ -42,7 +42,10 @@ from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
+from infer.server.sessions import NO_SESSIONS
+from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings
+from infer.server.tenancy.keys import Keys
 from infer.server.turn_away import TurnAway
 from infer.server.ui.page import Page
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
@@ -428,6 +431,7 @@ def serve_config(
     )
     _open_standard_streams()
     check_certificate(settings)
+    _check_stores(settings)
     with (
         log_on_stderr(settings.log_format),
         _place(settings, host, port) as sock,
@@ -477,6 +481,15 @@ def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: 
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     if in_thread and settings.replicas > 1:
         raise ConfigError("replicas", "need a process each: leave --engine-thread out")
+
+
+def _check_stores(settings: ServerSettings) -> None:
+    """Raises `ConfigError` if the file of keys or the database of sessions cannot be used: the
+    server opens them when the engine is there, and a large model takes minutes to load."""
+    if settings.api_keys is not None:
+        Keys(Path(settings.api_keys))
+    if settings.sessions not in (None, NO_SESSIONS):
+        SessionStore(settings.sessions, limits=settings.limits).close()
 
 
 def _fleet(settings: ServerSettings) -> FleetSettings:

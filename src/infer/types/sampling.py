@@ -42,6 +42,15 @@ def _check_int(name: str, value: int, low: int, high: int) -> None:
         )
 
 
+def _check_token_id(name: str, token_id: int) -> None:
+    if isinstance(token_id, bool) or not isinstance(token_id, int):
+        kind = type(token_id).__name__
+        raise RequestError(f"a token id of {name} must be an integer, not {kind}", param=name)
+    if not 0 <= token_id < 2**31:
+        message = f"a token id of {name} must be between 0 and {2**31 - 1}, not {token_id}"
+        raise UnprocessableError(message, param=name)
+
+
 def _check_count(name: str, count: int, limit: int, what: str = "entries") -> None:
     if count > limit:
         message = f"{name} has {count} {what}; at most {limit} are supported"
@@ -248,7 +257,7 @@ def _clean_ids(name: str, ids: Iterable[int], limit: int) -> tuple[int, ...]:
     kept = tuple(ids)
     _check_count(name, len(kept), limit)
     for token_id in kept:
-        _check_int(name, token_id, 0, 2**31 - 1)
+        _check_token_id(name, token_id)
     return kept
 
 
@@ -283,6 +292,6 @@ def _clean_logit_bias(
     pairs = tuple(bias.items()) if isinstance(bias, Mapping) else tuple(bias)
     _check_count("logit_bias", len(pairs), MAX_LOGIT_BIAS_ENTRIES)
     for token_id, value in pairs:
-        _check_int("logit_bias", token_id, 0, 2**31 - 1)
+        _check_token_id("logit_bias", token_id)
         _check_number("logit_bias", value, -100.0, 100.0)
     return tuple(sorted((token_id, float(value)) for token_id, value in pairs))

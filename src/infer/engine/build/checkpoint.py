@@ -114,9 +114,9 @@ def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
     if config.chat_template is None:
         return files
     path = Path(config.chat_template)
+    if not path.is_file():
+        raise ConfigError("chat_template", f"there is no file {config.chat_template!r}")
     try:
-        if not path.is_file():
-            raise ConfigError("chat_template", f"there is no file {config.chat_template!r}")
         template = read_text(path, MAX_CONFIG_BYTES)
     except LoadError as error:
         raise ConfigError("chat_template", str(error)) from None

@@ -452,7 +452,8 @@ class RequestTraces:
             case Queued() | Resumed():
                 choice_trace.state = "queued"
                 kind = "queued" if isinstance(event, Queued) else "resumed"
-                behind = [self._shown(name, trace) for name in event.behind]
+                # Once each: the choices of a request have one name.
+                behind = list(dict.fromkeys(self._shown(name, trace) for name in event.behind))
                 details = {
                     "waiting_before": event.num_before,
                     "running": event.num_running,

@@ -34,7 +34,8 @@ def in_callers_names(names: Mapping[str, str]) -> Iterator[None]:
             raise
         message = error.message
         if error.param != "prompt":  # no field of a chat, but the right word for what it becomes
-            message = re.sub(rf"\b{error.param}\b", theirs, message)
+            # Once: later on "grammar" is a word, or a name in the client's own text.
+            message = re.sub(rf"\b{error.param}\b", theirs, message, count=1)
         raise type(error)(message, param=theirs, code=error.code) from None
 
 

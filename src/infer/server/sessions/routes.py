@@ -38,7 +38,7 @@ from infer.server.openai.schema_base import Wire
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
 from infer.server.sessions.leases import SessionLeases
-from infer.server.sessions.store import MAX_TITLE_CHARS, Message, Quota, SessionStore, busy
+from infer.server.sessions.store import MAX_TITLE_CHARS, Begun, Message, Quota, SessionStore, busy
 from infer.server.tenancy.limits import tenant_of
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
@@ -132,6 +132,25 @@ def _ends_with_answer(messages: Sequence[Any]) -> bool:
     return isinstance(last, dict) and last.get("role") == "assistant"
 
 
+def _named(body: dict[str, Any]) -> tuple[str, list[Any]] | None:
+    """The session that a chat's body names, and the body's messages; None without a session."""
+    name, asked = body.get("session_id"), body.get("messages")
+    if not isinstance(name, str) or not isinstance(asked, list):
+        return None  # a wrong type is refused where the body is checked
+    if body.get("n") not in (None, 1):
+        raise UnprocessableError("a session has one answer to a question: n must be 1", param="n")
+    return name, asked
+
+
+def _put_before(body: dict[str, Any], asked: list[Any], history: list[Message]) -> bool:
+    """Put a session's messages before those of a body; returns whether the body's message takes the
+    place of the last one, because it is that answer, which is to get longer."""
+    continues = body.get("continue_final_message") is True and _ends_with_answer(asked)
+    replaces = continues and len(asked) == 1 and _ends_with_answer(history)
+    body["messages"] = [*(history[:-1] if replaces else history), *asked]
+    return replaces
+
+
 def _text_of(message: Message) -> str:
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
@@ -200,31 +219,23 @@ class SessionRoutes:
         Returns the turn to write when it is answered; None without a session. Raises `HttpError`:
         404 for an unknown session, 409 if another turn of it is being answered, 413 if it is full.
         """
-        name, asked = body.get("session_id"), body.get("messages")
-        if not isinstance(name, str) or not isinstance(asked, list):
-            return None  # a wrong type is refused where the body is checked
-        if body.get("n") not in (None, 1):
-            raise UnprocessableError(
-                "a session has one answer to a question: n must be 1", param="n"
-            )
+        named = _named(body)
+        if named is None:
+            return None
+        name, asked = named
         owner = tenant_of(http.scope).key.id
         if name in self._busy:
             raise busy()
-        num_new, lease = http.scope.get(NUM_BYTES, 0), None
+        lease = None
         if self._leases is not None:
             lease = await self._leases.take(owner, name, RequestContext.of(http.scope))
-        found = await self._threads.call(
-            self._call_store, "begin_turn", owner, name, len(asked) + 1, num_new
-        )
+        found = await self._find(http, name, asked)
         if name in self._busy:
             raise busy()
         self._busy.add(name)
         RequestContext.of(http.scope).cleanup.callback(self._busy.discard, name)
         continues = body.get("continue_final_message") is True and _ends_with_answer(asked)
-        replaces = continues and len(asked) == 1 and _ends_with_answer(found.messages)
-        body["messages"] = [*(found.messages[:-1] if replaces else found.messages), *asked]
-        # Further work on the body takes as long as if all these messages had been sent.
-        http.scope[NUM_BYTES] = num_new + found.num_bytes
+        replaces = _put_before(body, asked, found.messages)
         return SessionTurn(
             self._sessions,
             self._threads,
@@ -233,6 +244,22 @@ class SessionRoutes:
             replaces=replaces,
             lease=lease,
         )
+
+    async def show(self, http: HttpRequest, body: dict[str, Any]) -> None:
+        """Put the session's messages before those of a chat's body that is only to be looked at,
+        which is no turn. Raises `HttpError`: 404 and 413 like `begin`."""
+        if (named := _named(body)) is not None:
+            name, asked = named
+            _put_before(body, asked, (await self._find(http, name, asked)).messages)
+
+    async def _find(self, http: HttpRequest, name: str, asked: list[Any]) -> Begun:
+        owner, num_new = tenant_of(http.scope).key.id, http.scope.get(NUM_BYTES, 0)
+        found: Begun = await self._threads.call(
+            self._call_store, "begin_turn", owner, name, len(asked) + 1, num_new
+        )
+        # Further work on the body takes as long as if all these messages had been sent.
+        http.scope[NUM_BYTES] = num_new + found.num_bytes
+        return found
 
     @takes(SessionBody, refuses=(404, 429))
     async def _create(self, http: HttpRequest) -> Response:

@@ -48,6 +48,8 @@ It stands for memory that is only needed while the grammar is used.
 """
 # A position in llguidance's message. It refers to the text made from the caller's grammar.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+# llguidance's message for a regular expression: the expression, marks below it, and the cause.
+_REGEX_FAULT = re.compile(r"regex parse error:\n *(.*)\n(?:.*\n)*?error: (.*)")
 # Options for llguidance in every JSON schema.
 JSON_OPTIONS: Mapping[str, Any] = {
     # One space, or a new line with indentation: a model cannot generate endless white space.
@@ -132,6 +134,14 @@ def _source(grammar: Grammar) -> str:
             raise ValueError("a grammar cannot set options (%llguidance)")
         lark = any_to_lark(text).replace("%llguidance {}\n", "")
     return json.dumps({"grammars": [{"lark_grammar": _HEADER + lark}]})
+
+
+def _in_one_line(problem: str) -> str:
+    """The beginning of a message; of one about a regular expression, the cause too."""
+    if fault := _REGEX_FAULT.search(problem):
+        what = "failed to compile JSON schema: " if problem.startswith("failed to compile") else ""
+        return f"{what}invalid regex: {fault[2]:.120} (in {fault[1]:.60})"
+    return problem.split("\n", 1)[0][:200]
 
 
 def compiling_thread(name: str) -> ThreadPoolExecutor:
@@ -323,4 +333,4 @@ class Compiler:
             problem = "it is nested too deeply"
         except Exception as error:  # the converter of grammars raises many kinds of errors
             problem = str(error) or type(error).__name__
-        return problem.split("\n", 1)[0][:200], matcher
+        return _in_one_line(problem), matcher

@@ -24,6 +24,7 @@ from typing import Any
 from infer.errors import OverloadedError, RequestError
 from infer.readiness import READABLE, is_ready
 from infer.text.grammars.compiler import Vocabulary
+from infer.text.grammars.grammar_bounds import problem_of_bounds
 from infer.text.grammars.grammar_child import MAX_CPU_S
 from infer.text.grammars.grammar_depth import TOO_DEEP, is_too_deep
 from infer.text.grammars.grammar_frames import Verdict, read_frame, write_frame
@@ -142,7 +143,8 @@ class GrammarChecker:
         threading.Thread(target=self._warm, name="infer-grammar-start", daemon=True).start()
 
     def _warm(self) -> None:
-        with self._busy, contextlib.suppress(OSError, EOFError, TimeoutError):
+        # ValueError: the interpreter is ending and has closed the pipes.
+        with self._busy, contextlib.suppress(OSError, EOFError, TimeoutError, ValueError):
             self._ready_process()
 
     def check(self, grammar: Grammar) -> int:
@@ -156,6 +158,8 @@ class GrammarChecker:
             return known
         if is_too_deep(grammar):
             raise _refusal(grammar, TOO_DEEP)
+        if problem := problem_of_bounds(grammar):
+            raise _refusal(grammar, problem)
         with self._busy:
             verdict = self._verdict_on(grammar)
             if verdict.problem:

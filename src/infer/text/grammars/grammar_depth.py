@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -110,21 +110,26 @@ def _grammar_depth(text: str) -> int:
     return max(_rule_depth(text), _embedded_depth(text))
 
 
-def _embedded_depth(text: str) -> int:
-    """Of the schemas in a grammar."""
-    deepest = num_broken = 0
+def embedded_schemas(text: str) -> Iterator[Any]:
+    """The JSON schemas in a grammar, without malformed ones; raises `RecursionError`."""
+    num_broken = 0
     for match in re.finditer(r"%json\s*(?=[{\[])", text):
         try:
             schema, _ = json.JSONDecoder().raw_decode(text, match.end())
-        except RecursionError:
-            return MAX_DEPTH + 1
         except ValueError:
             num_broken += 1
             if num_broken > _MAX_BROKEN:  # parsing each may take time linear in the text
                 break
             continue
-        deepest = max(deepest, schema_depth(schema))
-    return deepest
+        yield schema
+
+
+def _embedded_depth(text: str) -> int:
+    """Of the schemas in a grammar."""
+    try:
+        return max(map(schema_depth, embedded_schemas(text)), default=0)
+    except RecursionError:
+        return MAX_DEPTH + 1
 
 
 def _rule_depth(text: str) -> int:

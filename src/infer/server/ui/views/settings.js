@@ -118,15 +118,15 @@ class SettingsDialog extends PageDialog {
         @change=${(/** @type {Event} */ event) => this._set(name, textOf(event).split("\n").filter(Boolean))}></textarea>
         <span class="hint">${t("settings.lines", { n: field.max ?? 4 })}</span>${fault ? html`<span class="fault-text">${t(fault, { n: field.max ?? 4 })}</span>` : nothing}</label>`;
     }
-    const range = { min: number(field.min ?? 0, { maximumFractionDigits: 3 }), max: number(field.max ?? 0) };
+    const range = t(field.zero ? "settings.range-or-zero" : field.isAbove ? "settings.range-above" : "settings.range", { min: number(field.min ?? 0, { maximumFractionDigits: 3 }), max: number(field.max ?? 0) });
     const isOpen = field.max === undefined || field.max > 2 ** 30;
     const hint = field.default === null ? t("settings.no-default") : t("settings.default-is", { value: number(field.default, { maximumFractionDigits: 3 }) });
     return html`<label class="field">${label}
       <input id=${id} type="text" inputmode="decimal" autocomplete="off" aria-invalid=${Boolean(fault)} aria-describedby=${`${id}-hint`}
         placeholder=${field.default ?? ""} .value=${live(value === undefined ? "" : String(value))}
         @change=${(/** @type {Event} */ event) => this._set(name, numberOf(textOf(event)))}>
-      <span class="hint" id=${`${id}-hint`}>${hint}${isOpen ? nothing : html` · ${t("settings.range", range)}`}</span>
-      ${fault ? html`<span class="fault-text" role="alert">${t(fault, range)}</span>` : nothing}</label>`;
+      <span class="hint" id=${`${id}-hint`}>${hint}${isOpen ? nothing : ` · ${range}`}</span>
+      ${fault ? html`<span class="fault-text" role="alert">${t(fault, { range })}</span>` : nothing}</label>`;
   }
 
   /** A field of JSON: what is no JSON is kept as it is typed, named, and not sent.

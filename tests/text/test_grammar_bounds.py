@@ -1,0 +1,66 @@
+"""Bounds of integers with which llguidance crashes, or which it does not keep."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from infer.errors import RequestError
+from infer.text.grammars.compiler import Vocabulary
+from infer.text.grammars.grammar_bounds import problem_of_bounds
+from infer.text.grammars.grammar_checker import GrammarChecker
+from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
+
+LARGE = 2**63
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"minimum": -LARGE, "maximum": -LARGE}, "maximum must be above"),
+    ({"minimum": -2 * LARGE, "maximum": -LARGE - 5}, "maximum must be above"),
+    ({"minimum": 1 - LARGE, "maximum": 1 - LARGE}, "maximum must be above"),
+    ({"exclusiveMinimum": -1e308, "exclusiveMaximum": -1e19}, "exclusiveMaximum must be above"),
+    ({"minimum": LARGE + 5, "maximum": 2 * LARGE}, "minimum must be below"),
+    ({"exclusiveMinimum": LARGE - 1, "maximum": 2 * LARGE}, "exclusiveMinimum must be below"),
+    ({"allOf": [{"minimum": -LARGE}, {"maximum": -LARGE}]}, "maximum must be above"),
+]
+ACCEPTED: list[dict[str, Any]] = [
+    {"minimum": 0, "maximum": 2 * LARGE},
+    {"minimum": -1e18, "maximum": 1e18},
+    {"minimum": 2**62, "exclusiveMaximum": LARGE},
+    {"properties": {"maximum": {"type": "integer", "maximum": 5}}},
+    {"enum": [{"minimum": 1e300}], "default": {"minimum": 1e300}},
+    {"exclusiveMaximum": True, "maximum": "x"},
+]
+
+
+@pytest.mark.parametrize(("schema", "words"), REFUSED)
+def test_bounds_beyond_64_bits(schema: dict[str, Any], words: str) -> None:
+    for whole in (schema, {"properties": {"a": {"items": [schema]}}}):
+        text = json.dumps(whole | {"type": "integer"})
+        assert problem_of_bounds(Grammar.json(text)).startswith(words)
+        assert problem_of_bounds(Grammar.grammar(f"start: %json {text}")).startswith(words)
+
+
+@pytest.mark.parametrize("schema", ACCEPTED)
+def test_bounds_within(schema: dict[str, Any]) -> None:
+    assert problem_of_bounds(Grammar.json(schema)) == ""
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 60_000, "start: %json {", "true", '{"maximum": []}'])
+def test_what_is_no_schema(text: str) -> None:
+    assert problem_of_bounds(Grammar.json(text)) == ""
+    assert problem_of_bounds(Grammar.grammar(text)) == ""
+
+
+def test_they_do_not_end_the_checker() -> None:
+    tokenizer = small_tokenizer()
+    checker = GrammarChecker(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    try:
+        checker.check(Grammar.choice(["a"]))
+        for schema, words in REFUSED:
+            with pytest.raises(RequestError, match=words):
+                checker.check(Grammar.json({"type": "integer"} | schema))
+        assert checker.num_deaths == 0
+    finally:
+        checker.close()
