@@ -81,6 +81,8 @@ class Setting(NamedTuple):
     """Description of the strings that are allowed in addition to `names`; empty if none are."""
     low: float | None
     """The smallest allowed number; None where there is no limit."""
+    high: float | None
+    """The largest allowed number; None where it only must be finite."""
 
     def problem(self, value: Any) -> str:
         """The message for a value that is not allowed: what would be right, and what was given."""
@@ -98,6 +100,8 @@ class Setting(NamedTuple):
         kinds = (int,) if self.kind is int else (int, float)
         if type(value) not in kinds:
             return f"must be {'an integer' if self.kind is int else 'a number'}, not {value!r}"
+        if self.high is not None:
+            return f"must be between {self.low} and {self.high}, not {value!r}"
         return f"must be at least {self.low}, not {value!r}"
 
 
@@ -124,6 +128,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
         schema: dict[str, Any] = {}
         if isinstance(kind, inspect.Metadata):
             kind, schema = kind.type, kind.extra_json_schema or {}
+        high = getattr(kind, "le", None)
         names = _literals(annotations[spec.name]) or schema.get("examples", ())
         found.append(
             Setting(
@@ -135,6 +140,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
                 names=tuple(names),
                 or_else=schema.get("description", ""),
                 low=getattr(kind, "ge", None),
+                high=None if high == sys.float_info.max else high,
             )
         )
     return tuple(found)
@@ -328,7 +334,7 @@ class EngineConfig:
     kv_cache_pages: PositiveInt | None = option(
         None, "Size of the KV cache in pages, instead of bytes."
     )
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = option(
+    gpu_memory_utilization: Annotated[float, Meta(ge=0.01, le=1)] | None = option(
         None,
         "Fraction of the GPU's memory that weights, steps and KV cache of the engine may take"
         " together; default: what is free, and equal parts for several models.",

@@ -356,7 +356,11 @@ def test_what_model_options_mean() -> None:
     assert isinstance(made, dict)
     assert made["b"].gpu_memory_utilization == 0.2
     wrong: list[tuple[list[str], dict[str, Any], str]] = [
-        (["a=x"], {"gpu_memory_utilization": 1.5}, "gpu_memory_utilization: "),
+        (
+            ["a=x"],
+            {"gpu_memory_utilization": 1.5},
+            "gpu_memory_utilization: must be between 0.01 and 1",
+        ),
         (["a=x", "y"], {}, "each is NAME=PATH-OR-HUB-ID; not 'y'"),
         (["a=x", "a=y"], {}, "'a' is given twice"),
         (["a=x", "b="], {}, "not 'b='"),

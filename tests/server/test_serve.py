@@ -134,7 +134,8 @@ def test_every_setting_is_an_option() -> None:
             assert getattr(parsed(flag), spec.name) is True
             assert getattr(parsed(flag.replace("--", "--no-", 1)), spec.name) is False
             continue
-        value = changed.get(spec.name, "x") if spec.kind is str else spec.kind(7.5)
+        number = 0.5 if spec.name == "gpu_memory_utilization" else 7.5
+        value = changed.get(spec.name, "x") if spec.kind is str else spec.kind(number)
         needed = static if spec.name in ("min_batch_size", "static_order") else ()
         assert getattr(parsed(flag, str(value), *needed), spec.name) == value
 
