@@ -54,7 +54,7 @@ from infer.models.model import Model, build_model
 from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
 from infer.runner.grammar_masks import Restrictions
-from infer.runner.graphs import CudaCapture, Graphs, row_sizes, step_sizes
+from infer.runner.graphs import CudaCapture, Graphs, Work, row_sizes, step_sizes
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
 from infer.runner.sampler import sample, sampler_for
@@ -476,8 +476,9 @@ class _RunnerFactory:
 
     @property
     def launches(self) -> bool:
-        """Whether the runners are `LaunchingRunner`s, which work one step ahead."""
-        return self.device.type == "cuda" and self.obstacle is None
+        """Whether the runners are `LaunchingRunner`s, which work one step ahead: on a GPU, and on
+        a CPU where tests have Triton's interpreter."""
+        return self.obstacle is None
 
     @property
     def rehearsals(self) -> list[tuple[int, int]]:
@@ -530,7 +531,7 @@ class _RunnerFactory:
                 max_tokens=self.max_tokens,
                 max_sequences=self.seats,
                 max_seq_len=plan.max_seq_len,
-                graphs=Graphs(CudaCapture(device)),
+                graphs=Graphs(CudaCapture(device) if device.type == "cuda" else _again),
                 sizes=self.sizes,
             )
         if device.type == "cuda":
@@ -539,6 +540,11 @@ class _RunnerFactory:
         own = None if self.config.sampler == "default" else self.config.sampler
         sampler = own_function("sampler", own) if own else sample
         return ModelRunner(self.model, attention, self.restrictions, caches, device, sampler)
+
+
+def _again(work: Work) -> Work:
+    """The capture for a CPU, which has no graphs: the work is done again."""
+    return work
 
 
 def _pages_that_fit(
@@ -550,7 +556,8 @@ def _pages_that_fit(
     Raises `ConfigError` if the cache could not hold one sequence of `max_seq_len` tokens.
     """
     given = config.kv_cache_memory_bytes or config.kv_cache_pages
-    if given or config.kv_cache_backend != "paged" or not factory.launches:
+    on_gpu = factory.launches and device.type == "cuda"
+    if given or config.kv_cache_backend != "paged" or not on_gpu:
         return plan.num_pages
     per_sequence = min(-(-factory.max_tokens // factory.seats), plan.max_seq_len)
     longest = max(per_sequence, *(num_tokens for _, num_tokens in factory.rehearsals))
