@@ -258,9 +258,13 @@ class Watched(AheadHashRunner):
                 return landed.results()
 
             def elapsed_ms(self) -> float | None:
-                return None
+                return runner.step_ms(plan)
 
         return Flight()
+
+    def step_ms(self, plan: Any) -> float | None:
+        """The device's time of a step."""
+        return None
 
     def execute(self, plan: Any) -> Any:
         self.executed.append(self._names(plan))
@@ -392,6 +396,31 @@ def test_who_has_ended_is_not_executed_when_a_launch_fails() -> None:
     assert tokens_of(outputs, "a") == [first]
 
 
+class Timed(Watched):
+    """A runner whose device takes a millisecond for each token. The clock shows less: a step's
+    results are waited for in the next one."""
+
+    def step_ms(self, plan: Any) -> float:
+        return float(sum(chunk.num_tokens for chunk in plan))
+
+
+def test_the_length_of_steps_follows_from_the_time_of_the_device() -> None:
+    core = make_hash_core(
+        runner=Timed, max_step_ms=40.0, max_num_batched_tokens=600, max_seq_len=1000, num_pages=300
+    )
+    core.add(request("stream", 1, 2, max_tokens=60))
+    for _ in range(3):
+        core.step()
+    core.add(request("prompt", *range(700), max_tokens=1))
+    before, parts = core.scheduler.stats.num_computed_tokens, []
+    while core.scheduler.find("prompt").num_remaining > 1:
+        core.step()
+        parts.append(core.scheduler.stats.num_computed_tokens - before)
+        before = core.scheduler.stats.num_computed_tokens
+    assert max(parts) <= 40
+    assert sum(part > 30 for part in parts) > 10
+
+
 OTHER_FAULTS: dict[str, tuple[Callable[..., Any], str, str, Callable[[], None]]] = {
     "what is behind the last token is offered": (
         Scheduler._hand_out_tokens,
@@ -404,6 +433,12 @@ OTHER_FAULTS: dict[str, tuple[Callable[..., Any], str, str, Callable[[], None]]]
         "for advanced in self._launched:",
         "for advanced in ():",
         test_a_prefix_that_flies_is_not_computed_twice,
+    ),
+    "the device's time is not used": (
+        Scheduler.commit,
+        "1000 * (self.clock() - self._planned_s) if step_ms is None else step_ms",
+        "1000 * (self.clock() - self._planned_s)",
+        test_the_length_of_steps_follows_from_the_time_of_the_device,
     ),
     "late rows are not counted": (
         Scheduler.commit,
