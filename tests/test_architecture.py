@@ -78,9 +78,10 @@ LEVELS = (
         " disk; which bits an engine computes; where the pages are",
     ),
     Level(
-        "engine.client.async_llm engine.process.messages engine.build.diagnosis cells",
-        "the asyncio façade; frames; what a machine is good for; an explicit batch over cells that"
-        " the caller manages",
+        "engine.client.async_llm engine.process.messages engine.build.diagnosis"
+        " engine.build.runner_factory cells",
+        "the asyncio façade; frames; what a machine is good for; the runner of a model for a"
+        " device; an explicit batch over cells that the caller manages",
     ),
     Level(
         "engine.build.assemble engine.process.child engine.process.engine_run",
@@ -148,7 +149,7 @@ CONCRETE = (
     "infer.runner.model_runner",
     "infer.runner.kv_storage",
 )
-COMPOSITION_ROOTS = ("engine.build.assemble", "cells.cell_model")
+COMPOSITION_ROOTS = ("engine.build.assemble", "engine.build.runner_factory", "cells.cell_model")
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FUNCTION_LINES = 60
 TRITON = "kernels.cuda"

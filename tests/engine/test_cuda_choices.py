@@ -16,6 +16,7 @@ from torch import Tensor
 from infer.config import EngineConfig
 from infer.engine.build import assemble, hardware
 from infer.engine.build.memory_plan import CUDA_TOKENS_BESIDE_STREAMS
+from infer.engine.build.runner_factory import RunnerFactory
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
@@ -124,6 +125,18 @@ def test_the_next_engine_gets_as_many_pages() -> None:
     core = make_hash_core(num_pages=77, max_seq_len=48)
     assert assemble.pinned_settings(core, GPU) == {"kv_cache_pages": 76, "max_seq_len": 48}
     assert assemble.pinned_settings(core, CPU) == {}
+
+
+@pytest.mark.parametrize("seats", [1, 3, 48, 100, 256])
+@pytest.mark.parametrize("max_seq_len", [1, 24, 512])
+def test_rehearsed_steps_are_steps_that_there_may_be(seats: int, max_seq_len: int) -> None:
+    config = EngineConfig(device="cpu", max_num_batched_tokens=4096, max_seq_len=max_seq_len)
+    unused: Any = None
+    factory = RunnerFactory(config, assemble.plan_for(config), unused, unused, CPU, seats)
+    for num_sequences, num_tokens in (*factory.rehearsals, factory.full_step):
+        assert 1 <= num_sequences <= seats
+        assert 1 <= num_tokens <= max_seq_len
+        assert num_sequences * num_tokens <= factory.max_tokens
 
 
 class Wavering(PlainLinear):

@@ -1,7 +1,7 @@
 """The composition root: makes an engine from settings
 
-It is the only module that names concrete parts: decoder, attention backend, storage, runner and
-scheduler. All other modules get their parts through constructors. Problems are raised here as
+It and `runner_factory` are the only modules that name concrete parts: decoder, attention backend,
+storage, runner and scheduler. All other modules get their parts through constructors. Problems are raised here as
 `LoadError` or `ConfigError`, before anything is served.
 """
 
@@ -19,10 +19,7 @@ import torch
 import infer.engine.build.hardware as machine
 import infer.engine.build.machine_share as machine_share
 import infer.main_memory as main_memory
-from infer.attention.cpu import NativeBackend, obstacle
-from infer.attention.layout import AttentionBackend
-from infer.attention.sdpa import SDPABackend
-from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size, own_function
+from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size
 from infer.engine.build.checkpoint import (
     Checkpoint,
     chosen_blocks,
@@ -35,13 +32,13 @@ from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
-    MAX_PREFIX_SHARE,
     MemoryPlan,
     gib,
     make_plan,
     replicas_that_fit,
 )
 from infer.engine.build.processors import read_processors
+from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_tool_use
 from infer.engine.core import EngineCore
@@ -49,15 +46,13 @@ from infer.engine.loop import Announce, Blueprint, EngineThread
 from infer.errors import ConfigError, LoadError
 from infer.files import reading
 from infer.kernels import cuda
-from infer.kernels.invariance import batch_invariance_problem, invariant_sizes
+from infer.kernels.invariance import batch_invariance_problem
 from infer.models.model import Model, build_model
-from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
 from infer.runner.grammar_masks import Restrictions
-from infer.runner.graphs import CudaCapture, Graphs, Work, row_sizes, step_sizes
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
-from infer.runner.sampler import sample, sampler_for
+from infer.runner.sampler import sampler_for
 from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
@@ -69,12 +64,6 @@ from infer.types.fingerprint import Fingerprint
 
 log = logging.getLogger(__name__)
 
-SHARE_AFTER_FULL_STEP = 0.92
-"""fraction of the GPU memory left free by a full step that the KV cache takes"""
-REHEARSED_STREAMS = (1, 2, 8, 16, 32, 64)
-"""numbers of decoding sequences that need different kernels; all seats are rehearsed, too"""
-REHEARSED_PROMPTS = (2, 20, 160)
-"""numbers of tokens of a prompt that need different kernels"""
 DEAD_ENGINE_S = 15.0
 """seconds for which a new engine waits until a dead one's GPU memory is free"""
 SMALL_MODEL_BYTES = 16 << 20
@@ -275,8 +264,8 @@ def _build(
     _warn_of_variance(config, model, device)
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
-    factory = _RunnerFactory(config, plan, model, restrictions, device, seats)
-    num_pages = _pages_that_fit(config, plan, factory, device)
+    factory = RunnerFactory(config, plan, model, restrictions, device, seats)
+    num_pages = pages_that_fit(config, plan, factory, device)
     runner = factory.runner(num_pages)
     if factory.launches:
         factory.warm_up(runner)
@@ -342,7 +331,7 @@ def _drafter(
     held = getattr(torch, sizes.kv_cache_dtype)
     num_pages, page_size = sizes.num_pages + 1, sizes.page_size
     storage = KVStorage(model.config, num_pages, page_size, dtype=held, device=device)
-    attention = _attention(config.attention_backend, storage, model.config)
+    attention = make_attention(config.attention_backend, storage, model.config)
     caches = (*storage.keys, *storage.values)
     runner = ModelRunner(model, attention, None, caches, device, sampler_for(vocab_size))
     drafter = Drafter(
@@ -426,166 +415,6 @@ def _scheduler_config(
     )
 
 
-class _RunnerFactory:
-    """Makes runners for one model, with caches of any size.
-
-    On a GPU a runner is made twice: with a small cache to measure a full step, then to serve.
-    """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        plan: MemoryPlan,
-        model: Model,
-        restrictions: Restrictions,
-        device: torch.device,
-        seats: int,
-    ) -> None:
-        self.config, self.plan, self.model = config, plan, model
-        self.restrictions, self.device, self.seats = restrictions, device, seats
-        self.max_tokens = max(plan.max_num_batched_tokens, seats)
-        self.sizes: list[int] | None = None
-        self._is_compiled = False
-        self.obstacle = cuda.obstacle(device)
-        if config.attention_backend == "sdpa":
-            self.obstacle = "attention_backend='sdpa'"
-        if config.attention_backend == "triton" and self.obstacle:
-            raise ConfigError("attention_backend", f"'triton' is not possible: {self.obstacle}")
-        if config.attention_backend == "native" and device.type == "cuda":
-            raise ConfigError("attention_backend", "'native' runs on CPUs; use 'auto' on a GPU")
-        if device.type != "cuda":
-            return
-        if config.batch_invariant:
-            if self.obstacle:
-                raise ConfigError("batch_invariant", f"is not possible here: {self.obstacle}")
-            sizes = step_sizes(self.max_tokens, seats)
-            self.sizes = invariant_sizes(model, sizes, device)
-            lost = sorted(set(sizes).difference(self.sizes))
-            if sizes[-1] in lost or row_sizes(seats)[-1] in lost:
-                raise ConfigError(
-                    "batch_invariant",
-                    f"is not possible here: rows differ in steps of {lost}; lower max_batch_size"
-                    " or max_num_batched_tokens",
-                )
-            log.info("batch-invariant: steps have %d sizes; without %s", len(self.sizes), lost)
-        else:
-            log.info(
-                "on this device an answer may depend on the requests beside it, in its last bits;"
-                " batch_invariant (--batch-invariant) keeps it from that"
-            )
-
-    @property
-    def launches(self) -> bool:
-        """Whether the runners are `LaunchingRunner`s, which work one step ahead: on a GPU, and on
-        a CPU where tests have Triton's interpreter."""
-        return self.obstacle is None
-
-    @property
-    def rehearsals(self) -> list[tuple[int, int]]:
-        """Steps (sequences, tokens of each) that together need every kernel a step may need."""
-        streams = sorted({*(n for n in REHEARSED_STREAMS if n <= self.seats), self.seats})
-        prompts = sorted({min(n, self.plan.max_seq_len) for n in REHEARSED_PROMPTS})
-        return [*((n, 1) for n in streams), *((1, n) for n in prompts)]
-
-    def compile(self, runner: Any) -> None:
-        """Compile every kernel that a step may need, several at a time, if none is compiled."""
-        if not self._is_compiled:
-            started_s = time.perf_counter()
-            runner.compile(self.rehearsals)
-            log.info("kernels compiled in %.1f s", time.perf_counter() - started_s)
-        self._is_compiled = True
-
-    def warm_up(self, runner: Any) -> None:
-        """Compile every kernel and make the steps that need them, before the first request."""
-        self.compile(runner)
-        for num_sequences, num_tokens in self.rehearsals:
-            runner.rehearse(num_sequences, num_tokens)
-
-    def runner(self, num_pages: int) -> Any:
-        """Make a runner with a cache of `num_pages` pages and page 0."""
-        plan, shape, device = self.plan, self.model.config, self.device
-        held = getattr(torch, plan.kv_cache_dtype)
-        storage = KVStorage(shape, num_pages + 1, plan.page_size, dtype=held, device=device)
-        caches = (*storage.keys, *storage.values)
-        if self.launches:
-            if self.config.sampler != "default":
-                raise ConfigError("sampler", "a GPU's runner draws with a kernel; leave it out")
-            from infer.attention.triton import TritonBackend
-            from infer.runner.device_runner import DeviceRunner
-
-            backend = TritonBackend(
-                storage.keys,
-                storage.values,
-                num_heads=shape.num_heads,
-                scale=shape.attention_scale,
-                windows=[shape.window(layer) for layer in range(shape.num_layers)],
-                ordered=self.config.batch_invariant,
-            )
-            log.info("attention: Triton kernels")
-            return DeviceRunner(
-                self.model,
-                backend,
-                self.restrictions,
-                caches,
-                device,
-                max_tokens=self.max_tokens,
-                max_sequences=self.seats,
-                max_seq_len=plan.max_seq_len,
-                graphs=Graphs(CudaCapture(device) if device.type == "cuda" else _again),
-                sizes=self.sizes,
-            )
-        if device.type == "cuda":
-            log.warning("the kernels for CUDA are not used, and steps are slow: %s", self.obstacle)
-        attention = _attention(self.config.attention_backend, storage, shape)
-        own = None if self.config.sampler == "default" else self.config.sampler
-        sampler = own_function("sampler", own) if own else sample
-        return ModelRunner(self.model, attention, self.restrictions, caches, device, sampler)
-
-
-def _again(work: Work) -> Work:
-    """The capture for a CPU, which has no graphs: the work is done again."""
-    return work
-
-
-def _pages_that_fit(
-    config: EngineConfig, plan: MemoryPlan, factory: _RunnerFactory, device: torch.device
-) -> int:
-    """Number of pages (without page 0) of the cache: as the plan says; on a GPU without settings
-    computed from the memory that a full step leaves free.
-
-    Raises `ConfigError` if the cache could not hold one sequence of `max_seq_len` tokens.
-    """
-    given = config.kv_cache_memory_bytes or config.kv_cache_pages
-    on_gpu = factory.launches and device.type == "cuda"
-    if given or config.kv_cache_backend != "paged" or not on_gpu:
-        return plan.num_pages
-    per_sequence = min(-(-factory.max_tokens // factory.seats), plan.max_seq_len)
-    longest = max(per_sequence, *(num_tokens for _, num_tokens in factory.rehearsals))
-    page_bytes = plan.page_size * plan.kv_bytes_per_token
-    held = torch.cuda.memory_allocated(device)
-    num_pages = -(-longest // plan.page_size) + 1
-    rehearsal = factory.runner(num_pages)
-    factory.compile(rehearsal)  # the memory that compiling takes is not part of a step
-    torch.cuda.reset_peak_memory_stats(device)
-    rehearsal.rehearse(factory.seats, per_sequence)
-    # What a runner always holds counts, too.
-    peak = torch.cuda.max_memory_allocated(device) - held - (num_pages + 1) * page_bytes
-    del rehearsal
-    free = machine.free_bytes(device, config.gpu_memory_utilization)
-    pages = int(SHARE_AFTER_FULL_STEP * (free - peak)) // page_bytes - 1
-    useful = MAX_PREFIX_SHARE * factory.seats * -(-plan.max_seq_len // plan.page_size)
-    log.info("a full step takes %s; %s are free beside it", gib(peak), gib(free - peak))
-    least = -(-plan.max_seq_len // plan.page_size)
-    if pages < least:
-        raise ConfigError(
-            "max_seq_len",
-            f"weights and a full step leave room for {max(0, pages) * plan.page_size:,} tokens of"
-            f" KV cache, but a sequence may have {plan.max_seq_len:,}: lower max_seq_len,"
-            " max_num_batched_tokens or max_batch_size",
-        )
-    return min(pages, useful)
-
-
 def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:
     """The memory plan of these settings on this machine; loads nothing.
 
@@ -615,23 +444,3 @@ def build_async_llm(config: EngineConfig) -> AsyncLLM:
     """An engine in a thread behind the asyncio façade; not started yet."""
     parts = assemble(config)
     return AsyncLLM(EngineThread(parts.core), parts.input_processor, parts.model_name)
-
-
-def _attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:
-    cache = storage.keys[0]
-    reason = obstacle(shape.head_dim, cache.dtype, cache.device, cache.shape[1])
-    if wanted == "native" and reason:
-        raise ConfigError("attention_backend", f"'native' is not possible: {reason}; use 'auto'")
-    if wanted == "auto" and reason and cache.device.type == "cpu":
-        log.warning("attention will be several times slower than it could be: %s", reason)
-    kind = SDPABackend if wanted == "sdpa" or reason else NativeBackend
-    backend = kind(
-        storage.keys,
-        storage.values,
-        num_heads=shape.num_heads,
-        scale=shape.attention_scale,
-        windows=[shape.window(layer) for layer in range(shape.num_layers)],
-    )
-    isa = f"native, {backend.isa}" if isinstance(backend, NativeBackend) else "torch's SDPA"
-    log.info("attention: %s", isa)
-    return backend
