@@ -1,5 +1,6 @@
 """Settings for all tests; what they share is in `tests/support`."""
 
+import gc
 import os
 
 import pytest
@@ -16,3 +17,8 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = (config.getoption("markexpr") or "").replace("not gpu", "")
     if "gpu" not in wanted and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_unconfigure() -> None:
+    """Free what tests have frozen: of that, Triton's library complains at the end."""
+    gc.unfreeze()

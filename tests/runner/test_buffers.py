@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -84,6 +86,29 @@ def test_rows_of_those_who_left_are_used_again() -> None:
     assert rows.row(two) == kept
     at = row * rows.width
     assert rows.changes(row, [1, 7]) == ([at + 1], [7]), "what is written there is known"
+
+
+def test_who_has_ended_is_forgotten_between_steps() -> None:
+    rows = TableRows(16, 4, CPU)
+    ended = [give_row_to_one_that_ends(rows, f"{i}") for i in range(6)]
+    stays = sequence("stays")
+    row = rows.row(stays)
+    assert all(ref() is not None for ref in ended), "rows may be in use until the next step"
+    rows.begin_step()
+    assert all(ref() is None for ref in ended)
+    assert rows.row(stays) == row
+
+
+class Memory:
+    """What a sequence holds."""
+
+
+def give_row_to_one_that_ends(rows: TableRows, name: str) -> weakref.ref[Memory]:
+    ends = sequence(name)
+    ends.constraint = memory = Memory()
+    rows.row(ends)
+    ends.status = Status.FINISHED
+    return weakref.ref(memory)
 
 
 def test_sizes() -> None:

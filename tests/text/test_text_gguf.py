@@ -16,7 +16,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
 from tokenizers.processors import TemplateProcessing
-from transformers.convert_slow_tokenizer import generate_merges
+from transformers.tokenization_utils_base import generate_merges
 
 from infer.errors import LoadError
 from infer.text.gguf_vocab import PRE_TOKENIZERS, text_files

@@ -181,6 +181,8 @@ class TableRows:
         self.mirror = np.zeros((num_rows, self.width), np.int32)
         """Copy of `tables` on the host, [rows, P] int32."""
         self._owners: list[Sequence | None] = [None] * num_rows
+        self._num_given = 0
+        """Rows that were given to sequences since unused ones were freed."""
         self._row_of: dict[int, int] = {}
         self._free = list(range(num_rows))
         self._written: list[list[int]] = [[] for _ in range(num_rows)]
@@ -189,6 +191,7 @@ class TableRows:
         """The row of a sequence, which keeps it while it is running."""
         row = self._row_of.get(id(sequence))
         if row is None:
+            self._num_given += 1
             if not self._free:
                 self._free_unused_rows()
             row = self._free.pop()
@@ -196,8 +199,14 @@ class TableRows:
             self._owners[row] = sequence
         return row
 
+    def begin_step(self) -> None:
+        """Forget sequences that have ended, if there may be many: they may hold much memory."""
+        if self._num_given > len(self._owners) // 8:
+            self._free_unused_rows()
+
     def _free_unused_rows(self) -> None:
         """Free the rows of sequences that are not running any more."""
+        self._num_given = 0
         for row, owner in enumerate(self._owners):
             if owner is not None and owner.status is not Status.RUNNING:
                 del self._row_of[id(owner)]

@@ -50,6 +50,7 @@ class StepWriter:
 
         `sampling`: the sequences that sample, in the plan's order. `host`: the columns to fill.
         """
+        self._rows.begin_step()
         tokens: list[int] = []
         sampled_rows = []
         updates: tuple[list[int], list[int]] = ([], [])
@@ -93,6 +94,7 @@ class StepWriter:
             # know yet.
             host["tokens"][:count] = -1 - np.arange(count, dtype=np.int32)
         else:
+            self._rows.begin_step()
             host["tokens"][:count] = [self._token(chunk) for chunk in plan]
             self._table_rows = np.array([self._rows.row(s) for s in sequences], np.int32)
             self._versions = [-1] * count

@@ -1,8 +1,8 @@
 """The composition root: makes an engine from settings
 
 It and `runner_factory` are the only modules that name concrete parts: decoder, attention backend,
-storage, runner and scheduler. All other modules get their parts through constructors. Problems are raised here as
-`LoadError` or `ConfigError`, before anything is served.
+storage, runner and scheduler. All other modules get their parts through constructors. Problems are
+raised here as `LoadError` or `ConfigError`, before anything is served.
 """
 
 from __future__ import annotations
