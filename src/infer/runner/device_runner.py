@@ -224,11 +224,8 @@ class DeviceRunner:
             for chunk in plan
             if chunk.start + chunk.num_tokens == len(chunk.sequence.tokens)
         ]
-        events = None
-        if self.device.type == "cuda":
-            events = (_event(), _event())
-            events[0].record()
-        sent = self._send(plan, sampling)
+        events = (_event(), _event()) if self.device.type == "cuda" else None
+        sent = self._send(plan, sampling, begun=events and events[0])
         # Rows that were plain remain so, and no token of a prompt follows.
         was_plain = sent.decode and sampling == self._plain
         is_special = not was_plain and not all(map(is_plain, sampling))
@@ -259,8 +256,10 @@ class DeviceRunner:
             events[1].record()
         return DeviceFlight(landing, len(sampling), special, events)
 
-    def _send(self, plan: Plan, sampling: list[Sequence]) -> _SentStep:
-        """Write a step and start copying it to the device."""
+    def _send(
+        self, plan: Plan, sampling: list[Sequence], begun: torch.cuda.Event | None = None
+    ) -> _SentStep:
+        """Write a step, record the event `begun`, and start copying the step to the device."""
         num_tokens = sum([chunk.num_tokens for chunk in plan])
         decode = num_tokens == len(plan) == len(sampling) and self.backend.decodes
         layout = self._choose(num_tokens, len(sampling), decode)
@@ -269,6 +268,8 @@ class DeviceRunner:
             items = self._writer.write_decode(plan, layout, host)
         else:
             items = self._writer.write(plan, sampling, layout, host)
+        if begun is not None:
+            begun.record()
         self.buffers.send(layout.used_words([(len(i.short), len(i.long)) for i in items]))
         has_long = any(len(i.long) for i in items)
         return _SentStep(layout, self.buffers.on_device(layout), decode, has_long)
