@@ -122,7 +122,7 @@ def test_on_a_narrow_screen(new_reader: Any, url: str, locale: str) -> None:
     page = opened(reader)
     reader.until("document.querySelectorAll('engine-replicas tbody tr').length === 3")
     page.check(".engine-controls input[type=checkbox]")
-    with asked(url, 2, 100):
+    with asked(url, 2, 400):
         reader.until("document.querySelectorAll('engine-table tbody tr').length > 0")
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     if AXE.is_file():
