@@ -79,6 +79,8 @@ SEEDS = [
     "x" * 20000,
     "&lt;script&gt;" + "&#x3c;img src=x onerror=" + ACTS + "&#x3e;",
     f"<scr<script>ipt>{ACTS}</script>",
+    f"x <script>y <details open ontoggle={ACTS}>z</details>",
+    f"x <pre>y <img src=x onerror={ACTS}> <a href={EVIL}>z</a>",
     f"<!--><img src=x onerror={ACTS}>--><![CDATA[<script>{ACTS}</script>]]>",
     f"<noscript><p title='</noscript><img src=x onerror={ACTS}>'>",
     f"<template><script>{ACTS}</script></template><slot onslotchange={ACTS}>",

@@ -49,6 +49,8 @@ marked.use({
   ],
   renderer: {
     html: ({ text }) => escaped(text),
+    // Behind an inline <script>, <pre> or the like, marked takes text for HTML and leaves it as it is.
+    text: (token) => ("escaped" in token && token.escaped ? escaped(token.text) : false),
     image: ({ text, href }) => escaped(text || href),
     link({ href, tokens }) {
       const inner = this.parser.parseInline(tokens);
