@@ -135,10 +135,7 @@ class _Composed:
         """[T, in] → [T, out]."""
         fusion = self.fusion
         x = x if fusion.norm is None else fusion.norm(x)
-        if fusion.float_out and not fusion.gate:
-            y = self.float_product(x)
-            return y if residual is None else residual + y
-        y = self.product(x)
+        y = self.float_product(x) if fusion.float_out and not fusion.gate else self.product(x)
         if fusion.gate:
             first, second = y.chunk(2, dim=-1)
             silu = fusion.gate == "silu"

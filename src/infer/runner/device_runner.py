@@ -219,6 +219,7 @@ class DeviceRunner:
             raise
 
     def _launch(self, plan: Plan) -> DeviceFlight:
+        # As `Chunk.samples` says, without a call for each of hundreds of chunks.
         sampling = [
             chunk.sequence
             for chunk in plan

@@ -94,13 +94,6 @@ class Masks:
                 patience_s = 0.0 if name in waited_for else OTHERS_S
             self._until_s[name] = now_s + patience_s
 
-    def result(self) -> dict[str, _Mask]:
-        """All masks by request id; waits as long as it takes."""
-        for state, mask in self._masks.values():
-            wait_for([mask])
-            state.begun = None
-        return {name: mask.result() for name, (_, mask) in self._masks.items()}
-
     def in_time(self) -> tuple[dict[str, _Mask], set[str]]:
         """(masks that are complete in time, by request id; request ids of the others)"""
         found: dict[str, _Mask] = {}

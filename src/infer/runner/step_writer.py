@@ -52,16 +52,17 @@ class StepWriter:
         """
         self._rows.begin_step()
         tokens: list[int] = []
-        sampled_rows = []
+        table_rows, sampled_rows = [], []
         updates: tuple[list[int], list[int]] = ([], [])
         for chunk in plan:
             sequence = chunk.sequence
-            self._update(self._rows.row(sequence), sequence.table.pages, updates)
+            table_rows.append(row := self._rows.row(sequence))
+            self._update(row, sequence.table.pages, updates)
             self._add_tokens(chunk, tokens)
             if chunk.samples:
                 sampled_rows.append(len(tokens) - 1)
         count = len(tokens)
-        rows = np.array([self._rows.row(chunk.sequence) for chunk in plan], np.int32)
+        rows = np.array(table_rows, np.int32)
         counts = np.array([chunk.num_tokens for chunk in plan], np.int32)
         firsts = np.array([chunk.start for chunk in plan], np.int32)
         starts = np.zeros(len(plan) + 1, np.int32)

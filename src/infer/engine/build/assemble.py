@@ -265,7 +265,7 @@ def _build(
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = RunnerFactory(config, plan, model, restrictions, device, seats)
-    num_pages = pages_that_fit(config, plan, factory, device)
+    num_pages = pages_that_fit(factory)
     runner = factory.runner(num_pages)
     if factory.launches:
         factory.warm_up(runner)

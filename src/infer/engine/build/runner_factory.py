@@ -182,14 +182,13 @@ def _again(work: Work) -> Work:
     return work
 
 
-def pages_that_fit(
-    config: EngineConfig, plan: MemoryPlan, factory: RunnerFactory, device: torch.device
-) -> int:
+def pages_that_fit(factory: RunnerFactory) -> int:
     """Number of pages (without page 0) of the cache: as the plan says; on a GPU without settings
     computed from the memory that a full step leaves free.
 
     Raises `ConfigError` if the cache could not hold one sequence of `max_seq_len` tokens.
     """
+    config, plan, device = factory.config, factory.plan, factory.device
     given = config.kv_cache_memory_bytes or config.kv_cache_pages
     on_gpu = factory.launches and device.type == "cuda"
     if given or config.kv_cache_backend != "paged" or not on_gpu:
@@ -221,6 +220,10 @@ def pages_that_fit(
 
 
 def make_attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:
+    """The backend of `EngineConfig.attention_backend` for a `ModelRunner`, over a cache.
+
+    Raises `ConfigError` if the native kernels are asked for and cannot be used.
+    """
     cache = storage.keys[0]
     reason = obstacle(shape.head_dim, cache.dtype, cache.device, cache.shape[1])
     if wanted == "native" and reason:
