@@ -43,9 +43,9 @@ def test_without_the_kernel_auto_says_what_is_lost_and_native_refuses(
     if loader.instruction_sets():
         assert "avx1024" in str(loader.available())
     assert isinstance(backend_of(), SDPABackend)
-    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "several times slower" in warning
-    assert str(loader.available()) in warning
+    # On some processors there is a second one, of rows whose bits depend on their number.
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [w for w in warnings if "several times slower" in w and str(loader.available()) in w]
     with pytest.raises(ConfigError, match=r"attention_backend: 'native' is not possible: .*auto"):
         backend_of(attention_backend="native")
 
