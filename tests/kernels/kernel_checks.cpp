@@ -94,7 +94,7 @@ class LinearLayer {
   LinearLayer(const char* isa, const LinearShape& shape, const std::vector<uint16_t>& weight,
               const std::vector<float>& bias, const std::vector<float>& norm)
       : shape_(shape), packed_(infer_linear_packed_bytes(shape.N, shape.K, shape.bits, shape.gate)) {
-    layer_ = infer_linear_new(isa, packed_.at, shape.N, shape.K, shape.bits, shape.gate, 0,
+    layer_ = infer_linear_new(isa, packed_.at, shape.N, shape.K, shape.bits, shape.gate, 0, shape.bits < 16,
                               shape.with_bias ? bias.data() : nullptr, shape.with_norm ? norm.data() : nullptr, 1e-6f,
                               nullptr, nullptr);
     // Two sources, as the parts of a fused layer come.
@@ -123,16 +123,24 @@ double activated(int gate, double x) {
   return x / (1 + std::exp(-1.5957691216 * (x + 0.044715 * x * x * x)));
 }
 
-// A row of whole numbers and its scale, by the definition of int8.
+// A row of whole numbers and its scale, by the definition of int8: 64 by 64 numbers are rotated, not yet divided by 8.
 struct Quantized {
   std::vector<int> numbers;
   float scale;
-  Quantized(const uint16_t* x, long count) : numbers((size_t)count) {
+  Quantized(const uint16_t* x, long count) : numbers((size_t)((count + 63) / 64 * 64)) {
+    std::vector<float> wide(numbers.size());
+    for (long i = 0; i < count; ++i) wide[(size_t)i] = to_float(x[i]);
+    for (size_t distance = 1; distance < 64; distance *= 2)
+      for (size_t i = 0; i < wide.size(); ++i)
+        if (!(i & distance)) {
+          const float a = wide[i], b = wide[i + distance];
+          wide[i] = a + b, wide[i + distance] = a - b;
+        }
     float largest = 0;
-    for (long i = 0; i < count; ++i) largest = std::max(largest, std::fabs(to_float(x[i])));
+    for (const float one : wide) largest = std::max(largest, std::fabs(one));
     scale = largest / 127.f;
     const float inverse = largest != 0.f ? 127.f / largest : 0.f;
-    for (long i = 0; i < count; ++i) numbers[(size_t)i] = (int)std::nearbyintf(to_float(x[i]) * inverse);
+    for (size_t i = 0; i < wide.size(); ++i) numbers[i] = (int)std::nearbyintf(wide[i] * inverse);
   }
 };
 
@@ -166,8 +174,8 @@ void check_values(const char* isa, const LinearShape& s, const std::vector<uint1
       const uint16_t found = y[(size_t)(m * width + i)];
       if (exact) {
         int total = 0;
-        for (long k = 0; k < s.K; ++k) total += whole.numbers[(size_t)k] * columns[at].numbers[(size_t)k];
-        float value = (float)total * (columns[at].scale * whole.scale);
+        for (size_t k = 0; k < whole.numbers.size(); ++k) total += whole.numbers[k] * columns[at].numbers[k];
+        float value = (float)total * (columns[at].scale / 64 * whole.scale);
         if (s.with_bias) value += bias[at];
         wrong += found != to_bfloat16(value);
         continue;
@@ -252,7 +260,7 @@ class BlockLayer {
         K_(K),
         types_((size_t)((N + 31) / 32), s.type),
         packed_((N + 31) / 32 * infer_blocks_panel_bytes(s.type, K)) {
-    layer_ = infer_linear_new(isa, packed_.at, N, K, 8, 0, 0, nullptr, nullptr, 0, types_.data(), nullptr);
+    layer_ = infer_linear_new(isa, packed_.at, N, K, 8, 0, 0, 0, nullptr, nullptr, 0, types_.data(), nullptr);
     infer_linear_pack_blocks(layer_, rows.data(), s.type, N, K / s.inputs * s.bytes, 0, 2);
   }
   BlockLayer(const BlockLayer&) = delete;

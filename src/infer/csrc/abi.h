@@ -83,12 +83,12 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate);
 long infer_blocks_panel_bytes(int type, long K);
 
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are copied and
-// may be null. bits: 16, 8 or 4. gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns. `blocks` [panels]:
+// may be null. bits: 16, 8 or 4. rotated: whether int8 and int4 are those of rotated rows (linear.h). gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns. `blocks` [panels]:
 // types of the GGUF blocks in which each panel holds its weights, which are to be written by
 // infer_linear_pack_blocks to memory that is zero, panel after panel; bits is then 8. Null: no blocks. A panel is 32
 // columns, with a gate 16 of each half.
 void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int bits, int gate, int float_out,
-                       const float* bias, const float* norm, float eps, const int* blocks, void* parallel);
+                       int rotated, const float* bias, const float* norm, float eps, const int* blocks, void* parallel);
 void infer_linear_free(void* layer);
 
 // Rows of a weight (bfloat16, `stride` elements apart) become columns from `column` on; the sources of a fused

@@ -14,6 +14,10 @@
 // int8: each row of W has one scale, each row of n(x) one that is found when it is packed; largest
 // magnitude = 127. As sums are exact, all instruction sets give the same bits, but for a gate's exponential.
 //
+// A rotated layer multiplies each 64 numbers of a row, of W and of n(x), by the same orthogonal matrix first, so the
+// products stay what they are. A few inputs of real models are tens of times larger than the others, which then have
+// few steps of the row's scale; rotated ones are of one size.
+//
 // int4: a weight is scale · multiple · (n - 8), n in 0 … 15, with a scale for each row of W and a multiple in
 // 1 … 16 for each 64 inputs of it. multiple · (n - 8) is an int8 number, so everything behind the unpacking is
 // int8's, exact sums included.
@@ -76,7 +80,7 @@ struct Layer {  // what does not change between calls
   char* weight;
   long N, K, steps, panels, width;  // width: columns of y
   int bits;
-  bool float_out;
+  bool float_out, rotated;
   Gate gate;
   const Kernels* kernels;
   float eps;

@@ -29,7 +29,7 @@ void pack_some_block_rows(const Call& c, long first) {
   for (long r = 0; r < rows; ++r) {
     const long row = first + r, place = row % SIDE;
     const uint16_t* x = c.x + row * c.x_stride;
-    const float factor = NORM ? row_factor<false, NORM>(c, row) : 1.f;
+    const float factor = NORM ? row_factor<NORM>(c, row) : 1.f;
     for (long step = 0; step < layer.steps; ++step) {
       char* to = c.tiles(group, step) + place * 64;
       RowGroup* found = c.row_groups + (group * SIDE * layer.steps + step * in_group + place) * 2;

@@ -30,11 +30,11 @@ INLINE F16 quantized4(F16 x, float inverse) {  // whole numbers, -8 … 7
 
 // Of the multiple of a column's scale that takes in the largest of 64 weights, and those below it,
 // which cut that one off and divide the others more finely: the one with the least squared error.
-INLINE float best_multiple(const uint16_t* row, long count, const Scale& column) {
+INLINE float best_multiple(const float* numbers, const Scale& column) {
   F16 x[4];
   I16 most = zeros16();
   for (int i = 0; i < 4; ++i) {
-    x[i] = widen16(row + i * 16, count - i * 16);
+    x[i] = load16(numbers + i * 16);
     most = greater_magnitude(most, magnitude(x[i]));
   }
   const uint32_t bits = greatest_magnitude(most);
@@ -64,14 +64,44 @@ INLINE float best_multiple(const uint16_t* row, long count, const Scale& column)
   return to;
 }
 
-// Numbers [first, …) of a row of W as one line of a tile, 64 bytes.
-INLINE void put_line(const Layer& layer, const uint16_t* row, long step, float inverse, char* line) {
+// 64 numbers times the matrix of Hadamard in Sylvester's order: sums and differences of numbers 1, 2, 4, 8, 16 and 32
+// apart. A number that is much larger than the others spreads over all 64.
+INLINE void rotate(Halves& first, Halves& second) {
+  F16 x[4] = {first.even + first.odd, first.even - first.odd, second.even + second.odd, second.even - second.odd};
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) x[i] = butterfly8(butterfly4(butterfly2(butterfly1(x[i]))));
+  first = {x[0] + x[2], x[1] + x[3]}, second = {x[0] - x[2], x[1] - x[3]};
+}
+constexpr float ROTATED_TWICE = 64.f;  // times what a product of two rotated rows is too large
+
+// The 64 numbers of a step as they become whole ones, which lie as halves of 32; `norm`: factors, or null.
+template <bool NORM>
+INLINE void read_step(const Layer& layer, const uint16_t* x, long step, Halves& first, Halves& second) {
+  const long k = step * 64;
+  first = read_halves(x + k, layer.K - k), second = read_halves(x + k + 32, layer.K - k - 32);
+  if (NORM) first = first.times(layer.norm + k), second = second.times(layer.norm + k + 32);
+  if (layer.rotated) rotate(first, second);
+}
+INLINE void store_step(float* to, const Halves& first, const Halves& second) {
+  store16(to, first.even), store16(to + 16, first.odd), store16(to + 32, second.even), store16(to + 48, second.odd);
+}
+INLINE Halves load_halves(const float* from) { return {load16(from), load16(from + 16)}; }
+INLINE I16 greatest_of(I16 most, const Halves& x) {
+  return greater_magnitude(most, greater_magnitude(magnitude(x.even), magnitude(x.odd)));
+}
+
+// A step of a row of W, in bfloat16 or in what `read_step` has made of it, as one line of a tile, 64 bytes.
+INLINE void put_line(const Layer& layer, const uint16_t* row, const float* numbers, long step, float inverse,
+                     char* line) {
   if (!layer.whole()) return copy32(line, row + step * 32, layer.K - step * 32);
-  for (int i = 0; i < 4; ++i) {
-    const long first = step * 64 + i * 16;
-    const F16 x = widen16(row + first, layer.K - first);
-    put_bytes16(line + i * 16, whole16(layer.bits == 8 ? x * splat(inverse) : quantized4(x, inverse) + splat(8.f)));
+  Halves part[2] = {load_halves(numbers + step * 64), load_halves(numbers + step * 64 + 32)};
+  for (Halves& own : part) {
+    if (layer.bits == 8)
+      own = own.times(splat(inverse));
+    else
+      own = {quantized4(own.even, inverse) + splat(8.f), quantized4(own.odd, inverse) + splat(8.f)};
   }
+  put_bytes64(line, part[0], part[1], 0);
 }
 
 // The columns of half a panel that come from a source, and their scales.
@@ -79,6 +109,7 @@ struct HalfPanel {
   uint32_t lanes = 0;
   long first = 0;               // the source's row of lane 0
   std::vector<float> inverses;  // [steps, 16]
+  std::vector<float> numbers;   // [16, steps · 64], of int8 and int4
 };
 
 HalfPanel scale_half(const Packing& p, long panel, int half) {
@@ -88,19 +119,26 @@ HalfPanel scale_half(const Packing& p, long panel, int half) {
   HalfPanel found;
   found.first = column - p.column;
   found.inverses.resize((size_t)(16 * layer.steps));
+  if (layer.whole()) found.numbers.resize((size_t)(16 * layer.steps * 64));
   for (int i = 0; i < 16; ++i) {
     if (found.first + i < 0 || found.first + i >= p.rows || column + i >= column_end) continue;
     found.lanes |= 1u << i;
     if (!layer.whole()) continue;
     const uint16_t* row = p.source + (found.first + i) * p.stride;
+    float* numbers = found.numbers.data() + i * layer.steps * 64;
     I16 most = zeros16();
-    for (long k = 0; k < layer.K; k += 16) most = greater_magnitude(most, magnitude(widen16(row + k, layer.K - k)));
+    for (long step = 0; step < layer.steps; ++step) {
+      Halves part[2];
+      read_step<false>(layer, row, step, part[0], part[1]);
+      store_step(numbers + step * 64, part[0], part[1]);
+      most = greatest_of(greatest_of(most, part[0]), part[1]);
+    }
     const Scale scale(most, layer.bits == 8 ? 127.f : TOP4);
-    layer.scales[panel * SIDE + half * 16 + i] = scale.scale;
+    layer.scales[panel * SIDE + half * 16 + i] = scale.scale / (layer.rotated ? ROTATED_TWICE : 1.f);
     for (long step = 0; step < layer.steps; ++step) {
       float multiple = 1.f;
       if (layer.bits == 4) {
-        multiple = best_multiple(row + step * 64, layer.K - step * 64, scale);
+        multiple = best_multiple(numbers + step * 64, scale);
         layer.multiples(panel, step)[half * 16 + i] = (char)multiple;
       }
       found.inverses[(size_t)(step * 16 + i)] = scale.inverse / multiple;
@@ -119,8 +157,8 @@ void pack_panel(const Packing& p, long panel) {
       alignas(64) uint32_t square[16][16];
       for (int i = 0; i < 16; ++i)
         if (own.lanes >> i & 1)
-          put_line(layer, p.source + (own.first + i) * p.stride, step, own.inverses[(size_t)(step * 16 + i)],
-                   (char*)square[i]);
+          put_line(layer, p.source + (own.first + i) * p.stride, own.numbers.data() + i * layer.steps * 64, step,
+                   own.inverses[(size_t)(step * 16 + i)], (char*)square[i]);
       uint32_t* to = (uint32_t*)(layer.tiles(panel, step) + (layer.bits == 4 ? 0 : half * TILE));
       const bool all = own.lanes == 0xffff && layer.bits >= 8;
       for (int part = 0; all && part < 16; ++part, to += 16)
@@ -158,68 +196,80 @@ void pack_weight(void* data) {
   }
 }
 
-// What makes whole numbers of a row of n(x), or what makes its norm one.
-template <bool WHOLE, bool NORM>
+INLINE void add_squares(Halves& squares, const Halves& part) {
+  squares = {fma(part.even, part.even, squares.even), fma(part.odd, part.odd, squares.odd)};
+}
+INLINE float factor_of(const Layer& layer, const Halves& squares) {
+  return 1.f / std::sqrt(sum16(squares.even + squares.odd) / (float)layer.K + layer.eps);
+}
+
+// What makes a row's norm one.
+template <bool NORM>
 INLINE float row_factor(const Call& c, long row) {
   const Layer& layer = c.layer;
   const uint16_t* x = c.x + row * c.x_stride;
   Halves squares{splat(0.f), splat(0.f)};
-  I16 most[2] = {zeros16(), zeros16()};
-  for (long k = 0; k < layer.K; k += 32) {
-    Halves part = read_halves(x + k, layer.K - k);
-    if (NORM) {
-      squares.even = fma(part.even, part.even, squares.even);
-      squares.odd = fma(part.odd, part.odd, squares.odd);
-    }
-    if (!WHOLE) continue;
-    if (NORM) part = part.times(layer.norm + k);
-    most[0] = greater_magnitude(most[0], magnitude(part.even));
-    most[1] = greater_magnitude(most[1], magnitude(part.odd));
+  for (long k = 0; NORM && k < layer.K; k += 32) add_squares(squares, read_halves(x + k, layer.K - k));
+  return NORM ? factor_of(layer, squares) : 1.f;
+}
+
+// A row of n(x) as it becomes whole numbers → `to`, and what makes them of it. The factor that makes the row's norm
+// one is a part of the row's scale only.
+template <bool NORM>
+INLINE float read_row(const Call& c, long row, float* to) {
+  const Layer& layer = c.layer;
+  const uint16_t* x = c.x + row * c.x_stride;
+  Halves squares{splat(0.f), splat(0.f)};
+  I16 most = zeros16();
+  for (long step = 0; step < layer.steps; ++step, to += 64) {
+    Halves part[2];
+    for (long k = step * 64; NORM && k < step * 64 + 64; k += 32)
+      add_squares(squares, read_halves(x + k, layer.K - k));
+    read_step<NORM>(layer, x, step, part[0], part[1]);
+    store_step(to, part[0], part[1]);
+    most = greatest_of(greatest_of(most, part[0]), part[1]);
   }
-  float factor = 1.f;
-  if (NORM) factor = 1.f / std::sqrt(sum16(squares.even + squares.odd) / (float)layer.K + layer.eps);
-  if (!WHOLE) return factor;
-  const Scale scale(greater_magnitude(most[0], most[1]));
-  c.row_scales[row] = scale.scale * factor;
+  const Scale scale(most);
+  c.row_scales[row] = NORM ? scale.scale * factor_of(layer, squares) : scale.scale;
   return scale.inverse;
 }
 
-// Some rows of n(x) → their places; for tiles, rows behind the end are zeros. In int8 the factor that makes a
-// row's norm one is a part of the row's scale only.
+// Some rows of n(x) → their places; for tiles, rows behind the end are zeros.
 template <RowFormat FORMAT, bool NORM>
 void pack_some_rows(const Call& c, long first) {
   constexpr bool WHOLE = FORMAT >= RowFormat::BYTES;
+  static thread_local ThreadMemory memory;
   const Layer& layer = c.layer;
-  const long K = layer.K, group = first / SIDE, row_bytes = c.row_bytes();
+  const long K = layer.K, group = first / SIDE, row_bytes = c.row_bytes(), numbers = layer.steps * 64;
   const long rows = std::clamp(c.M - first, 0L, PACK_ROWS);
+  float* read = WHOLE ? (float*)memory.reserve((size_t)(PACK_ROWS * numbers) * sizeof(float)) : nullptr;
   F16 by[PACK_ROWS];
-  for (long r = 0; r < rows && (WHOLE || NORM); ++r) by[r] = splat(row_factor<WHOLE, NORM>(c, first + r));
+  for (long r = 0; r < rows && (WHOLE || NORM); ++r)
+    by[r] = splat(WHOLE ? read_row<NORM>(c, first + r, read + r * numbers) : row_factor<NORM>(c, first + r));
   for (long step = 0; step < layer.steps; ++step) {
     char* to = c.tiles(group, step) + first % SIDE * row_bytes;
     for (long r = 0; r < rows; ++r, to += row_bytes) {
-      const long k = step * (WHOLE ? 64 : 32), left = K - k;
+      const long k = step * 32, left = K - k;  // of bfloat16
       const uint16_t* x = c.x + (first + r) * c.x_stride + k;
-      const auto part = [&](long from) {
-        const Halves own = read_halves(x + from, left - from);
-        return (NORM ? own.times(layer.norm + k + from) : own).times(by[r]);
-      };
+      const auto normed = [&] { return read_halves(x, left).times(layer.norm + k).times(by[r]); };
+      const auto half = [&](int i) { return load_halves(read + r * numbers + step * 64 + i * 32).times(by[r]); };
       if constexpr (FORMAT == RowFormat::BYTES || FORMAT == RowFormat::UNSIGNED_BYTES) {
-        put_bytes64(to, part(0), part(32), FORMAT == RowFormat::BYTES ? 0 : (char)0x80);
+        put_bytes64(to, half(0), half(1), FORMAT == RowFormat::BYTES ? 0 : (char)0x80);
         if (c.nibbles()) c.eights[(first + r) * layer.steps + step] = -8 * sum_of_bytes64(to);
       } else if constexpr (FORMAT == RowFormat::WORDS) {
-        for (int half = 0; half < 2; ++half) {
-          const Halves own = part(half * 32);
-          put_words16(to + half * 32, own.even);
-          put_words16(to + 64 + half * 32, own.odd);
+        for (int i = 0; i < 2; ++i) {
+          const Halves own = half(i);
+          put_words16(to + i * 32, own.even);
+          put_words16(to + 64 + i * 32, own.odd);
         }
       } else if constexpr (FORMAT == RowFormat::FLOATS) {
-        const Halves own = NORM ? part(0) : read_halves(x, left);
+        const Halves own = NORM ? normed() : read_halves(x, left);
         store16((float*)to, NORM ? rounded16(own.even) : own.even);
         store16((float*)to + 16, NORM ? rounded16(own.odd) : own.odd);
       } else {
 #ifdef HAS_BFLOAT16
         if constexpr (NORM)
-          put_rounded32(to, part(0));
+          put_rounded32(to, normed());
         else
           copy32(to, x, left);
 #endif

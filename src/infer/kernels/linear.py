@@ -3,7 +3,7 @@
 `make_linear` makes the layers of all models. The original weight may be freed afterwards. A weight
 is held in the dtype of the activations, in int8 or in int4. In int8 each output has one scale, and
 each row of activations has one scale that is computed with the row; the sum of products is an exact
-integer. In int4 a weight is n · multiple · scale. n is an integer from -8 to 7, and each 64 inputs
+integer. Weights and activations are rotated before (`rotated`, and csrc/linear.h on why). In int4 a weight is n · multiple · scale. n is an integer from -8 to 7, and each 64 inputs
 share an integer multiple from 1 to 16. n · multiple is an int8 number, so everything else is as in
 int8. A weight may also be given in the blocks of a GGUF file (`kernels.blocks`), which are kept.
 
@@ -36,6 +36,8 @@ BITS = {"int8": 8, "int4": 4}
 """Number of bits of a weight, by the name of its quantization."""
 GROUP_INPUTS = 64
 """Number of inputs that share a multiple in int4."""
+ROTATED_INPUTS = 64
+"""Number of inputs that are rotated together in int8 and int4."""
 MOST_MULTIPLE = 16
 """Maximum of the multiples in int4."""
 
@@ -310,6 +312,7 @@ class Int8Linear(_Composed):
     ) -> None:
         """`weight`: [out, in], or [2 out, in] with a gate; `bits`: 8, or 4 for int4."""
         super().__init__(weight, bias, fusion)
+        weight = rotated(weight)
         whole, scales = _quantized(weight) if bits == 8 else _quantized4(weight)
         self._scales = scales.squeeze(1)
         self._weight = torch.ops.onednn.qlinear_prepack(whole.to(torch.int8), None)
@@ -318,7 +321,7 @@ class Int8Linear(_Composed):
 
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ + b."""
-        whole, scales = _quantized(x)
+        whole, scales = _quantized(rotated(x))
         unsigned = whole.add_(128).to(torch.uint8)
         if self._halves:
             both = torch.cat([unsigned >> 1, (unsigned & 1) + 64])
@@ -406,6 +409,20 @@ def _has_onednn(namespace: str, operation: str) -> bool:
     return available and hasattr(getattr(torch.ops, namespace), operation)
 
 
+def rotated(rows: Tensor) -> Tensor:
+    """Rows [R, n] as the kernels rotate them, [R, n filled up to a multiple of 64], float32.
+
+    Each 64 numbers are multiplied by the orthogonal matrix H / 8, where H is the 64 × 64 matrix of
+    Hadamard in Sylvester's order. A product of two rotated rows is that of the rows.
+    """
+    count = len(rows)
+    wide = F.pad(rows.float(), (0, -rows.shape[1] % ROTATED_INPUTS))
+    for distance in (1, 2, 4, 8, 16, 32):
+        first, second = wide.view(count, -1, 2, distance).unbind(2)
+        wide = torch.stack([first + second, first - second], 2).view(count, -1)
+    return wide.div_(ROTATED_INPUTS**0.5)
+
+
 def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [R, n] in int8: ([R, n] integers, [R, 1] scales).
 
@@ -454,6 +471,7 @@ class NativeLinear:
         fusion: Fusion = PRODUCT_ONLY,
         *,
         bits: int = 16,
+        rotated: bool = True,
         packed: Tensor | None = None,
     ) -> None:
         """`weights`: [out_i, in] bfloat16 each, or in blocks; their outputs are concatenated.
@@ -488,7 +506,7 @@ class NativeLinear:
         types = numbers_of(kinds)
         self.handle = library.infer_linear_new(
             *(self.isa.encode(), self.packed.data_ptr(), rows, width, 8 if kinds else bits, gate),
-            fusion.float_out,
+            *(fusion.float_out, rotated and bits < 16 and not kinds),
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
             *(0.0 if fusion.norm is None else fusion.norm.eps,),
             *(types.buffer_info()[0] if kinds else None, loader.parallel()),
