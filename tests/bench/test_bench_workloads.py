@@ -135,7 +135,7 @@ def test_a_trace(tmp_path: Path) -> None:
         {"arrival_s": "3", "prompt": "null", "output_len": 4.0},
     ]
     file = tmp_path / "trace.jsonl"
-    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     planned = plan("trace", trace_file=str(file))
     assert shape(planned) == [(0.5, 5, 6), (2.0, 3, 4), (3.0, 4, 4)]
     assert [each.prompt for each in planned[::2]] == ["hello", "null"]
@@ -155,7 +155,7 @@ def test_a_trace(tmp_path: Path) -> None:
 )
 def test_a_wrong_line_of_a_trace_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    file.write_text('{"arrival_s": 0, "prompt_len": 4, "output_len": 3}\n' + line)
+    file.write_text('{"arrival_s": 0, "prompt_len": 4, "output_len": 3}\n' + line, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"trace_file: line 2: .* must be a JSONL|line 2"):
         plan("trace", trace_file=str(file))
 

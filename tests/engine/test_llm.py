@@ -126,7 +126,8 @@ def test_a_chats_grammar_holds_behind_the_thoughts(
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-        "{% if add_generation_prompt %}" + begun + "{% endif %}"
+        "{% if add_generation_prompt %}" + begun + "{% endif %}",
+        encoding="utf-8",
     )
     params = SamplingParams(grammar=Grammar.choice(["yes", "no"]), max_tokens=8, seed=1)
     conversation = [{"role": "user", "content": "Well?"}]

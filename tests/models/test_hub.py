@@ -34,7 +34,9 @@ def in_a_process(hub: Path, code: str, **environment: str) -> subprocess.Complet
     """Run code in a new process, because the hub's library reads its environment when imported."""
     env = {**os.environ, "HF_HUB_CACHE": str(hub), **environment}
     command = [sys.executable, "-c", "from infer.models.hub import locate\n" + code]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=60, encoding="utf-8"
+    )
 
 
 def test_offline_and_absent_is_said_clearly(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_offline_and_cached_is_found(tmp_path: Path) -> None:
     repo = tmp_path / "models--owner--name"
     write_checkpoint(repo / "snapshots" / commit)
     (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
+    (repo / "refs" / "main").write_text(commit, encoding="utf-8")
     result = in_a_process(tmp_path, "print(locate('owner/name'))", HF_HUB_OFFLINE="1")
     assert str(repo / "snapshots" / commit) in result.stdout, result.stderr
     pinned = f"print(locate('owner/name', revision='{commit}'))"
@@ -130,7 +132,7 @@ def with_fake_hub(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process in which a hub has the files above."""
     lines = f"from infer.models.hub import locate\nFILES = {FILES}\n{FAKE_HUB}\n{code}"
     command = [sys.executable, "-c", lines, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
 
 
 def test_all_parts_are_downloaded_and_no_other_file(tmp_path: Path) -> None:
@@ -155,7 +157,7 @@ def test_a_cached_gguf_file_is_found_offline(tmp_path: Path) -> None:
     snapshot.mkdir(parents=True)
     (snapshot / "model-Q4_K_M.gguf").touch()
     (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
+    (repo / "refs" / "main").write_text(commit, encoding="utf-8")
     result = in_a_process(tmp_path, "print(locate('owner/name:Q4_K_M'))", HF_HUB_OFFLINE="1")
     assert str(snapshot / "model-Q4_K_M.gguf") in result.stdout, result.stderr
     result = in_a_process(tmp_path, "locate('owner/name:Q8_0')", HF_HUB_OFFLINE="1")

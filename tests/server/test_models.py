@@ -380,7 +380,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     arguments = ["serve", "--port", "0", "--max-seq-len", "128", "--idle-unload-s", "60"]
     arguments += ["--model", f"tiny={demo}", "--model", "none=/no/such/folder"]
     command = [sys.executable, "-m", "infer.cli.main", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as p:
         try:
             assert p.stdout is not None
             line = p.stdout.readline()

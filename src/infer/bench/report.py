@@ -89,7 +89,7 @@ def write_report(files: Sequence[Path], folder: Path) -> list[Path]:
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1])
     written.append(folder / "report.md")
-    written[-1].write_text(_page(results, list(plots)))
+    written[-1].write_text(_page(results, list(plots)), encoding="utf-8")
     return written
 
 
@@ -97,7 +97,7 @@ def _read(files: Sequence[Path]) -> list[Result]:
     results: list[Result] = []
     for file in files:
         try:
-            document = json.loads(file.read_text())
+            document = json.loads(file.read_text(encoding="utf-8"))
             rows = document["runs"][document["median_run"]]["requests"]
             label = str(document["label"])
             if document["format"] != FORMAT:

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 
 from infer.errors import LoadError
 from infer.models.model_config import load_json
+from infer.readable_text import readable
 
 SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 """Folder of the demo model."""
@@ -44,7 +45,7 @@ def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str
             found = sorted(file.name for file in folder.glob("*.gguf"))
             hint = f"; give the path of one GGUF file in it: {', '.join(found)}" if found else ""
             raise LoadError(f"{folder} is a folder without config.json: not a checkpoint{hint}")
-        return folder, folder.resolve().name
+        return folder, readable(folder.resolve().name)
     hub_id, colon, wanted = model.partition(":")
     is_path = model.startswith(("/", ".", "~"))
     if colon and hub_id.count("/") == 1 and not is_path and not folder.exists():
@@ -53,7 +54,7 @@ def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str
         if not folder.is_file():
             raise LoadError(f"{folder} does not exist; give the path of a GGUF file")
         split = SPLIT_NAME.fullmatch(folder.name)
-        return folder, split[1] if split else folder.stem
+        return folder, readable(split[1] if split else folder.stem)
     if folder.exists():
         raise LoadError(
             f"{folder} is a file; give the folder of a checkpoint, a .gguf file, or a hub id"

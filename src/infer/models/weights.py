@@ -10,6 +10,7 @@ memory-mapped and a tensor is converted when it is taken, so no weight is in mem
 from __future__ import annotations
 
 import mmap
+import os
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -304,6 +305,13 @@ def _files_of_names(folder: Path) -> Mapping[str, str]:
 
 
 def _open(path: Path) -> Any:
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise LoadError(
+            f"{path}: the path is not UTF-8, and the safetensors library takes no other; rename the"
+            " folder"
+        ) from None
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

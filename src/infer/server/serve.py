@@ -369,11 +369,13 @@ def _announce(text: str) -> None:
     """Print to stdout, or log where stdout cannot be written."""
     try:
         print(text, flush=True)
+    except UnicodeEncodeError:  # a name that the locale has no letters for
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
     except (OSError, ValueError) as error:  # it is full, or closed
         log.info("%s", text)
         log.warning("stdout cannot be written (%s)", error)
         # At its end the interpreter would try to write the rest of the buffer, and fail.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _open_standard_streams() -> None:

@@ -128,7 +128,11 @@ def test_two_engines_stay_on_cores_of_their_own() -> None:
     found = []
     for index in (0, 1):
         command = [sys.executable, "-c", CHILD, str(index)]
-        found.append(subprocess.run(command, env=env, capture_output=True, text=True, check=True))
+        found.append(
+            subprocess.run(
+                command, env=env, capture_output=True, text=True, check=True, encoding="utf-8"
+            )
+        )
     (one, first), (two, second) = (each.stdout.rsplit(" ", 1) for each in found)
     assert not set(json.loads(one)) & set(json.loads(two))
     assert int(first) + int(second) <= processors.num_threads(all_nodes=True)

@@ -49,6 +49,7 @@ from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
 from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
+from infer.readable_text import readable
 from infer.runner.grammar_masks import Restrictions
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
@@ -142,7 +143,7 @@ def prepare(
             return _build(config, checkpoint, draft, plan, dtype, device, announce)
 
     return Blueprint(
-        model_name=config.served_model_name or checkpoint.name,
+        model_name=readable(config.served_model_name or checkpoint.name),
         files=text_of(checkpoint, config),
         build=build,
         pinned=lambda core: pinned_settings(core, device),

@@ -73,7 +73,7 @@ def _be_known_as(name: str, oom_score: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(str(oom_score))
+            Path("/proc/self/oom_score_adj").write_text(str(oom_score), encoding="utf-8")
 
 
 def _prepare(factory: str) -> None:

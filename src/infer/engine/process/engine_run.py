@@ -45,6 +45,9 @@ class EngineRun:
         """id of the request that the process computes alone, if any"""
         self.killed = False
         """whether it was killed here, because it did not report or was not ready in time"""
+        self.unsent = ""
+        """why a message to the process could not be written, which ends it; "" in all other cases
+        """
         self._heard_s = self._reported_s = time.monotonic()
         self._has_dumped = False
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -113,6 +116,16 @@ class EngineRun:
         return False
 
     def _write(self, first: messages.Begin | messages.Prepare) -> None:
+        """Write commands until `reap`. A process that waits for a message that cannot be written
+        would wait for ever, so it is killed."""
+        try:
+            self._write_all(first)
+        except Exception as error:
+            log.debug("a message to the engine cannot be written", exc_info=True)
+            self.unsent = f"{type(error).__name__}: {error}"
+            self.kill()
+
+    def _write_all(self, first: messages.Begin | messages.Prepare) -> None:
         with contextlib.suppress(OSError):  # the process has died; the reader of events finds out
             self._channel.send(first)
             if isinstance(first, messages.Prepare):
