@@ -63,7 +63,7 @@ from infer.types.step_events import (
     StepEvents,
 )
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, process_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of, process_of, solo
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -181,11 +181,9 @@ def test_settings_that_cannot_be_sent_end_the_load_at_once(value: Any) -> None:
 
 def test_a_command_that_cannot_be_sent_ends_the_process_and_not_the_others() -> None:
     async def body(llm: AsyncLLM) -> None:
-        before = worker_of(llm)
-        run = before._engine_run
-        assert run is not None
-        run.send(Abort(object()))  # type: ignore[arg-type]
-        await until(lambda: before._engine_run is not run and llm.is_ready, 60)
+        before = pid_of(llm)
+        worker_of(llm).abort(object(), 1)  # type: ignore[arg-type]
+        await until(lambda: llm.is_ready and pid_of(llm) != before, 60)
         assert (await llm.generate(llm.make_request("abc", GREEDY))).text
 
     run(body)
