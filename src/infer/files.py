@@ -42,6 +42,8 @@ def read_text(path: Path, max_bytes: int) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise LoadError(f"{path}: is not a regular file")
         content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
+        if content is None:  # /proc/kmsg calls itself regular, and waits for the next line
+            raise LoadError(f"{path}: is not a file with an end, so it cannot be read")
         if status.st_size > max_bytes or len(content) > max_bytes:
             raise LoadError(
                 f"{path}: is too large ({status.st_size:,} bytes; at most {max_bytes:,} are read)"

@@ -166,14 +166,14 @@ def test_a_wrong_line_of_a_trace_is_named(line: str, tmp_path: Path) -> None:
         ({"workload": "nope"}, "must be one of single, mixed"),
         ({"workload": "mixed", "input_len": 3}, "input_len: .*'mixed' has no such option; it has"),
         ({"workload": "single", "rate": 3.0}, "rate: .*no such option"),
-        ({"workload": "burst", "num_requests": 0}, "num_requests: must be above 0"),
+        ({"workload": "burst", "num_requests": 0}, "num_requests: must be between 1 and"),
         ({"workload": "burst", "arrivals": "poisson"}, "'poisson' needs a --rate"),
         ({"workload": "burst", "rate": 1.0, "arrivals": "often"}, "one of fixed, poisson"),
         ({"workload": "burst", "rate": 1.0, "concurrency": 2}, "a closed loop has no arrival"),
         ({"workload": "continuous_batching", "concurrency": 2}, "a closed loop has no arrival"),
         ({"workload": "trace"}, "trace_file: the workload 'trace' needs it"),
         ({"workload": "trace", "trace_file": "/nowhere/x"}, "trace_file: cannot be read"),
-        ({"repeat": 0}, "repeat: must be at least 1"),
+        ({"repeat": 0}, "repeat: must be between 1 and"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from infer.cli.planning import run_models
 from infer.errors import LoadError
-from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, locate, select_gguf
+from infer.models.hub import (
+    SHIPPED_FOLDER,
+    SHIPPED_NAME,
+    cached_checkpoints,
+    locate,
+    select_gguf,
+)
 from tests.support.checkpoints import write_checkpoint
 
 
@@ -164,3 +171,40 @@ def test_a_cached_gguf_file_is_found_offline(tmp_path: Path) -> None:
     assert "has no 'Q8_0'; there are: Q4_K_M" in result.stderr
     result = in_a_process(tmp_path, "locate('owner/absent:Q8_0')", HF_HUB_OFFLINE="1")
     assert "owner/absent is not in the local hub cache" in result.stderr
+
+
+BROKEN = {
+    "a-list": "[1]",
+    "deep": "[" * 100_000,
+    "latin": b'{"architectures": ["\xe9"]}',
+    "mapping": '{"architectures": {"a": 1}}',
+    "number": '{"architectures": 5}',
+    "numbers": '{"architectures": [[1]]}',
+    "text": '{"architectures": "LlamaForCausalLM"}',
+    "nothing": "",
+}
+
+
+def test_what_cannot_be_read_in_the_cache_is_a_row_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs: dict[str, str | bytes] = {**BROKEN, "good": '{"architectures": ["GPT2LMHeadModel"]}'}
+    for name, config in configs.items():
+        repository = tmp_path / f"models--them--{name}"
+        snapshot = repository / "snapshots" / ("a" * 40)
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("a" * 40, encoding="utf-8")
+        content = config if isinstance(config, bytes) else config.encode()
+        (snapshot / "config.json").write_bytes(content)
+    (tmp_path / "models--them--odd").mkdir()  # without snapshots
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
+    found = {each.name.removeprefix("them/"): each for each in cached_checkpoints()}
+    assert found.keys() == {*configs, "odd"}
+    assert {name for name, each in found.items() if each.unreadable} == {*BROKEN, "odd"}
+    assert found["good"].architecture == "GPT2LMHeadModel"
+    run_models()
+    shown = capsys.readouterr().out
+    assert shown.count("unreadable: ") == len(BROKEN) + 1
+    assert "them/good" in shown

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from infer.cli.options import ListedOptions, Model, with_engine_options
 from infer.cli.plain import plain, write_any_text
-from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
+from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
 from infer.errors import InferError
 from infer.readable_text import readable
 from infer.version import VERSION
@@ -138,7 +138,8 @@ def plan(
         float | None, typer.Option(help="Plan for this much free memory instead of the machine's.")
     ] = None,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Engines between which the machine is divided.")
+        int,
+        typer.Option(min=1, max=MAX_REPLICAS, help="Engines between which the machine is divided."),
     ] = 1,
     *,
     settings: dict[str, Any],

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from infer.errors import LoadError
+from infer.files import reading
 from infer.models.model_config import load_json
 from infer.readable_text import readable
 
@@ -71,29 +72,48 @@ class CachedCheckpoint:
     name: str
     """The hub id, `owner/name`."""
     architecture: str
-    """The first entry of `architectures` in its config, or "unknown"."""
+    """The first entry of `architectures` in its config, or "unknown"; "" if it is unreadable."""
     num_bytes: int
     """Size of its files on disk, in bytes."""
+    unreadable: str = ""
+    """Why its config cannot be read."""
 
 
 def cached_checkpoints() -> list[CachedCheckpoint]:
-    """The checkpoints in the local hub cache that have a `config.json`, sorted by hub id."""
+    """The checkpoints in the local hub cache that have a `config.json`, sorted by hub id, after
+    those whose folders cannot be read."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
+        cache = scan_cache_dir()
+    except (CacheNotFound, ValueError):  # there is no such folder, or it is a file
         return []
     found = []
-    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+    for problem in map(str, cache.warnings):  # its folders are not as the hub's library makes them
+        folder = re.search(r"models--([^/\\]+)", problem)
+        name = folder[1].replace("--", "/") if folder else "?"
+        found.append(CachedCheckpoint(name, "", 0, problem))
+    for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
         for revision in repo.revisions:
             config = revision.snapshot_path / "config.json"
             if repo.repo_type == "model" and config.is_file():
-                names = load_json(config).get("architectures") or ["unknown"]
-                found.append(CachedCheckpoint(repo.repo_id, str(names[0]), revision.size_on_disk))
+                found.append(_cached(repo.repo_id, config, revision.size_on_disk))
                 break
     return found
+
+
+def _cached(name: str, config: Path, num_bytes: int) -> CachedCheckpoint:
+    """What a repository holds. Anybody may have written it, so what is wrong with it is told."""
+    try:
+        with reading("config.json"):
+            names = load_json(config).get("architectures") or ["unknown"]
+    except LoadError as error:
+        return CachedCheckpoint(name, "", num_bytes, str(error))
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        found = f"architectures must be a list of names, not {names!r:.80}"
+        return CachedCheckpoint(name, "", num_bytes, f"{config}: {found}")
+    return CachedCheckpoint(name, names[0], num_bytes)
 
 
 def select_gguf(files: Sequence[str], wanted: str, where: str) -> list[str]:

@@ -93,7 +93,7 @@ def bind(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            stall_ms = int(write_stall_s * 1000)
+            stall_ms = min(int(write_stall_s * 1000), 2**31 - 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         sock.bind(address)
     except OSError as error:

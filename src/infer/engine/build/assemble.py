@@ -134,9 +134,7 @@ def prepare(
     if plan.products:
         log.info("linear layers: %s", plan.products)
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
-    torch.set_num_threads(
-        config.num_threads or machine.default_threads(spare, all_nodes=config.numa == "all")
-    )
+    torch.set_num_threads(machine.num_threads(config, spare))
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
