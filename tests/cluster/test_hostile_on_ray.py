@@ -30,7 +30,7 @@ from tests.support.ray_cluster import FRONT, RayCluster, ray_cluster
 from tests.support.server_process import Findings, bodies, cut, follow, percentile
 from tests.support.tenants import make
 
-pytest.importorskip("ray", reason="pip install 'infer[cluster]'")
+pytest.importorskip("ray", reason="pip install -e '.[cluster]'")
 
 pytestmark = [
     pytest.mark.cluster,

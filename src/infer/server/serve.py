@@ -42,6 +42,7 @@ from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
+from infer.server.observe.spans import check_packages
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings
@@ -486,12 +487,15 @@ def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: 
 
 
 def _check_stores(settings: ServerSettings) -> None:
-    """Raises `ConfigError` if the file of keys or the database of sessions cannot be used: the
-    server opens them when the engine is there, and a large model takes minutes to load."""
+    """Raises `ConfigError` if the file of keys, the database of sessions or the packages of tracing
+    cannot be used: the server needs them when the engine is there, and a large model takes minutes
+    to load."""
     if settings.api_keys is not None:
         Keys(Path(settings.api_keys))
     if settings.sessions not in (None, NO_SESSIONS):
         SessionStore(settings.sessions, limits=settings.limits).close()
+    if settings.tracing:
+        check_packages()
 
 
 def _fleet(settings: ServerSettings) -> FleetSettings:
