@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from infer.errors import LoadError
 from infer.files import reading
@@ -24,6 +26,11 @@ SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 SHIPPED_NAME = "infer-demo"
 """Name under which the demo model is served."""
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_PAGE = re.compile(
+    r"(?:https?://|hf://)?(?:(?:www\.)?huggingface\.co/|hf\.co/|(?<=hf://))"
+    r"([^/\s]+/[^/\s]+?)(?:/(?:tree|blob)/main/?|/)?"
+)
+"""Address of a repository's page, as people copy it."""
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 """Pattern of the name of a file that is one part of several: (name, number, number of parts)."""
 _QUANTISATION = re.compile(
@@ -40,7 +47,8 @@ def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str
     """
     if model is None or model == SHIPPED_NAME:
         return SHIPPED_FOLDER, SHIPPED_NAME
-    folder = Path(model).expanduser()
+    model = _without_address(model)
+    folder = _expanded(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             found = sorted(file.name for file in folder.glob("*.gguf"))
@@ -63,6 +71,24 @@ def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str
     if is_path or model.count("/") != 1:
         raise LoadError(f"{model} is neither a folder here nor a hub id of the form owner/name")
     return _download(model, revision), model
+
+
+def _without_address(model: str) -> str:
+    """The path of a file:// URL, the hub id of the hub's page, and anything else without spaces
+    around it that no file has."""
+    if not Path(model).exists():
+        model = model.strip()
+    if model.lower().startswith("file://"):
+        return url2pathname(urlsplit(model).path)
+    page = _HUB_PAGE.fullmatch(model)
+    return page[1] if page else model
+
+
+def _expanded(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:  # ~name of a user that does not exist
+        raise LoadError(f"{model}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
