@@ -206,7 +206,8 @@ def test_a_load_has_a_deadline() -> None:
     with started(arguments, HANGS, **PIPES) as process:
         port = announced_port(process)
         status, error, _ = completion(port, "b")
-        assert (status, error["message"]) == (503, "the model 'b' could not be loaded")
+        assert status == 503
+        assert error["message"].startswith("the model 'b' could not be loaded: ")
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         log = process.stderr.read()

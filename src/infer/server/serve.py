@@ -280,7 +280,10 @@ class Server(uvicorn.Server):
         # asyncio accepts as many connections in a turn as may wait. More of them may wait.
         self._sock.listen(MAX_WAITING_CONNECTIONS)
         if self._announce is not None:
-            self._announce(f"infer serves {self._engine.model_name} at {url} (Ctrl+C to stop)")
+            engine = self._engine
+            is_several = isinstance(engine, ModelRouter)
+            names, more = engine.announcement if is_several else (engine.model_name, "")
+            self._announce(f"infer serves {names} at {url} (Ctrl+C to stop){more}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(self._end_what_still_runs())

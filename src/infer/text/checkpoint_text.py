@@ -173,7 +173,7 @@ class _Folder:
             value = config.get("eos_token_id")
             if value is None and isinstance(config.get("text_config"), dict):
                 value = config["text_config"].get("eos_token_id")  # multimodal models
-            values = value if isinstance(value, list) else [value]
+            values: list[Any] = value if isinstance(value, list) else [value]
             values = [_whole(one) for one in values if one is not None]
             if all(type(one) is int and 0 <= one < 2**31 for one in values):
                 ids += values
