@@ -31,7 +31,7 @@ from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
 
 DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck; None
+"""signal that writes the stacks of all threads to a file, even while the interpreter is stuck; None
 on systems without such signals"""
 _PIECE = 1 << 18
 """bytes that are read from a socket at once"""
