@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PLACES = ("src", "tests", "benchmarks", "examples", "training", "setup.py")
 MODES = {"open": 1, ".open": 0, "os.fdopen": 1, "tempfile.NamedTemporaryFile": 0}
 """what opens a file, with the place of the mode among its arguments"""
-OTHERS = ("os.open", "batches.open")
+OTHERS = ("os.open", "batches.open", "person.open", "reader.open", "self.open")
 """what is called so and is something else"""
 RUNS = ("run", "Popen", "check_output", "check_call", "call")
 ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -147,7 +147,8 @@ def _model(folder: Path, name: bytes) -> bytes:
 def _served(arguments: list[bytes], locale: dict[str, str], log: Path) -> tuple[bytes, int]:
     """The first line of `infer serve` in a locale, and the exit code after SIGTERM."""
     environment = {k: v for k, v in os.environ.items() if k not in ("LANG", "PYTHONUTF8")}
-    command = [sys.executable, "-m", "infer", "serve", "--port", "0", "--no-standby", *arguments]
+    command: list[str | bytes] = [sys.executable, "-m", "infer", "serve", "--port", "0"]
+    command += ["--no-standby", *arguments]
     with (
         log.open("wb") as errors,
         subprocess.Popen(

@@ -56,7 +56,7 @@ def _kinds(annotation: Any) -> list[Any]:
 
 def _commands() -> Iterator[tuple[tuple[str, ...], Any]]:
     """The words of each command of `infer`, and its function."""
-    places = [((), app)]
+    places: list[tuple[tuple[str, ...], Any]] = [((), app)]
     places += [((name,), import_module(f"infer.cli.{file}").app) for name, file in GROUPS.items()]
     for words, place in places:
         found: typer.Typer = place

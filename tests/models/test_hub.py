@@ -173,7 +173,7 @@ def test_a_cached_gguf_file_is_found_offline(tmp_path: Path) -> None:
     assert "owner/absent is not in the local hub cache" in result.stderr
 
 
-BROKEN = {
+BROKEN: dict[str, str | bytes] = {
     "a-list": "[1]",
     "deep": "[" * 100_000,
     "latin": b'{"architectures": ["\xe9"]}',

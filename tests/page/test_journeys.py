@@ -104,7 +104,7 @@ def test_a_reload_keeps_the_answer_so_far_and_it_goes_on_without_a_seam(
 
 
 def test_two_tabs_see_the_same_conversations(person: Reader) -> None:
-    other = person.open(encoding="utf-8")
+    other = person.open()
     person.ask("What is 2 + 3?")
     other.wait_for_selector(".conversations button.open", state="attached")
     person.use(".conversations button.open", other)

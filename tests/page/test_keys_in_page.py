@@ -68,7 +68,7 @@ def test_a_key_is_remembered_in_the_tab_if_the_reader_says_so(
     page.wait_for_selector("key-dialog", state="detached")
     page.reload()
     page.wait_for_selector(".welcome .examples")
-    other = reader.open(encoding="utf-8")
+    other = reader.open()
     other.wait_for_selector("header.topbar button.main")  # not in other tabs
 
 

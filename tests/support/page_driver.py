@@ -126,7 +126,7 @@ class Reader:
         """errors and policy violations that the browser reported"""
         self.foreign: list[str] = []
         """addresses of other hosts that were asked for"""
-        self.page = self.open(encoding="utf-8")
+        self.page = self.open()
 
     def open(self, path: str = "/") -> Any:
         """Open a further tab of the same browser; returns its page."""

@@ -281,8 +281,9 @@ class Server(uvicorn.Server):
         self._sock.listen(MAX_WAITING_CONNECTIONS)
         if self._announce is not None:
             engine = self._engine
-            is_several = isinstance(engine, ModelRouter)
-            names, more = engine.announcement if is_several else (engine.model_name, "")
+            names, more = engine.model_name, ""
+            if isinstance(engine, ModelRouter):
+                names, more = engine.announcement
             self._announce(f"infer serves {names} at {url} (Ctrl+C to stop){more}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
