@@ -29,7 +29,9 @@ LATER = ("docs/models.md",)
 
 def blocks(page: str) -> list[str]:
     """The fenced blocks of a page."""
-    return re.findall(r"^```\w*\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```\w*\n(.*?)^```$", PAGES[page].read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def edits(page: str) -> dict[str, str]:
@@ -45,7 +47,11 @@ def edits(page: str) -> dict[str, str]:
 
 def listed(page: str) -> set[str]:
     """The files that the tables of a page name."""
-    return set(re.findall(r"^\| (?:\[|`)([\w/.]+)[\]`]", PAGES[page].read_text(), re.MULTILINE))
+    return set(
+        re.findall(
+            r"^\| (?:\[|`)([\w/.]+)[\]`]", PAGES[page].read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
 
 
 def changed(path: str, source: str, block: str) -> str:
@@ -66,7 +72,9 @@ def results(page: str) -> dict[str, str]:
     for path, block in edits(page).items():
         is_new = block.startswith(("# ", "// "))
         assert is_new is not (ROOT / path).exists(), f"{path}: new, or to be changed?"
-        found[path] = block if is_new else changed(path, (ROOT / path).read_text(), block)
+        found[path] = (
+            block if is_new else changed(path, (ROOT / path).read_text(encoding="utf-8"), block)
+        )
     return found
 
 
@@ -96,6 +104,7 @@ def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=600,
+        encoding="utf-8",
     )
 
 
@@ -126,12 +135,12 @@ def test_the_changes_of_a_page_keep_the_rules_and_its_tests_need_them(
     made = results(page)
     for path in made:
         if path.startswith("tests"):
-            (root / path).write_text(made[path])
+            (root / path).write_text(made[path], encoding="utf-8")
     if any(path.endswith(".cpp") for path in made):
         build(root)
     assert run(commands(page)[0], root).returncode in (1, 2, 4), "passes without the change"
     for path in made:
-        (root / path).write_text(made[path])
+        (root / path).write_text(made[path], encoding="utf-8")
     if any(path.endswith(".cpp") for path in made):
         build(root)
     for check in CHECKS:

@@ -142,7 +142,7 @@ def test_what_is_used_of_a_library_is_there(thing: Any, names: str) -> None:
 
 
 def test_versions_have_upper_bounds() -> None:
-    wanted = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    wanted = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["dependencies"]
     for name in BOUNDED:
         (line,) = (each for each in wanted if re.match(rf"{name}\b", each))
         assert "<" in line, f"{name}: private parts of it are used; give it an upper bound"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -36,8 +35,17 @@ STATIC_ORDERS: tuple[str, ...] = get_args(StaticOrder)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 TOOL_PARSERS: tuple[str, ...] = get_args(ToolParser)
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
+MAX_COUNT = 2**50
+"""maximum of any count and any size in bytes: a pebibyte"""
+MAX_SECONDS = 1e9
+"""maximum of any time in seconds and any other number: 30 years; what waits takes no longer time"""
+MAX_SEED = 2**63 - 1
+MAX_THREADS = 4096
+"""maximum of the threads of an engine; no machine has so many cores"""
+MAX_REPLICAS = 64
+"""maximum of the engines of one server"""
+PositiveInt = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_HOST = "127.0.0.1"
@@ -50,8 +58,8 @@ def option(default: Any, help: str) -> Any:
 
 
 def at_least(low: float) -> Meta:
-    """The limits of a finite number that is not below `low`."""
-    return Meta(ge=low, le=sys.float_info.max)
+    """The limits of a number that is not below `low`; see `MAX_SECONDS`."""
+    return Meta(ge=low, le=MAX_SECONDS)
 
 
 def name_or_function(*names: str) -> Meta:
@@ -82,7 +90,7 @@ class Setting(NamedTuple):
     low: float | None
     """The smallest allowed number; None where there is no limit."""
     high: float | None
-    """The largest allowed number; None where it only must be finite."""
+    """The largest allowed number; None where there is no limit."""
 
     def problem(self, value: Any) -> str:
         """The message for a value that is not allowed: what would be right, and what was given."""
@@ -99,12 +107,17 @@ class Setting(NamedTuple):
             return f"must be one of {', '.join(self.names)}{others}; not {value!r}"
         kinds = (int,) if self.kind is int else (int, float)
         if type(value) not in kinds:
-            return f"must be {'an integer' if self.kind is int else 'a number'}, not {value!r}"
-        if self.high is not None:
-            return f"must be between {self.low} and {self.high}, not {value!r}"
-        return f"must be at least {self.low}, not {value!r}"
+            return f"must be {'an integer' if self.kind is int else 'a number'}, not {value!r:.80}"
+        given = f"{value:g}" if abs(value) > 1e30 else repr(value)
+        if self.high not in _HIGHEST:
+            return f"must be between {self.low} and {self.high}, not {given}"
+        if self.low is not None and not value >= self.low:
+            return f"must be at least {self.low}, not {given}"
+        return f"must be a finite number, at most {self.high:g}, not {given}"
 
 
+_HIGHEST = (None, MAX_COUNT, MAX_SECONDS, MAX_SEED)
+"""limits that are no property of a setting"""
 _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
     inspect.BoolType: bool,
     inspect.IntType: int,
@@ -128,7 +141,6 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
         schema: dict[str, Any] = {}
         if isinstance(kind, inspect.Metadata):
             kind, schema = kind.type, kind.extra_json_schema or {}
-        high = getattr(kind, "le", None)
         names = _literals(annotations[spec.name]) or schema.get("examples", ())
         found.append(
             Setting(
@@ -140,7 +152,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
                 names=tuple(names),
                 or_else=schema.get("description", ""),
                 low=getattr(kind, "ge", None),
-                high=None if high == sys.float_info.max else high,
+                high=getattr(kind, "le", None),
             )
         )
     return tuple(found)
@@ -280,7 +292,7 @@ class EngineConfig:
         "Most prompt tokens of the requests that wait for a seat; a request that would exceed it is"
         " refused (503); default: no limit.",
     )
-    seed: NonNegativeInt | None = option(
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = option(
         None,
         "Requests without a seed get seeds derived from this one; default: 0; a server draws a"
         " random one at its start.",
@@ -345,7 +357,7 @@ class EngineConfig:
     enable_prefix_caching: bool | None = option(
         None, "Share pages between prompts that begin alike; default: yes if paged."
     )
-    num_threads: PositiveInt | None = option(
+    num_threads: Annotated[int, Meta(ge=1, le=MAX_THREADS)] | None = option(
         None,
         "CPU threads; default: one for each physical performance core, within the CPU quota of a"
         " container (one less to serve a small model).",

@@ -144,7 +144,9 @@ def test_modes(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_of_gpus_is_made_from_the_results(load: Load, tmp_path: Path) -> None:
     load("gpu", PAGE=tmp_path / "gpu.md").main()
-    assert (tmp_path / "gpu.md").read_text() == (ROOT / "docs/gpu.md").read_text()
+    assert (tmp_path / "gpu.md").read_text(encoding="utf-8") == (ROOT / "docs/gpu.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_page_of_performance_is_made_from_the_results(
@@ -156,4 +158,6 @@ def test_the_page_of_performance_is_made_from_the_results(
         monkeypatch.setattr(module, plot, lambda *given: None)
     monkeypatch.setattr(module, "write_report", lambda *given: [])
     module.main()
-    assert (tmp_path / "performance.md").read_text() == (ROOT / "docs/performance.md").read_text()
+    assert (tmp_path / "performance.md").read_text(encoding="utf-8") == (
+        ROOT / "docs/performance.md"
+    ).read_text(encoding="utf-8")

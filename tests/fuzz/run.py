@@ -139,7 +139,7 @@ class Watched:
         with stack_limit(self._stack_bytes):
             self.server: Served = self._stack.enter_context(served(arguments, log))
         self._engines = self.server.engine_pids()
-        assert self._engines, log.read_text()
+        assert self._engines, log.read_text(encoding="utf-8")
 
     def check(self, sent: Sent) -> None:
         """Send something; `AssertionError` if that breaks something, after its repair."""
@@ -376,7 +376,7 @@ def main() -> int:
         for finding in result["findings"]:
             finding["what"] = finding["what"][:200]
             del finding["example"]
-        arguments.record.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if found["findings"] else 0
 
 

@@ -34,7 +34,9 @@ def test_a_library_of_another_interface_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     changed = tmp_path / "abi.h"
-    changed.write_text(loader.ABI.read_text() + "void infer_more(void);\n")
+    changed.write_text(
+        loader.ABI.read_text(encoding="utf-8") + "void infer_more(void);\n", encoding="utf-8"
+    )
     monkeypatch.setattr(loader, "ABI", changed)
     loader.library.cache_clear()
     try:

@@ -147,6 +147,7 @@ def test_whole_numbers_are_exact_on_older_cpus(isa: str) -> None:
         text=True,
         check=False,
         timeout=280,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout

@@ -221,13 +221,13 @@ def test_wrong_numbers(what: str, good: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "text.gguf").write_text("hello", encoding="utf-8")
     assert "text.gguf is not a GGUF file" in refusal(tmp_path / "text.gguf")
     (tmp_path / "empty.gguf").write_bytes(b"")
     assert "empty.gguf is not a GGUF file" in refusal(tmp_path / "empty.gguf")
     assert "gone.gguf does not exist" in refusal(tmp_path / "gone.gguf")
     assert "one GGUF file in it: empty.gguf, text.gguf" in refusal(tmp_path)
-    (tmp_path / "model.bin").write_text("hello")
+    (tmp_path / "model.bin").write_text("hello", encoding="utf-8")
     assert "give the folder of a checkpoint, a .gguf file, or a hub id" in refusal(
         tmp_path / "model.bin"
     )

@@ -88,7 +88,9 @@ def test_blocks_are_kept_by_default(mixed: Path) -> None:
         del runner
         gc.collect()
         if (maps := Path("/proc/self/maps")).exists():
-            assert str(mixed) not in maps.read_text(), "the file's pages count as the process's"
+            assert str(mixed) not in maps.read_text(encoding="utf-8"), (
+                "the file's pages count as the process's"
+            )
     layers: list[Any] = [*linears(model), model.embedding]
     held = sum(layer.packed.nbytes for layer in layers)
     assert held <= 1.1 * mixed.stat().st_size
@@ -159,7 +161,9 @@ print("refused", refused)
 
 def mutate(path: Path, folder: Path, seed: int, count: int) -> None:
     command = [sys.executable, "-c", MUTATE, str(path), str(folder / "bad.gguf"), str(seed)]
-    done = subprocess.run([*command, str(count)], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        [*command, str(count)], capture_output=True, text=True, timeout=1200, encoding="utf-8"
+    )
     reached = done.stdout.splitlines()[-1:] or ["nothing"]
     assert done.returncode == 0, f"mutation {reached[0]} of seed {seed}: {done.stderr[-2000:]}"
     assert reached[0].startswith("refused")

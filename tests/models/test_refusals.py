@@ -22,8 +22,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def broken(good: Path, to: Path, **config: object) -> Path:
     shutil.copytree(good, to, dirs_exist_ok=True)
-    raw = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps({**raw, **config}))
+    raw = json.loads((to / "config.json").read_text(encoding="utf-8"))
+    (to / "config.json").write_text(json.dumps({**raw, **config}), encoding="utf-8")
     return to
 
 

@@ -467,9 +467,10 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
             env={**environment, "INFER_RELIABILITY_FINDINGS": str(findings)},
             capture_output=True,
             text=True,
+            encoding="utf-8",
         )
         took_s = time.monotonic() - started_s
-        lines = findings.read_text().splitlines() if findings.exists() else []
+        lines = findings.read_text(encoding="utf-8").splitlines() if findings.exists() else []
     failures = re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)
     counted = [json.loads(line) for line in lines]
     for finding in counted:  # limits of times, which fail the row but no test
@@ -533,7 +534,7 @@ def page(kept: dict[str, Any], before: str = "") -> str:
         parts += [f"- `{line}`" for line in what["failures"]]
         only = f" (`-k {row.engines}`)" if row.engines != "one_engine" else ""
         parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests) + only)
-    return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text()))]) + "\n"
+    return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text(encoding="utf-8")))]) + "\n"
 
 
 def _order(row: Row) -> tuple[str, int]:
@@ -593,7 +594,9 @@ def main() -> int:
         print(f"{row.number} {row.name} …", end=" ", flush=True)
         found[row.number] = run_row(row, environment)
         print(found[row.number]["verdict"], f"({found[row.number]['seconds']} s)", flush=True)
-        PAGE.write_text(page(found, PAGE.read_text() if PAGE.exists() else ""))
+        PAGE.write_text(
+            page(found, PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""), encoding="utf-8"
+        )
     return sum(result["verdict"] != "pass" for result in found.values())
 
 

@@ -147,7 +147,7 @@ def idle_connections(server: Served, count: int, log: Path) -> dict[str, Any]:
         before, began_s = cpu_s(server.process.pid), time.monotonic()
         time.sleep(2)
         share = (cpu_s(server.process.pid) - before) / (time.monotonic() - began_s)
-    text = log.read_text()
+    text = log.read_text(encoding="utf-8")
     assert "accept" not in text, text[:2000]
     assert "Traceback" not in text
     assert len(text) < 20_000

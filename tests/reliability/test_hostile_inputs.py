@@ -481,11 +481,13 @@ async def time_all(server: Served, vocab: int) -> dict[str, float]:
 def test_the_time_of_each_answer(tmp_path: Path, options: list[str]) -> None:
     """On the shipped model; `scorecard.py` judges the times."""
     with served(model_server(*options), tmp_path / "log") as server:
-        config = json.loads((Path(infer.__file__).parent / "demo_model/config.json").read_text())
+        config = json.loads(
+            (Path(infer.__file__).parent / "demo_model/config.json").read_text(encoding="utf-8")
+        )
         server.settle()
         with frozen_heap():
             longest_ms = asyncio.run(time_all(server, config["vocab_size"]))
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
     order = sorted(longest_ms, key=longest_ms.__getitem__, reverse=True)
     Findings().note(
         15,

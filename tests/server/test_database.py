@@ -92,7 +92,7 @@ def test_a_database_that_cannot_be_written_is_a_503(
         SessionStore(str(sessions)).close()
         sessions = f"sqlite:///file:{file}?mode=ro&uri=true"
     else:
-        (tmp_path / "state").write_text("no folder")
+        (tmp_path / "state").write_text("no folder", encoding="utf-8")
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         sessions = None
 

@@ -80,7 +80,7 @@ def test_a_lock_that_is_never_given_back_is_waited_for_so_long(file: Path) -> No
 def test_a_symbolic_link_stays_one(file: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     real = tmp_path / "real" / "k.json"
-    real.write_text('{"keys": []}')
+    real.write_text('{"keys": []}', encoding="utf-8")
     file.symlink_to(real)
     token = Keys(file).create("a", KeyLimits())
     assert file.is_symlink()
@@ -131,21 +131,21 @@ def test_a_bad_file_is_a_503_and_at_the_start_an_error(file: Path, content: str)
 
     async def use(app: App) -> None:
         assert (await app.get("/v1/models", **header(token))).status == 200
-        good = file.read_text()
+        good = file.read_text(encoding="utf-8")
         file.unlink()
         assert (await app.get("/v1/models", **header(token))).status == 503
-        file.write_text(content)
+        file.write_text(content, encoding="utf-8")
         for shown in (token, "sk-wrong"):
             reply = await app.get("/v1/models", **header(shown))
             assert reply.status == 503
             assert reply.error()["code"] == "keys_unavailable"
             assert int(reply.headers["retry-after"]) > 0
         assert (await app.get("/health")).status == 200
-        file.write_text(good)
+        file.write_text(good, encoding="utf-8")
         assert (await app.get("/v1/models", **header(token))).status == 200
 
     with_app(make_hash_llm(), use, api_keys=str(file))
-    file.write_text(content)
+    file.write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"keys\.json is not a file of keys"):
         Keys(file)
 
@@ -218,7 +218,7 @@ def test_two_servers_with_one_file_of_usage_lose_nothing(tmp_path: Path) -> None
         at_once(*(metrics.save for metrics in (both if turn % 2 else both[::-1])))
     for metrics in both:
         metrics.save()
-    saved: dict[str, Any] = json.loads(path.read_text())
+    saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     assert saved == {"hash-model": {"a": {"requests": 40, "generation_tokens": 200}}}
 
 

@@ -176,7 +176,9 @@ def test_the_end_with_an_engine_process(
     """Running requests finish or get an error, new ones get an error, the engine ends, and the exit
     code is 0."""
     arguments = [sys.executable, "-c", SCRIPT, drain_s]
-    with subprocess.Popen(arguments, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, env=ENV, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as process:
         try:
             assert process.stdout is not None
             url = re.findall(r"http://\S+", process.stdout.readline())[0]
@@ -205,14 +207,14 @@ def test_the_end_with_an_engine_process(
             process.kill()
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            assert "infer.engine.process.child\0" not in command.read_text() or not is_of(
-                command.parent, process.pid
-            )
+            assert "infer.engine.process.child\0" not in command.read_text(
+                encoding="utf-8"
+            ) or not is_of(command.parent, process.pid)
 
 
 def is_of(folder: Path, parent: int) -> bool:
     """Whether `parent` started a process; an engine has the parent's id in its command line."""
-    return (folder / "cmdline").read_text().rstrip("\0").endswith(f"\0{parent}")
+    return (folder / "cmdline").read_text(encoding="utf-8").rstrip("\0").endswith(f"\0{parent}")
 
 
 def test_a_drained_engine_refuses() -> None:

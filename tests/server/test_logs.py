@@ -35,7 +35,10 @@ def writer_to(stream: io.TextIOBase, **limits: Any) -> Iterator[tuple[logging.Lo
 
 
 def test_lines_are_written_in_order_to_the_last(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as file, writer_to(file) as (logger, handler):
+    with (
+        (tmp_path / "log").open("w", encoding="utf-8") as file,
+        writer_to(file) as (logger, handler),
+    ):
         for i in range(5000):
             logger.warning("%d é \ud800", i)
         handler.close()
@@ -54,7 +57,10 @@ def test_a_stream_without_a_file_is_written_too() -> None:
 def test_what_nobody_reads_is_dropped_counted_and_said() -> None:
     reading, writing = os.pipe()
     limits = {"max_queued_chars": 100_000}
-    with os.fdopen(writing, "w") as stream, writer_to(stream, **limits) as (logger, handler):
+    with (
+        os.fdopen(writing, "w", encoding="utf-8") as stream,
+        writer_to(stream, **limits) as (logger, handler),
+    ):
         started_s = time.monotonic()
         for i in range(20_000):
             logger.warning("line %d %s", i, "x" * 40)
@@ -75,7 +81,7 @@ def test_what_nobody_reads_is_dropped_counted_and_said() -> None:
 def test_the_end_does_not_wait_for_readers(is_closed: bool) -> None:
     reading, writing = os.pipe()
     with (
-        os.fdopen(writing, "w") as stream,
+        os.fdopen(writing, "w", encoding="utf-8") as stream,
         writer_to(stream, last_lines_s=0.3) as (logger, handler),
     ):
         if is_closed:

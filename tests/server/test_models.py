@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types import Model as OpenAIModel
 
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
 from infer.server.engine_endpoints import EVENTS_PATH
-from infer.server.multi_model import ModelRouter, configs_of
+from infer.server.multi_model import ModelRouter, configs_of, public_reason
 from infer.server.serve import log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
@@ -42,7 +43,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
 def broken() -> AsyncLLM:
-    raise LoadError("no such file: /secret/path")
+    raise LoadError("/secret/path: no such file")
 
 
 def used(
@@ -67,6 +68,26 @@ def used(
         assert not any(engine.is_alive for engine in models.engines())
 
     asyncio.run(main())
+
+
+async def reasons(app: App) -> dict[str, str | None]:
+    data = (await app.get("/v1/models")).json()["data"]
+    assert all(OpenAIModel.model_validate(each).id for each in data)
+    return {each["id"]: each["reason"] for each in data}
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("/a/b is neither a folder here nor a hub id of the form owner/name",
+         "b is neither a folder here nor a hub id of the form owner/name"),
+        ("/a/b/config.json: cannot be read", "config.json: cannot be read"),
+        ("~/x/y, and\nC:\\Users\\me\\m.gguf ('/z/w')", "y, and m.gguf ('w')"),
+        ("x" * 1000, "x" * 300),
+    ],
+)  # fmt: skip
+def test_a_reason_has_no_folders_of_this_machine(message: str, shown: str) -> None:
+    assert public_reason(LoadError(message)) == shown
 
 
 async def statuses(app: App) -> dict[str, str]:
@@ -209,16 +230,21 @@ def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
         for _ in range(2):
             reply = await app.post(COMPLETIONS, completion_body(model="bad"))
             assert (reply.status, reply.error()["code"]) == (503, "engine_unavailable")
-            assert "'bad' could not be loaded" in reply.error()["message"]
+            assert "'bad' could not be loaded: path: no such file" in reply.error()["message"]
             assert "secret" not in reply.body.decode()
             assert reply.headers["retry-after"]
         assert (await app.post(COMPLETIONS, completion_body(model="good"))).status == 200
         assert await statuses(app) == {"bad": "failed", "good": "loaded"}
+        assert await reasons(app) == {"bad": "path: no such file", "good": None}
+        assert models.announcement == ("good", "; not bad (path: no such file)")
         assert (await app.get("/health/ready")).status == 200
         nonlocal is_repaired
         is_repaired = True
         await asyncio.sleep(0.3)
+        assert await statuses(app) == {"bad": "failed", "good": "loaded"}, "until it is tried again"
         assert (await app.post(COMPLETIONS, completion_body(model="bad"))).status == 200
+        assert await reasons(app) == {"bad": None, "good": None}
+        assert models.announcement == ("bad, good", "")
 
     used(body, {"bad": repaired, "good": make_hash_llm}, limits=ServerLimits(retry_load_s=0.3))
     assert "/secret/path" in caplog.text
@@ -380,11 +406,15 @@ def test_the_command_line(tmp_path: Path) -> None:
     arguments = ["serve", "--port", "0", "--max-seq-len", "128", "--idle-unload-s", "60"]
     arguments += ["--model", f"tiny={demo}", "--model", "none=/no/such/folder"]
     command = [sys.executable, "-m", "infer.cli.main", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as p:
         try:
             assert p.stdout is not None
             line = p.stdout.readline()
-            assert "infer serves tiny, none at http://" in line
+            assert "infer serves tiny at http://" in line
+            assert "; not none (" in line
+            assert "/no/such" not in line
             url = line.split(" at ")[1].split()[0]
             body = json.dumps({"model": "tiny", "prompt": "One day", "max_tokens": 3}).encode()
             headers = {"content-type": "application/json"}

@@ -158,7 +158,7 @@ def test_schemathesis(tmp_path: Path) -> None:
     from tests.support.server_process import served
 
     program, keys = schemathesis(), tmp_path / "keys.json"
-    (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS_SETTINGS)
+    (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS_SETTINGS, encoding="utf-8")
     token = Keys(keys, must_exist=False).create("admin", KeyLimits(admin=True))
     server = [*("-m", "infer.server", "--port", "0", "--max-seq-len", "64")]
     server += ["--sessions", f"sqlite:///{tmp_path}/s.db", "--api-keys", str(keys)]
@@ -171,8 +171,10 @@ def test_schemathesis(tmp_path: Path) -> None:
         command += ["--generation-allow-x00", "true", "--suppress-health-check", "all"]
         command += ["--generation-database", "none", "--no-color", "--seed", "1"]
         command += ["-n", os.environ.get("INFER_SCHEMATHESIS_EXAMPLES", "50")]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, encoding="utf-8"
+        )
         print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr)
     assert done.returncode == 0
     assert "Tested: 2" in done.stdout  # more than twenty operations
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")

@@ -274,6 +274,7 @@ def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes)
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        encoding="utf-8",
     )
     with process:
         try:

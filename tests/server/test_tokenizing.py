@@ -62,7 +62,7 @@ def render_body(**changes: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def tool_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = write_tokenizer(tmp_path_factory.mktemp("tools"))
-    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TOOL_TEMPLATE, encoding="utf-8")
     return Tokenizer.from_folder(folder)
 
 
@@ -251,7 +251,7 @@ def test_tokenizer_info() -> None:
 def test_tokenizer_info_of_another_checkpoint(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat=False)
     config = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": {"content": EOS}, "mask_token": "M"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     engine = make_hash_llm(tokenizer=Tokenizer.from_folder(tmp_path))
     info = with_app(engine, lambda app: app.get(INFO)).json()
     assert info["tokenizer_class"] == "Qwen2Tokenizer"

@@ -36,7 +36,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_c
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = write_tokenizer(tmp_path_factory.mktemp("tools"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return Tokenizer.from_folder(folder)
 
 

@@ -120,8 +120,8 @@ def test_an_event_loop_of_others_is_not_taken(monkeypatch: pytest.MonkeyPatch) -
 def test_certificates_that_cannot_be_used(made: dict[str, tuple[str, str]], tmp_path: Path) -> None:
     certificate, key = made["one"]
     text, empty, fifo = tmp_path / "text.pem", tmp_path / "empty.pem", tmp_path / "fifo.pem"
-    text.write_text("hello")
-    empty.write_text("")
+    text.write_text("hello", encoding="utf-8")
+    empty.write_text("", encoding="utf-8")
     os.mkfifo(fifo)
     cases = {
         ("gone.pem", key): "ssl_certfile: 'gone.pem' cannot be read: No such file",
@@ -183,8 +183,8 @@ def test_paths_of_unix_sockets(tmp_path: Path) -> None:
     stale.close()
     with unix_socket(path):
         os.unlink(path)
-        Path(path).write_text("somebody else's")
-    assert Path(path).read_text() == "somebody else's"
+        Path(path).write_text("somebody else's", encoding="utf-8")
+    assert Path(path).read_text(encoding="utf-8") == "somebody else's"
     with pytest.raises(ConfigError, match="is there and is no socket"), unix_socket(path):
         pass
     for wrong in (str(tmp_path / "no" / "such"), str(tmp_path / ("x" * 200)), "a\0b"):

@@ -201,14 +201,14 @@ def test_several_models() -> None:
 
 
 def test_the_page_shows_these_events() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "typed.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "typed.md").read_text(encoding="utf-8")
     assert f"```\n{EVENTS.decode()}```\n" in page
     assert f"```\n{BROKEN.decode()}```\n" in page
 
 
 def test_the_command_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m infer.server`; without its last flag a server refuses to be reached by others."""
-    page = (Path(__file__).parents[2] / "docs" / "typed.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "typed.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^python -m infer\.server (.*?)^```", page, re.DOTALL | re.MULTILINE)
     command = command.replace("\\\n", "").replace("PATH-OR-HUB-ID", str(DEMO))
     arguments = shlex.split(command.replace("8000", "0"))

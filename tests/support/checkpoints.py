@@ -53,9 +53,9 @@ def write_tokenizer(folder: Path, *, chat: bool = True, add_bos: bool = True) ->
     }
     if chat:
         config["chat_template"] = CHAT_TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "generation_config.json").write_text(
-        json.dumps({"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID]})
+        json.dumps({"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID]}), encoding="utf-8"
     )
     return folder
 

@@ -19,7 +19,7 @@ Change = Callable[[Path], object]
 
 def config(**fields: Any) -> Change:
     def change(folder: Path) -> None:
-        raw = json.loads((folder / "config.json").read_text())
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         replace(folder, "config.json", json.dumps({**raw, **fields}))
 
     return change
@@ -36,7 +36,7 @@ def file(name: str, content: str | bytes) -> Change:
 
 def tokenizer(change: Callable[[dict[str, Any]], object]) -> Change:
     def apply(folder: Path) -> None:
-        raw = json.loads((folder / "tokenizer.json").read_text())
+        raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         change(raw)
         replace(folder, "tokenizer.json", json.dumps(raw))
 

@@ -88,7 +88,7 @@ def where(task: asyncio.Task[Any]) -> str:
 def memory(pid: object) -> int:
     """Bytes of a process that no file backs, swapped ones included."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     kinds = ("RssAnon:", "VmSwap:")

@@ -172,7 +172,7 @@ def cpu_s(pid: int) -> float:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 
@@ -202,7 +202,7 @@ def served(
         assert descriptors is not None
         resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
 
-    with log.open("w") as errors:
+    with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             env=ENV,
@@ -210,18 +210,19 @@ def served(
             stderr=errors,
             text=True,
             preexec_fn=limit_files if descriptors else None,
+            encoding="utf-8",
         )
         with process:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
                 found = re.findall(r":(\d+) ", line)
-                assert found, f"{line!r} {log.read_text()}"
+                assert found, f"{line!r} {log.read_text(encoding='utf-8')}"
                 server = Served(process, int(found[0]))
                 yield server
                 children = server.children()
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0, log.read_text()
+                assert process.wait(60) == 0, log.read_text(encoding="utf-8")
                 ends_s = time.monotonic() + 5
                 while left := [pid for pid in children if _text(Path(f"/proc/{pid}/cmdline"))]:
                     assert time.monotonic() < ends_s, f"orphans: {left}"
@@ -402,5 +403,5 @@ class Findings:
         path = os.environ.get("INFER_RELIABILITY_FINDINGS")
         if path:
             row = {"number": number, "name": name, "load": load, "counted": counted}
-            with Path(path).open("a") as file:
+            with Path(path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

@@ -39,7 +39,7 @@ def when_it_computes(pid: int, act: signal.Signals) -> threading.Thread:
     """Send a signal to the process as soon as it computes."""
 
     def ticks() -> int:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
     def watch() -> None:

@@ -89,7 +89,7 @@ def offline(
                 max_seq_len=llm.max_seq_len,
                 summary=document["summary"],
             )
-            record.write_text(json.dumps(recording) + "\n")
+            record.write_text(json.dumps(recording) + "\n", encoding="utf-8")
         return document
 
     _run(options, measured)
@@ -159,7 +159,7 @@ def _run(
         document = asyncio.run(measured(on_run=on_run, on_end=lambda: bar.advance(task)))
     _show(document, notes)
     if options.json:
-        Path(options.json).write_text(json.dumps(document) + "\n")
+        Path(options.json).write_text(json.dumps(document) + "\n", encoding="utf-8")
     runs = [{key: run[key] for key in run if key != "requests"} for run in document["runs"]]
     print(json.dumps({**document, "runs": runs}))
     if not document["summary"]["num_answered"]:
@@ -299,7 +299,7 @@ def gpu(
     )
     line = json.dumps(found)
     if json_file is not None:
-        json_file.write_text(line)
+        json_file.write_text(line, encoding="utf-8")
     print(line)
 
 

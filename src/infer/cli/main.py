@@ -16,9 +16,10 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from infer.cli.options import ListedOptions, Model, with_engine_options
-from infer.cli.plain import plain
-from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
+from infer.cli.plain import plain, write_any_text
+from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
 from infer.errors import InferError
+from infer.readable_text import readable
 from infer.version import VERSION
 
 NO_WINDOWS = (
@@ -104,7 +105,7 @@ def generate(
     from infer.types import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    run_generate(EngineConfig.from_kwargs(model=model, **settings), prompt, sampling)
+    run_generate(EngineConfig.from_kwargs(model=model, **settings), readable(prompt), sampling)
 
 
 @app.command(cls=ListedOptions)
@@ -137,7 +138,8 @@ def plan(
         float | None, typer.Option(help="Plan for this much free memory instead of the machine's.")
     ] = None,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Engines between which the machine is divided.")
+        int,
+        typer.Option(min=1, max=MAX_REPLICAS, help="Engines between which the machine is divided."),
     ] = 1,
     *,
     settings: dict[str, Any],
@@ -210,12 +212,23 @@ def main(arguments: list[str] | None = None) -> None:
     if sys.platform == "win32":
         print(NO_WINDOWS, file=sys.stderr)
         sys.exit(2)
+    write_any_text()
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
-        line = Text.assemble(("infer:", "bold red"), " ", plain(error))
-        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _end_with(str(error))
+    except UnicodeError as error:  # what an argument becomes in such a locale is no text
+        encoding = sys.getfilesystemencoding()
+        _end_with(
+            f"{error}; the locale's encoding here is {encoding}: start it with LC_ALL=C.UTF-8, or"
+            " with PYTHONUTF8=1"
+        )
+
+
+def _end_with(message: str) -> None:
+    line = Text.assemble(("infer:", "bold red"), " ", plain(message))
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,12 @@ def run_models() -> None:
     local = Table("model", "architecture", "size", title="Local hub cache", box=box.SIMPLE)
     for checkpoint in cached:
         known = "" if checkpoint.architecture in ARCHITECTURES else " (not supported)"
+        what = checkpoint.architecture + known
+        if checkpoint.unreadable:
+            what = f"unreadable: {checkpoint.unreadable}"
         local.add_row(
             plain(checkpoint.name),
-            plain(checkpoint.architecture + known),
+            plain(what),
             f"{checkpoint.num_bytes / 1e9:.2f} GB",
         )
     console.print(local)

@@ -17,6 +17,7 @@ from infer.cli.plain import note, write
 from infer.config import EngineConfig
 from infer.engine.llm import LLM
 from infer.errors import RequestError
+from infer.readable_text import readable
 from infer.types import SamplingParams, TextDelta
 
 COMMANDS = "/reset starts a new conversation, /exit ends, Ctrl+C stops an answer"
@@ -73,7 +74,7 @@ def run_chat(config: EngineConfig, system: str | None, sampling: SamplingParams)
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
         note(notes, f"{llm.model_name} — {COMMANDS}")
-        beginning = [{"role": "system", "content": system}] if system else []
+        beginning = [{"role": "system", "content": readable(system)}] if system else []
         history = list(beginning)
         while True:
             line = _read_line()
@@ -102,7 +103,7 @@ def _read_line() -> str | None:
         import readline  # noqa: F401  gives `input` line editing and history
     while True:
         try:
-            return input("\n› " if sys.stdin.isatty() else "").strip()
+            return readable(input("\n› " if sys.stdin.isatty() else "")).strip()
         except EOFError:
             return None
         except KeyboardInterrupt:

@@ -145,7 +145,7 @@ class GGUFFile:
         self.metadata, self._tensors = _open(path)
         if self.metadata.get("split.count") not in (None, 0, 1):
             self.path, self.metadata, self._tensors = _open_parts(path, self.metadata)
-        self._arch = str(self.metadata.get("general.architecture"))
+        self._arch = str(self.metadata.get("general.architecture")).strip().lower()
         if self._arch not in _ARCHITECTURES:
             raise LoadError(
                 f"{path}: general.architecture {self._arch!r} is not supported"
@@ -478,11 +478,18 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
     """The metadata and the tensors by name; `LoadError` if the file cannot be read."""
     try:
         with path.open("rb") as file:
-            magic = file.read(4)
+            magic, version = file.read(4), file.read(4)
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror}") from None
     if magic != b"GGUF":
         raise LoadError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
+    if version == b"\x01\0\0\0":
+        raise LoadError(f"{path} has version 1 of the format, which is not read; convert it again")
+    if len(version) == 4 and version[:2] == b"\0\0":
+        raise LoadError(
+            f"{path} is big-endian, another byte order than this machine's; convert it with"
+            " gguf-convert-endian of the gguf package"
+        )
     try:
         reader = _Reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}

@@ -13,15 +13,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from infer.errors import LoadError
+from infer.files import reading
 from infer.models.model_config import load_json
+from infer.readable_text import readable
 
 SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 """Folder of the demo model."""
 SHIPPED_NAME = "infer-demo"
 """Name under which the demo model is served."""
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
+_HUB_PAGE = re.compile(
+    r"(?:https?://|hf://)?(?:(?:www\.)?huggingface\.co/|hf\.co/|(?<=hf://))"
+    r"([^/\s]+/[^/\s]+?)(?:/(?:tree|blob)/main/?|/)?"
+)
+"""Address of a repository's page, as people copy it."""
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE | re.DOTALL)
 """Pattern of the name of a file that is one part of several: (name, number, number of parts)."""
 _QUANTISATION = re.compile(
@@ -38,13 +47,14 @@ def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str
     """
     if model is None or model == SHIPPED_NAME:
         return SHIPPED_FOLDER, SHIPPED_NAME
-    folder = Path(model).expanduser()
+    model = _without_address(model)
+    folder = _expanded(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             found = sorted(file.name for file in folder.glob("*.gguf"))
             hint = f"; give the path of one GGUF file in it: {', '.join(found)}" if found else ""
             raise LoadError(f"{folder} is a folder without config.json: not a checkpoint{hint}")
-        return folder, folder.resolve().name
+        return folder, readable(folder.resolve().name)
     hub_id, colon, wanted = model.partition(":")
     is_path = model.startswith(("/", ".", "~"))
     if colon and hub_id.count("/") == 1 and not is_path and not folder.exists():
@@ -53,7 +63,7 @@ def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str
         if not folder.is_file():
             raise LoadError(f"{folder} does not exist; give the path of a GGUF file")
         split = SPLIT_NAME.fullmatch(folder.name)
-        return folder, split[1] if split else folder.stem
+        return folder, readable(split[1] if split else folder.stem)
     if folder.exists():
         raise LoadError(
             f"{folder} is a file; give the folder of a checkpoint, a .gguf file, or a hub id"
@@ -63,6 +73,24 @@ def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str
     return _download(model, revision), model
 
 
+def _without_address(model: str) -> str:
+    """The path of a file:// URL, the hub id of the hub's page, and anything else without spaces
+    around it that no file has."""
+    if not Path(model).exists():
+        model = model.strip()
+    if model.lower().startswith("file://"):
+        return url2pathname(urlsplit(model).path)
+    page = _HUB_PAGE.fullmatch(model)
+    return page[1] if page else model
+
+
+def _expanded(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:  # ~name of a user that does not exist
+        raise LoadError(f"{model}: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class CachedCheckpoint:
     """A checkpoint in the local hub cache."""
@@ -70,29 +98,48 @@ class CachedCheckpoint:
     name: str
     """The hub id, `owner/name`."""
     architecture: str
-    """The first entry of `architectures` in its config, or "unknown"."""
+    """The first entry of `architectures` in its config, or "unknown"; "" if it is unreadable."""
     num_bytes: int
     """Size of its files on disk, in bytes."""
+    unreadable: str = ""
+    """Why its config cannot be read."""
 
 
 def cached_checkpoints() -> list[CachedCheckpoint]:
-    """The checkpoints in the local hub cache that have a `config.json`, sorted by hub id."""
+    """The checkpoints in the local hub cache that have a `config.json`, sorted by hub id, after
+    those whose folders cannot be read."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
-    except CacheNotFound:
+        cache = scan_cache_dir()
+    except (CacheNotFound, ValueError):  # there is no such folder, or it is a file
         return []
     found = []
-    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+    for problem in map(str, cache.warnings):  # its folders are not as the hub's library makes them
+        folder = re.search(r"models--([^/\\]+)", problem)
+        name = folder[1].replace("--", "/") if folder else "?"
+        found.append(CachedCheckpoint(name, "", 0, problem))
+    for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
         for revision in repo.revisions:
             config = revision.snapshot_path / "config.json"
             if repo.repo_type == "model" and config.is_file():
-                names = load_json(config).get("architectures") or ["unknown"]
-                found.append(CachedCheckpoint(repo.repo_id, str(names[0]), revision.size_on_disk))
+                found.append(_cached(repo.repo_id, config, revision.size_on_disk))
                 break
     return found
+
+
+def _cached(name: str, config: Path, num_bytes: int) -> CachedCheckpoint:
+    """What a repository holds. Anybody may have written it, so what is wrong with it is told."""
+    try:
+        with reading("config.json"):
+            names = load_json(config).get("architectures") or ["unknown"]
+    except LoadError as error:
+        return CachedCheckpoint(name, "", num_bytes, str(error))
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        found = f"architectures must be a list of names, not {names!r:.80}"
+        return CachedCheckpoint(name, "", num_bytes, f"{config}: {found}")
+    return CachedCheckpoint(name, names[0], num_bytes)
 
 
 def select_gguf(files: Sequence[str], wanted: str, where: str) -> list[str]:

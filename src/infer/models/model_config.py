@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from infer.errors import LoadError
@@ -115,6 +116,17 @@ class ModelConfig:
         return self.windows[layer] if self.windows else None
 
 
+_SAME: Mapping[str, str] = MappingProxyType(
+    {
+        "swish": "silu",
+        **dict.fromkeys(("torch.bfloat16", "bf16"), "bfloat16"),
+        **dict.fromkeys(("torch.float16", "fp16", "f16", "half", "torch.half"), "float16"),
+        **dict.fromkeys(("torch.float32", "fp32", "f32", "float", "torch.float"), "float32"),
+    }
+)
+"""other names of a value, each with the usual one"""
+
+
 class ConfigReader:
     """Reads the fields of one `config.json` and collects everything that is wrong with it.
 
@@ -143,6 +155,8 @@ class ConfigReader:
                 return 1
             return default
         wanted = kind if isinstance(kind, tuple) else (kind,)
+        if float not in wanted and isinstance(value, float) and value.is_integer():
+            value = int(value)  # JavaScript, R and Lua write 8.0 for 8
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             names = " or ".join(k.__name__ for k in wanted)
             self.problems.append(f"{name} must be {names}, not {value!r:.80}")
@@ -174,6 +188,9 @@ class ConfigReader:
         value = self.raw.get(name, default)
         if value is None:
             value = default
+        if isinstance(value, str):
+            value = value.strip().lower()
+            value = _SAME.get(value, value)
         if value not in supported:
             known = ", ".join(repr(v) for v in supported)
             self.problems.append(f"{name}={value!r:.80} is not supported (supported: {known})")

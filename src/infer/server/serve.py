@@ -42,6 +42,7 @@ from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
+from infer.server.observe.spans import check_packages
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings
@@ -93,7 +94,7 @@ def bind(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            stall_ms = int(write_stall_s * 1000)
+            stall_ms = min(int(write_stall_s * 1000), 2**31 - 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         sock.bind(address)
     except OSError as error:
@@ -279,7 +280,11 @@ class Server(uvicorn.Server):
         # asyncio accepts as many connections in a turn as may wait. More of them may wait.
         self._sock.listen(MAX_WAITING_CONNECTIONS)
         if self._announce is not None:
-            self._announce(f"infer serves {self._engine.model_name} at {url} (Ctrl+C to stop)")
+            engine = self._engine
+            names, more = engine.model_name, ""
+            if isinstance(engine, ModelRouter):
+                names, more = engine.announcement
+            self._announce(f"infer serves {names} at {url} (Ctrl+C to stop){more}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(self._end_what_still_runs())
@@ -369,11 +374,13 @@ def _announce(text: str) -> None:
     """Print to stdout, or log where stdout cannot be written."""
     try:
         print(text, flush=True)
+    except UnicodeEncodeError:  # a name that the locale has no letters for
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
     except (OSError, ValueError) as error:  # it is full, or closed
         log.info("%s", text)
         log.warning("stdout cannot be written (%s)", error)
         # At its end the interpreter would try to write the rest of the buffer, and fail.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _open_standard_streams() -> None:
@@ -484,12 +491,15 @@ def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: 
 
 
 def _check_stores(settings: ServerSettings) -> None:
-    """Raises `ConfigError` if the file of keys or the database of sessions cannot be used: the
-    server opens them when the engine is there, and a large model takes minutes to load."""
+    """Raises `ConfigError` if the file of keys, the database of sessions or the packages of tracing
+    cannot be used: the server needs them when the engine is there, and a large model takes minutes
+    to load."""
     if settings.api_keys is not None:
         Keys(Path(settings.api_keys))
     if settings.sessions not in (None, NO_SESSIONS):
         SessionStore(settings.sessions, limits=settings.limits).close()
+    if settings.tracing:
+        check_packages()
 
 
 def _fleet(settings: ServerSettings) -> FleetSettings:

@@ -68,6 +68,11 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
+def _whole(number: Any) -> Any:
+    """A number that is written as 2.0 as the integer; anything else unchanged."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
 class _Folder:
     """A folder and the problems found in it so far."""
 
@@ -168,7 +173,8 @@ class _Folder:
             value = config.get("eos_token_id")
             if value is None and isinstance(config.get("text_config"), dict):
                 value = config["text_config"].get("eos_token_id")  # multimodal models
-            values = value if isinstance(value, list) else [] if value is None else [value]
+            values: list[Any] = value if isinstance(value, list) else [value]
+            values = [_whole(one) for one in values if one is not None]
             if all(type(one) is int and 0 <= one < 2**31 for one in values):
                 ids += values
             else:
@@ -184,8 +190,9 @@ class _Folder:
         Template files take precedence over the entry in tokenizer_config.json, as in transformers.
         """
         names = {"default": "chat_template.jinja"}
-        for file in sorted(self.path.glob("additional_chat_templates/*.jinja")):
-            names[file.stem] = f"additional_chat_templates/{file.name}"
+        for folder in ("chat_templates", "additional_chat_templates"):
+            for file in sorted(self.path.glob(f"{folder}/*.jinja")):
+                names[file.stem] = f"{folder}/{file.name}"
         texts = {name: self.text(file) for name, file in names.items()}
         found = {name: text for name, text in texts.items() if text is not None}
         if found:

@@ -64,7 +64,11 @@ class Tokenizer:
         self.tokenizer_class = files.tokenizer_class
         self.bos_token_id: int | None = vocab.get(named.get("bos_token", ""))
         self.eos_token_ids = end_token_ids(files, vocab)
-        templates = {name: ChatTemplate(text, named) for name, text in files.templates.items()}
+        templates = {
+            # A byte-order mark would be the beginning of every prompt.
+            name: ChatTemplate(text.removeprefix("\ufeff"), named)
+            for name, text in files.templates.items()
+        }
         self.chat_template: ChatTemplate | None = templates.get("default")
         self.tool_template = templates.get("tool_use", self.chat_template)
         self.tool_use: ToolUse | None = None

@@ -49,6 +49,7 @@ from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
 from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
+from infer.readable_text import readable
 from infer.runner.grammar_masks import Restrictions
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
@@ -133,16 +134,14 @@ def prepare(
     if plan.products:
         log.info("linear layers: %s", plan.products)
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
-    torch.set_num_threads(
-        config.num_threads or machine.default_threads(spare, all_nodes=config.numa == "all")
-    )
+    torch.set_num_threads(machine.num_threads(config, spare))
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
             return _build(config, checkpoint, draft, plan, dtype, device, announce)
 
     return Blueprint(
-        model_name=config.served_model_name or checkpoint.name,
+        model_name=readable(config.served_model_name or checkpoint.name),
         files=text_of(checkpoint, config),
         build=build,
         pinned=lambda core: pinned_settings(core, device),

@@ -76,7 +76,7 @@ def _versions() -> str:
 
 def _processor(root: Path) -> Finding:
     try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
+        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return Finding("processor", platform.processor() or platform.machine())
     entries = [line.partition(":") for line in lines]
@@ -108,7 +108,7 @@ def _memory(device: torch.device, root: Path) -> Finding:
     free = gib(hardware.free_bytes(torch.device("cpu")))
     text = f"{free} free for weights and KV cache"
     try:
-        huge = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        huge = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
     except OSError:
         return Finding("memory", text)
     advice = ""

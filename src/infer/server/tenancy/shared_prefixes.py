@@ -27,7 +27,11 @@ class PublicPrefixes:
         cannot be read."""
         self._beginnings: list[list[int]] = []
         try:
-            texts = [path.read_text() for path in Path(folder).glob("*.txt")] if folder else []
+            texts = (
+                [path.read_text(encoding="utf-8-sig") for path in Path(folder).glob("*.txt")]
+                if folder
+                else []
+            )
         except (OSError, ValueError) as error:
             raise ConfigError("public_prefixes", f"cannot be read ({error})") from None
         if folder and not texts:

@@ -61,7 +61,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _address_space() -> int | None:
-    with contextlib.suppress(OSError), open("/proc/self/statm") as file:
+    with contextlib.suppress(OSError), open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return None
 

@@ -144,7 +144,7 @@ export async function* events(response, signal) {
 class Server extends EventTarget {
   constructor() {
     super();
-    /** @type {Array<{id: string, max_model_len: number | null, status?: string}>} */
+    /** @type {Array<{id: string, max_model_len: number | null, status?: string, reason?: string | null}>} */
     this.models = [];
     /** @type {ApiError | null} */
     this.error = null;
