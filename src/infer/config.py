@@ -251,6 +251,14 @@ class EngineConfig:
     tool_parser: ToolParser | None = option(
         None, "Format in which the model writes tool calls; default: as its chat template says."
     )
+    generation_config: Annotated[
+        str, name_or_pattern(".", "a folder with a generation_config.json", "auto", "none")
+    ] = option(
+        "auto",
+        "Defaults of requests that leave out temperature, top_p and the like: auto = what the"
+        " checkpoint says (generation_config.json, or a GGUF file's general.sampling); none = the"
+        " fixed ones of the API; or a folder with a generation_config.json.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"] = option(
         "auto",
         "Weights and computation; auto = the checkpoint's (float32 on CPUs without bfloat16"

@@ -30,7 +30,7 @@ MAX_TOKENIZER_BYTES = 128 << 20
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The UTF-8 text of a regular file of at most `max_bytes`.
+    """The UTF-8 text of a regular file of at most `max_bytes`, without a byte-order mark.
 
     Raises `OSError` as `open` does, `UnicodeDecodeError` for other text, and `LoadError` for a file
     that is larger or not regular (a pipe, a device).
@@ -46,7 +46,7 @@ def read_text(path: Path, max_bytes: int) -> str:
             raise LoadError(
                 f"{path}: is too large ({status.st_size:,} bytes; at most {max_bytes:,} are read)"
             )
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")
 
 
 def parse_json(text: str) -> Any:

@@ -156,9 +156,7 @@ def test_all_spellings_of_a_prompt() -> None:
         assert both[3:] == await texts_of("two", n=3)
         # the largest seed has a successor too
         assert len(await texts_of("one", n=2, seed=2**63 - 1)) == 2
-        assert (await texts_of("one", n=2, seed=2**63 - 1))[1] == (
-            await texts_of("one", seed=-(2**63))
-        )[0]
+        assert (await texts_of("one", n=2, seed=2**63 - 1))[1] == (await texts_of("one", seed=0))[0]
 
     with_app(make_hash_llm(vocab_size=262), use)
 
