@@ -297,7 +297,13 @@ def test_a_long_prompt_is_taken_in_beside_the_event_loop() -> None:
     assert body["usage"]["prompt_tokens"] == 40_001
 
 
-MODEL = {"id": "hash-model", "object": "model", "owned_by": "infer", "max_model_len": 512}
+MODEL = {
+    "id": "hash-model",
+    "object": "model",
+    "owned_by": "infer",
+    "max_model_len": 512,
+    "sampling_defaults": {"source": None},
+}
 
 
 def test_the_other_routes() -> None:
