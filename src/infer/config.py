@@ -500,7 +500,9 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise ConfigError(name, f"there is no such setting; {hint}")
-        given = {n: dict(it) if isinstance(it, Mapping) else it for n, it in kwargs.items()}
+        given: dict[str, Any] = {
+            name: dict(it) if isinstance(it, Mapping) else it for name, it in kwargs.items()
+        }
         return cls(**given)
 
     @property
