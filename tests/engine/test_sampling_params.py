@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from infer.types.sampling import DEFAULTED, UNSET
 
 def test_each_field_is_an_argument_with_the_same_default_or_left_to_the_checkpoint() -> None:
     arguments = inspect.signature(SamplingParams).parameters
-    defaults = {field.name: field.default for field in fields(Sampling) if field.name != "given"}
+    defaults = {field.name: field.default for field in fields(Sampling)}
     assert MISSING not in defaults.values()
     found = {name: each.default for name, each in arguments.items()}
     assert {name for name, value in found.items() if value is UNSET} == DEFAULTED
@@ -40,9 +40,15 @@ def test_each_argument_reaches_its_field() -> None:
     given |= {"min_tokens": 1, "prediction": "c"}
     assert given.keys() == {field.name for field in fields(Sampling)} - {"given"}
     assert SamplingParams(**given).given == DEFAULTED
-    kept = asdict(Sampling(**given, given=DEFAULTED))
-    assert asdict(SamplingParams(**given)) == kept
-    assert kept == {**given, "grammar": asdict(given["grammar"]), "given": DEFAULTED}
+    given["given"] = DEFAULTED
+    assert asdict(SamplingParams(**given)) == asdict(Sampling(**given))
+    assert asdict(Sampling(**given)) == {**given, "grammar": asdict(given["grammar"])}
+
+
+def test_a_copy_made_by_the_standard_library_has_everything_given() -> None:
+    params = replace(SamplingParams(top_k=3), temperature=0.5)
+    assert (params.top_k, params.temperature, params.given) == (3, 0.5, DEFAULTED)
+    assert SamplingParams(given=frozenset({"top_p"})).given == {"top_p"}
 
 
 @pytest.mark.parametrize(

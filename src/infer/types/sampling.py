@@ -224,7 +224,9 @@ class SamplingParams(Sampling):
         prompt_logprobs: int | None = None,
         prediction: str = "",
         speculation: bool = True,
+        given: frozenset[str] = frozenset(),
     ) -> None:
+        """`given`: further fields that are chosen, with their fixed defaults."""
         chosen = _chosen(
             temperature=temperature,
             top_k=top_k,
@@ -237,7 +239,7 @@ class SamplingParams(Sampling):
             min_tokens=min_tokens,
             stop=stop,
         )
-        given = frozenset(chosen)
+        given |= chosen.keys()
         if max_tokens is UNSET and isinstance(min_tokens, int):
             chosen["max_tokens"] = max(DEFAULT_MAX_TOKENS, min_tokens)
         super().__init__(
