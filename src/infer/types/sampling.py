@@ -228,17 +228,10 @@ class SamplingParams(Sampling):
     ) -> None:
         """`given`: further fields that are chosen, with their fixed defaults."""
         chosen = _chosen(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=stop,
-        )
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, stop=stop,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, max_tokens=max_tokens, min_tokens=min_tokens,
+        )  # fmt: skip
         given |= chosen.keys()
         if max_tokens is UNSET and isinstance(min_tokens, int):
             chosen["max_tokens"] = max(DEFAULT_MAX_TOKENS, min_tokens)
