@@ -88,7 +88,7 @@ def assemble(config: EngineConfig) -> EngineParts:
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
     defaults = blueprint.files.sampling
-    log_defaults(defaults)
+    log_defaults(blueprint.model_name, defaults)
     core, limits = blueprint.build(lambda request_id: None)
     main_memory.return_freed_memory()
     input_processor = InputProcessor(tokenizer, limits, config.seed or 0, defaults)

@@ -27,11 +27,11 @@ _MAX_SHRINKING = 4
 """largest factor by which a tokenizer's normalisation may shorten a text"""
 
 
-def log_defaults(defaults: SamplingDefaults) -> None:
+def log_defaults(model_name: str, defaults: SamplingDefaults) -> None:
     """Log the defaults of requests, and warnings about what a checkpoint asks for in vain."""
-    log.info("defaults of requests: %s", defaults)
+    log.info("%s: defaults of requests: %s", model_name, defaults)
     for note in defaults.notes:
-        log.warning("%s", note)
+        log.warning("%s: %s", model_name, note)
 
 
 def log_tool_use(tokenizer: Tokenizer) -> None:

@@ -154,7 +154,7 @@ def launch_factory(
         if not texts:
             texts.append((text, tokenizer := Tokenizer(text.files)))
             log_tool_use(tokenizer)
-            log_defaults(text.files.sampling)
+            log_defaults(text.model_name, text.files.sampling)
 
     loads = loads or Loads()
     with contextlib.ExitStack() as loading:
