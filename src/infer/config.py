@@ -12,10 +12,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta, inspect
@@ -73,6 +83,10 @@ def name_or_pattern(pattern: str, description: str, *names: str) -> Meta:
     return Meta(pattern=any_of, examples=list(names), description=description)
 
 
+JSONObject = Annotated[str, name_or_pattern(r"^\s*[{]", "a JSON object")] | dict[str, Any]
+"""The type of a setting that is a JSON object: its text, as on a command line, or a mapping."""
+
+
 class Setting(NamedTuple):
     """A field of a settings class, as `check_fields` and the command line need it."""
 
@@ -80,13 +94,15 @@ class Setting(NamedTuple):
     default: Any
     help: str
     annotation: Any
-    """The field's type with its limits, as msgspec takes it."""
+    """The field's type with its limits, as msgspec takes it; without mappings."""
     kind: type[bool | int | float | str]
     """The field's type without its limits and without None."""
     names: tuple[str, ...]
     """The allowed strings; empty where every value of the kind is allowed."""
     or_else: str
     """Description of the strings that are allowed in addition to `names`; empty if none are."""
+    takes_mapping: bool
+    """Whether the string is a JSON object, which may also be given as a mapping."""
     low: float | None
     """The smallest allowed number; None where there is no limit."""
     high: float | None
@@ -99,6 +115,8 @@ class Setting(NamedTuple):
         if self.kind is bool:
             return f"must be True or False, not {value!r}"
         if self.kind is str:
+            if self.takes_mapping and not isinstance(value, str):
+                return f"must be {self.or_else}, as text or as a mapping, not {value!r:.80}"
             if not isinstance(value, str):
                 return f"must be a string, not {type(value).__name__}"
             if not self.names:
@@ -135,22 +153,24 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
     for spec in dataclasses.fields(config):
         if "help" not in spec.metadata:  # no option
             continue
-        kind: Any = inspect.type_info(annotations[spec.name])
+        annotation = _without_mapping(annotations[spec.name])
+        kind: Any = inspect.type_info(annotation)
         if isinstance(kind, inspect.UnionType):
             (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
         schema: dict[str, Any] = {}
         if isinstance(kind, inspect.Metadata):
             kind, schema = kind.type, kind.extra_json_schema or {}
-        names = _literals(annotations[spec.name]) or schema.get("examples", ())
+        names = _literals(annotation) or schema.get("examples", ())
         found.append(
             Setting(
                 name=spec.name,
                 default=spec.default,
                 help=spec.metadata["help"],
-                annotation=annotations[spec.name],
+                annotation=annotation,
                 kind=_KINDS[type(kind)],
                 names=tuple(names),
                 or_else=schema.get("description", ""),
+                takes_mapping=annotation != annotations[spec.name],
                 low=getattr(kind, "ge", None),
                 high=getattr(kind, "le", None),
             )
@@ -169,11 +189,25 @@ def _literals(annotation: Any) -> tuple[str, ...]:
     return ()
 
 
+def _without_mapping(annotation: Any) -> Any:
+    """The annotation of the text, where a mapping is allowed in its place."""
+    if get_origin(annotation) is not Union:
+        return annotation
+    kept = (each for each in get_args(annotation) if each != dict[str, Any])
+    return functools.reduce(operator.or_, kept)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def check_fields(config: Any) -> None:
     """Raises `ConfigError` for the first field whose value its type does not allow."""
     kind: Any = type(config)
     for setting in settings_of(kind):
         value = getattr(config, setting.name)
+        if setting.takes_mapping and isinstance(value, dict) and all(map(_is_text, value)):
+            continue
         try:
             msgspec.convert(value, setting.annotation)
         except msgspec.ValidationError:
@@ -181,7 +215,8 @@ def check_fields(config: Any) -> None:
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of speculation; `EngineConfig.speculative_config` holds them as JSON."""
+    """The settings of speculation; `EngineConfig.speculative_config` holds them as JSON, or as the
+    mapping that the JSON is."""
 
     method: Literal["ngram", "draft_model"]
     """Source of proposals: ngram = what followed the same tokens before, in prompt and output;
@@ -198,11 +233,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Number of tokens in common for which a longer match is not looked for."""
 
     @classmethod
-    def from_json(cls, text: str) -> SpeculativeConfig:
+    def read(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:
         """Read the setting; raises `ConfigError` that says which field is wrong."""
         name = "speculative_config"
         try:
-            config = msgspec.json.decode(text, type=cls)
+            if isinstance(given, str):
+                config = msgspec.json.decode(given, type=cls)
+            else:
+                config = msgspec.convert(given, type=cls)
         except msgspec.MsgspecError as error:
             form = '{"method": "ngram", "num_speculative_tokens": 8}'
             raise ConfigError(name, f"{error}; it must be JSON such as {form}") from None
@@ -262,6 +300,14 @@ class EngineConfig:
     )
     tool_parser: ToolParser | None = option(
         None, "Format in which the model writes tool calls; default: as its chat template says."
+    )
+    generation_config: Annotated[
+        str, name_or_pattern(".", "a folder with a generation_config.json", "auto", "none")
+    ] = option(
+        "auto",
+        "Defaults of requests that leave out temperature, top_p and the like: auto = what the"
+        " checkpoint says (generation_config.json, or a GGUF file's general.sampling); none = the"
+        " fixed ones of the API; or a folder with a generation_config.json.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"] = option(
         "auto",
@@ -372,7 +418,7 @@ class EngineConfig:
         "native = the compiled CPU kernel; triton = the CUDA kernels; sdpa = torch's own;"
         " auto = the first of them that works here.",
     )
-    speculative_config: Annotated[str, name_or_pattern("^[{]", "a JSON object")] | None = option(
+    speculative_config: JSONObject | None = option(
         None,
         "Proposes tokens that one step verifies, which changes no token (CPU): JSON such as"
         ' {"method": "ngram", "num_speculative_tokens": 8} or'
@@ -466,14 +512,17 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise ConfigError(name, f"there is no such setting; {hint}")
-        return cls(**kwargs)
+        given: dict[str, Any] = {
+            name: dict(it) if isinstance(it, Mapping) else it for name, it in kwargs.items()
+        }
+        return cls(**given)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
         """The settings of speculation; None: no tokens are proposed."""
         if self.speculative_config is None:
             return None
-        return SpeculativeConfig.from_json(self.speculative_config)
+        return SpeculativeConfig.read(self.speculative_config)
 
     def of_draft_model(self) -> EngineConfig | None:
         """The settings with which the draft model of speculation is loaded; None: there is none."""

@@ -156,9 +156,7 @@ def test_all_spellings_of_a_prompt() -> None:
         assert both[3:] == await texts_of("two", n=3)
         # the largest seed has a successor too
         assert len(await texts_of("one", n=2, seed=2**63 - 1)) == 2
-        assert (await texts_of("one", n=2, seed=2**63 - 1))[1] == (
-            await texts_of("one", seed=-(2**63))
-        )[0]
+        assert (await texts_of("one", n=2, seed=2**63 - 1))[1] == (await texts_of("one", seed=0))[0]
 
     with_app(make_hash_llm(vocab_size=262), use)
 
@@ -299,7 +297,13 @@ def test_a_long_prompt_is_taken_in_beside_the_event_loop() -> None:
     assert body["usage"]["prompt_tokens"] == 40_001
 
 
-MODEL = {"id": "hash-model", "object": "model", "owned_by": "infer", "max_model_len": 512}
+MODEL = {
+    "id": "hash-model",
+    "object": "model",
+    "owned_by": "infer",
+    "max_model_len": 512,
+    "sampling_defaults": {"source": None},
+}
 
 
 def test_the_other_routes() -> None:

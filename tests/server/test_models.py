@@ -26,6 +26,7 @@ from infer.server.multi_model import ModelRouter, configs_of, public_reason
 from infer.server.serve import log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from infer.types.sampling_defaults import SamplingDefaults
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import launch_hash_llm, make_hash_llm, pid_of
 from tests.support.serving import (
@@ -427,3 +428,23 @@ def test_the_command_line(tmp_path: Path) -> None:
             assert "the model 'none' cannot be loaded" in p.stderr.read()
         finally:
             p.kill()
+
+
+def test_each_model_has_defaults_of_its_own() -> None:
+    greedy = SamplingDefaults(source="generation_config.json", temperature=0.0)
+
+    async def body(app: App, _: ModelRouter) -> None:
+        for name, number in (("greedy", 1), ("free", 3)):
+            texts = set()
+            for seed in (1, 2, 3):
+                reply = await app.post(COMPLETIONS, completion_body(model=name, seed=seed))
+                texts.add(reply.json()["choices"][0]["text"])
+            assert len(texts) == number
+            document = (await app.get(f"/openapi.json?model={name}")).json()
+            field = document["components"]["schemas"]["ChatBody"]["properties"]["temperature"]
+            assert ("description" in field) is (name == "greedy")
+        models = {each["id"]: each for each in (await app.get("/v1/models")).json()["data"]}
+        assert models["greedy"]["sampling_defaults"]["temperature"] == 0
+        assert models["free"]["sampling_defaults"] == {"source": None}
+
+    used(body, {"greedy": partial(make_hash_llm, defaults=greedy), "free": make_hash_llm})

@@ -373,7 +373,7 @@ ROWS: list[Row] = [
     (DETOKENIZE, {}, 400, "tokens", "missing_required_parameter", "required"),
     (DETOKENIZE, {"tokens": "a"}, 400, "tokens", "invalid_type", "list"),
     (DETOKENIZE, {"tokens": [1, True]}, 400, "tokens[1]", "invalid_type", "integer"),
-    (DETOKENIZE, {"tokens": [1.0]}, 400, "tokens[0]", "invalid_type", "integer"),
+    (DETOKENIZE, {"tokens": [1.5]}, 400, "tokens[0]", "invalid_type", "integer"),
     (DETOKENIZE, {"tokens": [-1]}, 422, "tokens", None, "vocabulary"),
     (DETOKENIZE, {"tokens": [262]}, 422, "tokens", None, "0 to 261"),
     (DETOKENIZE, {"tokens": [2**63]}, 422, "tokens", None, "vocabulary"),

@@ -306,7 +306,7 @@ def test_the_operator_may_name_the_template_and_the_format(tmp_path: Path) -> No
     assert tokenizer.chat_template.source.startswith("OWN")
     assert tokenizer.tool_use is not None
     assert tokenizer.tool_use.format.name == "mistral"
-    assert text_of(checkpoint, EngineConfig()) == checkpoint.text()
+    assert text_of(checkpoint, EngineConfig(generation_config="none")) == checkpoint.text()
     assert checkpoint.text().templates
     (tmp_path / "latin").write_bytes("é".encode("latin-1"))
     for path, words in ((tmp_path / "no", "there is no file"), (tmp_path / "latin", "not UTF-8"),

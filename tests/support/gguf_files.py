@@ -5,6 +5,7 @@ The package supplies tensor names, keys and blocks; this module makes llama.cpp'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,19 @@ def add_text(writer: gguf.GGUFWriter) -> None:
 
 
 def write(
-    path: Path, arch: str, model: Any, kind: Q = Q.F32, head: Q | None = None, **keys: Any
+    path: Path,
+    arch: str,
+    model: Any,
+    kind: Q = Q.F32,
+    head: Q | None = None,
+    *,
+    sampling: Mapping[str, float] | None = None,
+    **keys: Any,
 ) -> Any:
     """Write a model as a file; afterwards the model has the same weights as the file.
 
-    Matrices are stored as `kind`, the output head as `head`. `keys` are added to the metadata.
+    Matrices are stored as `kind`, the output head as `head`. `keys` are added to the metadata, as
+    are the settings of `sampling`.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -124,6 +133,12 @@ def write(
         writer.add_sliding_window(config.sliding_window)
     for key, value in keys.items():
         getattr(writer, f"add_{key}")(*(value if isinstance(value, tuple) else (value,)))
+    for key, value in (sampling or {}).items():
+        name = f"general.sampling.{key}"
+        if isinstance(value, int):
+            writer.add_int32(name, value)
+        else:
+            writer.add_float32(name, value)
     add_text(writer)
 
     names = gguf.get_tensor_name_map(

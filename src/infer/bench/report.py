@@ -98,7 +98,7 @@ def _read(files: Sequence[Path]) -> list[Result]:
     results: list[Result] = []
     for file in files:
         try:
-            document = json.loads(file.read_text(encoding="utf-8"))
+            document = json.loads(file.read_text(encoding="utf-8-sig"))
             rows = document["runs"][document["median_run"]]["requests"]
             label = str(document["label"])
             if document["format"] != FORMAT:

@@ -59,10 +59,14 @@ def write_stream(pieces: Iterable[TextDelta]) -> tuple[str, Speed]:
     return text, speed
 
 
-def run_generate(config: EngineConfig, prompt: str, sampling: SamplingParams) -> None:
-    """`infer generate`: print the prompt and its continuation."""
+def run_generate(
+    config: EngineConfig, prompt: str, sampling: SamplingParams, max_tokens: int | None
+) -> None:
+    """`infer generate`: print the prompt and its continuation. `max_tokens`: where neither the
+    sampling nor the model has a limit."""
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
+        sampling = _limited(llm, sampling, max_tokens)
         pieces = llm.stream(prompt, sampling)
         write(prompt)
         _, speed = write_stream(pieces)
@@ -74,6 +78,7 @@ def run_chat(config: EngineConfig, system: str | None, sampling: SamplingParams)
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
         note(notes, f"{llm.model_name} — {COMMANDS}")
+        sampling = _limited(llm, sampling, None)
         beginning = [{"role": "system", "content": readable(system)}] if system else []
         history = list(beginning)
         while True:
@@ -110,6 +115,16 @@ def _read_line() -> str | None:
             print()
 
 
+def _limited(llm: LLM, sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    """`sampling` with a limit, if neither it nor the model has one."""
+    if "max_tokens" in sampling.given or llm.sampling_defaults.max_tokens is not None:
+        return sampling
+    return sampling.replace(max_tokens=max_tokens)
+
+
 def _load(config: EngineConfig, notes: Console) -> LLM:
     with notes.status("loading the model …"):
-        return LLM.from_config(config)
+        llm = LLM.from_config(config)
+    if llm.sampling_defaults.values:
+        note(notes, f"what is not chosen: {llm.sampling_defaults}")
+    return llm

@@ -172,6 +172,8 @@ def engine_settings(config: EngineConfig, cluster: ClusterSettings) -> dict[str,
 
 def _value(spec: Setting, value: Any) -> Any:
     """A value in the type of its setting; strings are read as on a command line."""
+    if spec.takes_mapping and isinstance(value, Mapping):
+        return dict(value)
     if not isinstance(value, str):
         return str(value) if spec.kind is str and value is not None else value
     if spec.kind is str:

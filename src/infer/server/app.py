@@ -268,6 +268,7 @@ class Endpoints:
             "created": self._started,
             "owned_by": "infer",
             "max_model_len": self._engine.max_seq_len,
+            "sampling_defaults": self._engine.sampling_defaults.as_dict(),
         }
 
     async def health(self, _: HttpRequest) -> Response:
@@ -312,7 +313,8 @@ class Endpoints:
         return Response(self._document, media_type="application/json")
 
     def _made_document(self, routes: Sequence[BaseRoute]) -> bytes:
-        return render(document(routes, has_keys=self._settings.api_keys is not None))
+        has_keys = self._settings.api_keys is not None
+        return render(document(routes, has_keys=has_keys, defaults=self._engine.sampling_defaults))
 
     def routes(self) -> list[BaseRoute]:
         """The routes of all endpoints but those that generate."""

@@ -398,12 +398,14 @@ class ModelRouter:
         return JSONResponse(self._shown(self._find(request.path_params["name"])))
 
     def _shown(self, model: _Model) -> dict[str, Any]:
+        engine = model.engine
         return {
             "id": model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "infer",
-            "max_model_len": None if model.engine is None else model.engine.max_seq_len,
+            "max_model_len": None if engine is None else engine.max_seq_len,
+            "sampling_defaults": None if engine is None else engine.sampling_defaults.as_dict(),
             "status": model.status,
             "reason": model.reason or None,
         }

@@ -23,6 +23,7 @@ from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size
 from infer.engine.build.checkpoint import (
     Checkpoint,
     chosen_blocks,
+    defaults_for,
     find_checkpoint,
     text_of,
 )
@@ -40,7 +41,7 @@ from infer.engine.build.memory_plan import (
 from infer.engine.build.processors import read_processors
 from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import InputProcessor, log_tool_use
+from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
 from infer.engine.core import EngineCore
 from infer.engine.loop import Announce, Blueprint, EngineThread
 from infer.errors import ConfigError, LoadError
@@ -62,6 +63,7 @@ from infer.text.library_tokenizer import read_vocabulary
 from infer.text.tokenizer import Tokenizer
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
+from infer.types.sampling_defaults import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +88,12 @@ def assemble(config: EngineConfig) -> EngineParts:
     blueprint = prepare(config)
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
+    defaults = blueprint.files.sampling
+    log_defaults(blueprint.model_name, defaults)
     core, limits = blueprint.build(lambda request_id: None)
     main_memory.return_freed_memory()
-    return EngineParts(
-        core, InputProcessor(tokenizer, limits, config.seed or 0), blueprint.model_name
-    )
+    input_processor = InputProcessor(tokenizer, limits, config.seed or 0, defaults)
+    return EngineParts(core, input_processor, blueprint.model_name)
 
 
 def prepare(
@@ -412,6 +415,11 @@ def _scheduler_config(
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
         keep_computed=keep_computed,
     )
+
+
+def request_defaults(config: EngineConfig) -> SamplingDefaults:
+    """What requests to this model get where they leave out fields; reads no weights."""
+    return defaults_for(find_checkpoint(config.model, revision=config.revision), config)
 
 
 def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:

@@ -23,9 +23,11 @@ from infer.models.hub import SHIPPED_FOLDER, locate
 from infer.models.model_config import ModelConfig
 from infer.models.registry import read_model_config
 from infer.models.weights import BlockReader, WeightSource, dummy_source, open_checkpoint
-from infer.text.checkpoint_text import TextFiles, read_text_files
+from infer.text.checkpoint_text import TextFiles, read_defaults, read_text_files
+from infer.text.generation_config import FILE, defaults_of_gguf
 from infer.text.gguf_vocab import text_files
 from infer.text.trial import try_patterns
+from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Checkpoint:
     config: ModelConfig
     text: Callable[[], TextFiles]
     """reads tokenizer and chat templates"""
+    defaults: Callable[[], SamplingDefaults]
+    """reads what it says about requests that leave out fields"""
     source: Callable[[torch.dtype, torch.device], WeightSource]
     """opens the weights, as tensors of a dtype on a device"""
     blocks: CheckpointBlocks | None = None
@@ -74,6 +78,7 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
             name,
             file.config,
             text=lambda: text_files(file.metadata, str(path)),
+            defaults=lambda: defaults_of_gguf(file.metadata),
             source=dummy_source if dummy else file.source,
             blocks=CheckpointBlocks(kinds, file.block_reader(), file.block_reader(planned=True))
             if kinds
@@ -85,6 +90,7 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
         name,
         read_model_config(path),
         text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
+        defaults=lambda: read_defaults(path),
         source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
     )
 
@@ -104,13 +110,14 @@ def chosen_blocks(
 
 def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
     """The text files of a checkpoint, with the operator's settings (`tool_parser`,
-    `chat_template`) applied.
+    `generation_config`, `chat_template`) applied.
 
-    Raises `ConfigError` if the file of the chat template cannot be read.
+    Raises `ConfigError` if a file that such a setting names cannot be read.
     """
     with reading(f"the tokenizer of {checkpoint.name}"):
         files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
         try_patterns(files.tokenizer_json)
+    files = dataclasses.replace(files, sampling=defaults_for(checkpoint, config))
     if config.chat_template is None:
         return files
     path = Path(config.chat_template)
@@ -125,3 +132,19 @@ def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
         message = f"{config.chat_template!r} cannot be read: {reason}"
         raise ConfigError("chat_template", message) from None
     return dataclasses.replace(files, templates={"default": template})
+
+
+def defaults_for(checkpoint: Checkpoint, config: EngineConfig) -> SamplingDefaults:
+    """The defaults of requests: the checkpoint's, or what `generation_config` chooses.
+
+    Raises `LoadError` for a checkpoint's file that cannot be read, `ConfigError` for a chosen one.
+    """
+    if config.generation_config == "auto":
+        return checkpoint.defaults()
+    if config.generation_config == "none":
+        return NO_DEFAULTS
+    folder = Path(config.generation_config)
+    try:
+        return read_defaults(folder, f"{FILE} of --generation-config", must_exist=True)
+    except LoadError as error:
+        raise ConfigError("generation_config", str(error)) from None

@@ -136,8 +136,12 @@ class AsyncLLM:
         self.tokenizer = input_processor.tokenizer
         self.make_request = input_processor.make_request
         """see `InputProcessor.make_request`"""
+        self.another_choice = input_processor.another_choice
+        """see `InputProcessor.another_choice`"""
         self.check_sampling = input_processor.check
         """see `InputProcessor.check`"""
+        self.sampling_defaults = input_processor.defaults
+        """what requests get where they leave out fields"""
         self.max_seq_len = input_processor.limits.max_seq_len
         """maximum length of prompt and output together, in tokens"""
         self.vocab_size = input_processor.limits.vocab_size

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, model_validator
+from pydantic import model_validator
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import RequestError, UnprocessableError
+from infer.errors import RequestError
 from infer.server.openai.answer_parts import (
     ChunkWriter,
     TokenDetails,
@@ -26,14 +26,14 @@ from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
 from infer.server.openai.large_json import Later
 from infer.server.openai.schema import (
     CONVERSATION,
-    COUNT,
     RANGES,
     Conversation,
     Generation,
-    Stop,
+    Limit,
     between,
-    string_list,
+    limit,
 )
+from infer.server.openai.schema_base import Int
 from infer.server.openai.to_engine import (
     check_stream_format,
     grammar_name,
@@ -48,17 +48,6 @@ from infer.text.tools.formats import ToolFormat, thoughts_in
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 from infer.types.sampling import MAX_LOGPROBS
 
-MAX_STOP_STRINGS = 4
-"""OpenAI's limit for chats"""
-
-
-def _few_stops(strings: tuple[str, ...]) -> tuple[str, ...]:
-    if len(strings) > MAX_STOP_STRINGS:
-        raise UnprocessableError(
-            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are supported"
-        )
-    return strings
-
 
 class ChatBody(Conversation, Generation):
     """`POST /v1/chat/completions`, and `/render`, which returns its prompt."""
@@ -67,20 +56,16 @@ class ChatBody(Conversation, Generation):
         RANGES
         | CONVERSATION
         | {
-            "max_tokens": {"anyOf": [{"type": "integer", **between(1, COUNT["maximum"])}]},
-            "max_completion_tokens": {
-                "anyOf": [{"type": "integer", **between(1, COUNT["maximum"])}]
-            },
+            "max_tokens": limit(1),
+            "max_completion_tokens": limit(1),
             "top_logprobs": {"anyOf": [{"type": "integer", **between(0, MAX_LOGPROBS)}]},
-            "stop": string_list(MAX_STOP_STRINGS),
         }
     )
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Limit = None
     session_id: str | None = None
     """id of a session whose messages go before these; see `server.sessions.routes`"""
-    stop: Annotated[Stop, AfterValidator(_few_stops)] = ()
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
@@ -94,6 +79,10 @@ class ChatBody(Conversation, Generation):
     @property
     def num_grammar_chars(self) -> int:
         return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
+
+    @property
+    def sets_limit(self) -> bool:
+        return super().sets_limit or "max_completion_tokens" in self.model_fields_set
 
     @property
     def is_open_ended(self) -> bool:
@@ -180,17 +169,17 @@ def _prompt_end(engine: AsyncLLM, prompt: Sequence[int]) -> str:
 def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]:
     """The sampling of a chat; errors inside of the block get the names of a chat's fields."""
     names = {"logprobs": "top_logprobs", "prompt": "messages", **grammar_name(wire)}
-    limit, logprobs = wire.max_tokens, wire.top_logprobs
+    most, logprobs = wire.max_tokens, wire.top_logprobs
     if wire.max_completion_tokens is not None:
-        if limit not in (None, wire.max_completion_tokens):
+        if most not in (None, wire.max_completion_tokens):
             message = "max_tokens and max_completion_tokens differ; send one of them"
             raise RequestError(message, param="max_tokens")
-        limit, names["max_tokens"] = wire.max_completion_tokens, "max_completion_tokens"
+        most, names["max_tokens"] = wire.max_completion_tokens, "max_completion_tokens"
     if logprobs is None and wire.logprobs:
         logprobs = 0
     with in_callers_names(names):
         check_stream_format(wire, logprobs)
-        sampling = sampling_of(wire, limit, logprobs)
+        sampling = sampling_of(engine, wire, most, logprobs)
         way = _tool_format(engine, wire)
         if way is not None and wire.forced_tools:
             parallel = wire.parallel_tool_calls and isinstance(wire.tool_choice, str)

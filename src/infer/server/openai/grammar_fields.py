@@ -21,7 +21,7 @@ def response_format(value: Any) -> Grammar | None:
     """The grammar of a `response_format`; None for the type `text`.
 
     A `json_object` may have a `schema`, which some clients add; a `json_schema` has
-    `{"json_schema": {"name", "schema"}}`.
+    `{"json_schema": {"name", "schema"}}`, whose name has no effect and may be missing.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
@@ -41,8 +41,8 @@ def response_format(value: Any) -> Grammar | None:
 
 
 def _named_schema(value: Any) -> Grammar:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise RequestError("response_format: json_schema must be an object with a name")
+    if not isinstance(value, dict) or not isinstance(value.get("name") or "", str):
+        raise RequestError("response_format: json_schema must be an object whose name is a string")
     if unknown := sorted(value.keys() - {"name", "description", "schema", "strict"}):
         raise UnprocessableError(f"response_format: json_schema has no field {unknown[0][:64]!r}")
     schema = value.get("schema")

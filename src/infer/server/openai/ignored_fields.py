@@ -54,14 +54,15 @@ STREAM_FIELDS: IgnoredValues = {"include_obfuscation": (False,)}
 
 
 def has_no_effect(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of the accepted ones. 1 is accepted for 1.0, but 1.0 is not for 1."""
+    """Whether `value` is one of the accepted ones. 1 and 1.0 are the same number."""
     return any(_fits(value, one) for one in accepted)
 
 
 def _fits(value: Any, accepted: Any) -> bool:
     if isinstance(accepted, type):
         return isinstance(value, accepted)
-    kinds = (int, float) if isinstance(accepted, float) else (type(accepted),)
+    is_number = type(accepted) in (int, float)
+    kinds = (int, float) if is_number else (type(accepted),)
     return type(value) in kinds and bool(value == accepted)
 
 

@@ -13,18 +13,25 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, FailFast, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    FailFast,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 from infer.errors import RequestError, UnprocessableError
 from infer.server.http.json_body import MAX_NAME_CHARS, parse_json
 from infer.server.openai import grammar_fields, ignored_fields
-from infer.server.openai.schema_base import Wire, plain
+from infer.server.openai.schema_base import WHOLE, Int, Wire, plain, whole, whole_list
 from infer.types import sampling
 from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
-MAX_CHOICES_PER_PROMPT = 8
-"""largest `n`"""
+MAX_CHOICES_PER_PROMPT = 128
+"""largest `n`; OpenAI's"""
 MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
 """maximum size of `bad_words` that are tokenised on the event loop"""
 MAX_LIGHT_ENTRIES = 2048
@@ -43,10 +50,19 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
 def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    """The strings; null and "" are none."""
     strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list):
+        strings = [item for item in strings if item is not None]
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
         raise RequestError(f"{info.field_name} must be a string or a list of strings")
-    return tuple(strings)
+    return tuple(filter(None, strings))
+
+
+def _limit(value: Any) -> Any:
+    """A number of tokens; None for -1, which clients send for no limit."""
+    value = whole(value)
+    return None if type(value) is int and value in sampling.NO_LIMIT else value
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -178,7 +194,9 @@ Role = Annotated[
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
-TokenIds = Annotated[list[int], FailFast()]  # one error only, not one for each wrong id
+# One error only, not one for each wrong id.
+TokenIds = Annotated[list[int], FailFast(), BeforeValidator(whole_list)]
+Limit = Annotated[int | None, BeforeValidator(_limit)]
 ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str, Any])]
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
@@ -188,11 +206,18 @@ def between(low: float, high: float) -> dict[str, Any]:
 
 
 COUNT = between(0, sampling.MAX_TOKENS_CEILING)
-_STRING = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_STRING_CHARS}
+_STRING = {"type": "string", "maxLength": sampling.MAX_STOP_STRING_CHARS}
 
 
-def string_list(most: int) -> dict[str, Any]:
-    return {"anyOf": [_STRING, {"type": "array", "items": _STRING, "maxItems": most}]}
+def limit(least: int) -> dict[str, Any]:
+    """A limit of the answer's tokens; -1 is none."""
+    tokens = {"type": "integer", **between(least, sampling.MAX_TOKENS_CEILING)}
+    return {"anyOf": [{"const": -1}, tokens]}
+
+
+def _string_list(most: int) -> dict[str, Any]:
+    items = {"anyOf": [_STRING, {"type": "null"}]}
+    return {"anyOf": [_STRING, {"type": "array", "items": items, "maxItems": most}]}
 
 
 def _token_ids(most: int, least: int = 0) -> dict[str, Any]:
@@ -201,8 +226,8 @@ def _token_ids(most: int, least: int = 0) -> dict[str, Any]:
 
 
 RANGES: dict[str, dict[str, Any]] = {
-    "temperature": {"anyOf": [{"const": 0}, {"type": "number", **between(0.01, 2)}]},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "temperature": between(0, 2),
+    "top_p": between(0, 1),
     "min_p": between(0, 1),
     "presence_penalty": between(-2, 2),
     "frequency_penalty": between(-2, 2),
@@ -211,8 +236,8 @@ RANGES: dict[str, dict[str, Any]] = {
     "seed": {"anyOf": [{"type": "integer", **between(-(2**63), 2**63 - 1)}]},
     "min_tokens": COUNT,
     "prompt_logprobs": {"anyOf": [{"type": "integer", **between(0, sampling.MAX_LOGPROBS)}]},
-    "stop": string_list(sampling.MAX_STOP_STRINGS),
-    "bad_words": string_list(sampling.MAX_BAD_WORDS),
+    "stop": _string_list(sampling.MAX_STOP_STRINGS),
+    "bad_words": _string_list(sampling.MAX_BAD_WORDS),
     "stop_token_ids": _token_ids(sampling.MAX_STOP_TOKEN_IDS),
     "allowed_token_ids": _token_ids(sampling.MAX_ALLOWED_TOKEN_IDS, 1),
     "logit_bias": {
@@ -325,26 +350,26 @@ class SampledBody(GeneratingBody):
 
     documented = RANGES
 
-    max_tokens: int | None = None
+    max_tokens: Limit = None
     temperature: float = 1.0
     top_p: float = 1.0
-    seed: int | None = None
+    seed: Int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], plain(_logit_bias, dict[str, float])] = Field({})
     stop: Stop = ()
 
-    top_k: int = 0
+    top_k: Int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    min_tokens: int = 0
+    min_tokens: Int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIds = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
+    allowed_token_ids: Annotated[list[int] | None, FailFast(), BeforeValidator(whole_list)] = None
     bad_words: Stop = ()
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), WHOLE] = 0
     reuse_prefix: bool = True
     """whether the prompt may take pages from the prefix cache and leave its own there for others"""
     prediction: Annotated[str, plain(_prediction, PredictedContent)] = Field("")
@@ -376,8 +401,13 @@ class SampledBody(GeneratingBody):
         return sum(len(grammar.text) for grammar in self.grammars.values())
 
     @property
+    def sets_limit(self) -> bool:
+        """Whether the client says how many tokens it wants, or that there is no limit."""
+        return "max_tokens" in self.model_fields_set
+
+    @property
     def is_open_ended(self) -> bool:
-        return self.max_tokens is None
+        return self.max_tokens is None or not self.sets_limit
 
     @property
     def grammars(self) -> dict[str, Grammar]:
@@ -399,12 +429,12 @@ class Generation(SampledBody):
 
     ignored = ignored_fields.REQUEST_FIELDS
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_PROMPT), WHOLE] = 1
     stream_options: StreamOptions | None = None
     stream_format: Literal["openai", "events"] = "openai"
     user: str | None = None
     metadata: Annotated[dict[str, str], plain(_metadata, dict[str, str])] = Field({})
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Int | None = None
     return_token_ids: bool = False
 
     @property

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     GetJsonSchemaHandler,
     PlainValidator,
@@ -63,6 +64,26 @@ _OTHER_NAMES = {
 def plain(check: Callable[..., Any], sent: Any) -> PlainValidator:
     """A validator that calls only `check`; `sent` is the type that the OpenAPI document shows."""
     return PlainValidator(check, json_schema_input_type=sent)
+
+
+def whole(value: Any) -> Any:
+    """A number without a fraction as an integer: JavaScript, R and Lua may write 8.0 for 8."""
+    if type(value) is float and value.is_integer() and abs(value) < 2.0**64:
+        return int(value)
+    return value
+
+
+def whole_list(value: Any) -> Any:
+    """The same for the members of a list."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [whole(item) for item in value]
+    return value
+
+
+WHOLE = BeforeValidator(whole)
+"""after the limits of an integer field in its `Annotated`"""
+Int = Annotated[int, WHOLE]
+"""the type of an integer field"""
 
 
 class Wire(BaseModel):

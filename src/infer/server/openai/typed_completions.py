@@ -14,10 +14,10 @@ from typing import Annotated, Any
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import RequestError, UnprocessableError
 from infer.server.openai.answer_parts import TokenUsage
-from infer.server.openai.completions import is_ids
+from infer.server.openai.completions import as_ids
 from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import OnMessage, Part
-from infer.server.openai.schema import COUNT, RANGES, SampledBody
+from infer.server.openai.schema import RANGES, Limit, SampledBody, limit
 from infer.server.openai.schema_base import plain
 from infer.server.openai.to_engine import (
     Prompt,
@@ -33,8 +33,8 @@ from infer.types import Request, RequestOutput, TextDelta
 def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and is_ids(value):
-        return tuple(value)
+    if (ids := as_ids(value)) is not None:
+        return ids
     raise RequestError("prompt must be a string or a list of token ids (integers)")
 
 
@@ -43,10 +43,10 @@ class TypedCompletionBody(SampledBody):
 
     always_streams = True
     unknown_model_status = 422
-    documented = RANGES | {"max_tokens": COUNT | {"minimum": 1}}
+    documented = RANGES | {"max_tokens": limit(1)}
 
     prompt: Annotated[Prompt, plain(_prompt, str | list[int])]
-    max_tokens: int = 128
+    max_tokens: Limit = 128
 
 
 class TypedCompletion:
@@ -101,7 +101,7 @@ class TypedCompletionsApi:
     ) -> list[Request]:
         try:
             with in_callers_names(grammar_name(wire)):
-                checked = engine.check_sampling(sampling_of(wire, wire.max_tokens))
+                checked = engine.check_sampling(sampling_of(engine, wire, wire.max_tokens))
                 requests = requests_of(
                     engine,
                     [wire.prompt],

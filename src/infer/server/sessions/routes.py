@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -34,7 +34,7 @@ from infer.server.openai.large_json import json_response
 from infer.server.openai.openapi import takes
 from infer.server.openai.schema import MAX_MESSAGES
 from infer.server.openai.schema import Message as WireMessage
-from infer.server.openai.schema_base import Wire
+from infer.server.openai.schema_base import WHOLE, Wire
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
 from infer.server.sessions.leases import SessionLeases
@@ -58,7 +58,7 @@ class RenameBody(Wire):
 
 
 class ForkBody(Wire):
-    at: int | None = Field(None, ge=0)
+    at: Annotated[int, Field(ge=0), WHOLE] | None = None
 
 
 class SessionTurn:
