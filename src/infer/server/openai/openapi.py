@@ -56,10 +56,13 @@ def each(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, Route, str]]:
         yield method, route, (route.endpoint.__doc__ or "").partition("\n")[0]
 
 
-def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
+def document(
+    routes: Iterable[BaseRoute], *, has_keys: bool, refuses_unknown: bool = False
+) -> dict[str, Any]:
     """The OpenAPI document of an app's routes, as JSON values.
 
-    `has_keys`: whether the server demands API keys.
+    `has_keys`: whether the server demands API keys. `refuses_unknown`: whether it refuses unknown
+    fields of every body, not only of the strict ones.
     """
     paths: dict[str, dict[str, Any]] = {}
     models: dict[type[Wire], None] = {}
@@ -85,6 +88,10 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
             operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
         paths.setdefault(route.path_format, {})[method.lower()] = operation
     named = models_json_schema([(model, "validation") for model in models], ref_template=REF)[1]
+    if not refuses_unknown:
+        strict = {model.__name__ for model in models if model.is_strict}
+        for name in named["$defs"].keys() - strict:
+            named["$defs"][name].pop("additionalProperties", None)
     return {
         "openapi": "3.1.0",
         "info": {"title": "infer", "version": VERSION},
