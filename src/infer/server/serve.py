@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -40,6 +41,7 @@ from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers, unknown_model_statuses
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
+from infer.server.http.tls_connection import accept_tls
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
 from infer.server.sessions import NO_SESSIONS
@@ -214,6 +216,8 @@ class Server(uvicorn.Server):
         settings = settings or ServerSettings()
         most = settings.limits
         limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
+        self._places = places = Connections(limits)
+        self._limits = most
         turn_away: TurnAway | None = None
         if isinstance(engine, ModelRouter):
             outer = layers(settings, (engine.seen,), page=page)
@@ -231,7 +235,7 @@ class Server(uvicorn.Server):
                 http=functools.partial(  # type: ignore[arg-type]
                     BoundedProtocol,
                     write_stall_s=settings.write_stall_s,
-                    places=Connections(limits),
+                    places=places,
                     turn_away=turn_away,
                     overload_status=settings.status_when_full,
                     limits=settings.limits,
@@ -268,6 +272,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         url = url_of(self._sock, is_tls=self.config.is_ssl)
+        if self.config.ssl is not None:  # asyncio would count no connection before its handshake
+            make: Any = self.config.http_protocol_class
+            rest = (self.config.ssl, self._places, self._limits)
+            accept = functools.partial(accept_tls, make, *rest)
+            self.config.http_protocol_class = accept  # type: ignore[assignment]
+            self.config.ssl = None
         try:
             await super().startup(sockets)
         except OSError as error:  # SO_REUSEADDR lets two hold a port, and only one listen

@@ -37,7 +37,7 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from infer.errors import OverloadedError, RequestError
-from infer.server.http.connections import KEY, PROBE_PATHS, Connections, Use
+from infer.server.http.connections import KEY, PROBE_PATHS, Connection, Connections, Use
 from infer.server.http.error_responses import (
     MAX_HEADER_BYTES,
     HttpError,
@@ -145,11 +145,13 @@ class BoundedProtocol(H11Protocol):
         turn_away: Callable[[Scope], Response | None] | None = None,
         limits: ServerLimits = SERVER_LIMITS,
         overload_status: int = OverloadedError.status,
+        handshake: Connection | None = None,
         **named: Any,
     ) -> None:
         """`write_stall_s`: seconds after which a client that reads nothing is cut off. `turn_away`:
         the refusal of a request by its headers; None if the app is to answer it.
-        `overload_status`: see `describe`."""
+        `overload_status`: see `describe`. `handshake`: what has this connection's place until it is
+        made, during a TLS handshake."""
         super().__init__(*arguments, **named)
         self._turn_away = turn_away
         self._overload_status = overload_status
@@ -161,6 +163,7 @@ class BoundedProtocol(H11Protocol):
         self._write_stall_s = write_stall_s
         self._limits = limits
         self._places = places
+        self._handshake = handshake
         self._deadline: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._is_refused = False
@@ -173,7 +176,11 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        if self._places.add(self):
+        if self._handshake is not None:
+            self._places.hand_over(self._handshake, self)
+            self._handshake = None
+            self._set_deadline()
+        elif self._places.add(self):
             self._set_deadline()
             self._read_at_once()
         else:
@@ -377,7 +384,7 @@ class BoundedProtocol(H11Protocol):
         self.conn = BoundedConnection()  # frees the old one's buffers
         self._places.note(self, Use.REFUSED)
         if seconds == 0:
-            self.transport.close()
+            self._close_at_once()
             return
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -395,6 +402,13 @@ class BoundedProtocol(H11Protocol):
         if not self._is_refused and (self.cycle is None or self.conn.trailing_data[0]):
             error = OverloadedError("the server has too many connections")
             self._refuse(error, "connections", 0)
+        else:
+            self._close_at_once()
+
+    def _close_at_once(self) -> None:
+        """Give the file descriptor back. TLS would wait for the client to agree to the end."""
+        if self.scheme == "https":
+            self.transport.abort()
         else:
             self.transport.close()
 
