@@ -38,8 +38,9 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads log_fields control_groups readiness readable_text extras",
+        "errors version threads signals log_fields control_groups readiness readable_text extras",
         "exceptions that users see; the version; threads that end before the interpreter;"
+        " which signals end a server;"
         " what lines of the log carry; the limits of a container; waiting for a file;"
         " valid text of any path; how to install an optional part",
     ),

@@ -50,9 +50,13 @@ def test_a_locked_database_is_a_503_and_delays_nobody(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         with sqlite3.connect(file, isolation_level=None) as other:
             other.execute("begin exclusive")
-            last = (await asking).body.decode().split("\n\n")[-2]
+            # The answer is whole: its end comes, then the error, then the end of the stream.
+            *_, end, last, done, rest = (await asking).body.decode().split("\n\n")
+            (choice,) = json.loads(end.removeprefix("data: "))["choices"]
+            assert choice["finish_reason"] == "length"
             error = json.loads(last.removeprefix("data: "))["error"]
             assert error["code"] == "database_unavailable"
+            assert (done, rest) == ("data: [DONE]", "")
             other.execute("rollback")
         found = await app.get(f"/v1/sessions/{session}")
         assert (found.status, found.json()["messages"]) == (200, [])

@@ -85,7 +85,19 @@ def test_every_field_that_is_read_is_in_the_document_and_no_other(tmp_path: Path
         return checked
 
     url = f"sqlite:///{tmp_path}/s.db"
-    assert with_app(make_hash_llm(), use, sessions=url) > 500
+    assert with_app(make_hash_llm(), use, sessions=url, unknown_params="refuse") > 500
+
+
+def test_unknown_fields_are_in_the_document_as_the_server_takes_them() -> None:
+    async def closed(app: App) -> set[str]:
+        schemas = (await app.get("/openapi.json")).json()["components"]["schemas"]
+        return {name for name, schema in schemas.items() if "additionalProperties" in schema}
+
+    assert not with_app(make_hash_llm(), closed)
+    typed = {"completions_api": "typed"}
+    assert with_app(make_hash_llm(), closed, **typed) == {"TypedCompletionBody"}
+    refusing = with_app(make_hash_llm(), closed, unknown_params="refuse")
+    assert {"ChatBody", "Message", "StreamOptions", "SessionBody", "TextPart"} < refusing
 
 
 def test_every_schema_says_something_about_each_field() -> None:

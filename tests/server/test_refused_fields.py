@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 
+from infer.engine.client.async_llm import AsyncLLM
 from infer.server.openai.completions import CompletionBody
-from infer.server.openai.ignored_fields import REQUEST_FIELDS
+from infer.server.openai.ignored_fields import HINTS, REQUEST_FIELDS
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import (
     BODIES,
     CHAT,
     COMPLETIONS,
     App,
+    Reply,
     ask,
+    chat_body,
     check_refused,
     with_app,
 )
@@ -122,6 +125,11 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"prediction": {}}, 400, "prediction", None, "must be"),
     ({"prediction": {"type": "x", "content": "a"}}, 400, "prediction", None, "must be"),
     ({"prediction": {"type": "content", "content": [{}]}}, 400, "prediction", None, "must be"),
+    ({"prediction": {"type": "content"}}, 400, "prediction", None, "must be"),
+    (
+        {"prediction": {"type": "content", "content": "a", "extra": 1}},
+        *(422, "prediction.extra", "unknown_parameter", "known are content, type"),
+    ),
     (
         {"prediction": {"type": "content", "content": "a" * 262_145}},
         *(422, "prediction", None, "at most 262144"),
@@ -238,6 +246,9 @@ def said(*messages: Any) -> dict[str, Any]:
     return {"messages": list(messages)}
 
 
+UNSUPPORTED_TEXT = ("unsupported_parameter", "a string")
+
+
 def part(**fields: Any) -> dict[str, Any]:
     return said({"role": "user", "content": [{"type": "text", "text": "a"}, fields]})
 
@@ -272,7 +283,25 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     (part(text="x"), 400, "messages[0].content", "unsupported_content_part", "no type"),
     (part(type="text"), 400, "messages[0].content", None, "text part"),
     (part(type="text", text=5), 400, "messages[0].content", None, "text part"),
-    (part(type="text", text="x", extra=1), 400, "messages[0].content", None, "text part"),
+    (part(type=5, text="x"), 400, "messages[0].content", "unsupported_content_part", "no type"),
+    (part(type=["text"], text="x"), 400, "messages[0].content", "unsupported_content_part", "no"),
+    (
+        part(type="text", text="x", extra=1),
+        *(422, "messages[0].content.extra", "unknown_parameter", "known are text, type"),
+    ),
+    (
+        part(type="refusal", refusal="x"),
+        *(400, "messages[0].content", "unsupported_content_part", "'refusal'"),
+    ),
+    (
+        part(type="thinking", thinking="x"),
+        *(400, "messages[0].content", "unsupported_content_part", "'thinking'"),
+    ),
+    (
+        said({"role": "assistant", "content": [{"type": "refusal", "refusal": 5}]}),
+        *(400, "messages[0].content", None, "'refusal': string"),
+    ),
+    (said({"role": "assistant", "refusal": 5}), 400, "messages[0].refusal", *UNSUPPORTED_TEXT),
     (
         said({"role": "assistant", "content": "x", "tool_calls": [{}]}),
         *(400, "messages[0].tool_calls", None, "`function`"),
@@ -333,6 +362,12 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ),
 ]
 
+
+def ask_strict(engine: AsyncLLM, path: str, body: Any) -> Reply:
+    """One POST to a new app that refuses unknown fields."""
+    return with_app(engine, lambda app: app.post(path, body), unknown_params="refuse")
+
+
 FIELD_ROWS = [
     *((path, *row) for path in BODIES for row in SAME_FIELDS),
     *((COMPLETIONS, *row) for row in COMPLETION_FIELDS),
@@ -345,9 +380,21 @@ def test_a_field_is_refused(
     path: str, fields: dict[str, Any], status: int, param: str, code: str | None, word: str
 ) -> None:
     engine = make_hash_llm()
-    reply = ask(engine, path, BODIES[path](**fields))
+    reply = ask_strict(engine, path, BODIES[path](**fields))
     check_refused(reply, status, param, code, word)
     assert engine.stats()["num_submitted"] == 0
+
+
+@pytest.mark.parametrize(("path", "fields", "status", "param", "code", "word"), FIELD_ROWS)
+def test_by_default_only_what_is_unknown_or_a_hint_is_left_out(
+    path: str, fields: dict[str, Any], status: int, param: str, code: str | None, word: str
+) -> None:
+    reply = ask(make_hash_llm(), path, BODIES[path](**fields))
+    name = param.rpartition(".")[2]
+    if code == "unknown_parameter" or (code == "unsupported_parameter" and name in HINTS):
+        assert (reply.status, reply.headers["x-ignored-params"]) == (200, name)
+    else:
+        check_refused(reply, status, param, code, word)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +408,7 @@ def test_a_field_is_refused(
 def test_a_field_is_refused_before_a_stream_begins(
     path: str, fields: dict[str, Any], status: int, param: str, code: str | None, word: str
 ) -> None:
-    reply = ask(make_hash_llm(), path, BODIES[path](stream=True, **fields))
+    reply = ask_strict(make_hash_llm(), path, BODIES[path](stream=True, **fields))
     check_refused(reply, status, param, code, word)
 
 
@@ -405,8 +452,9 @@ def test_null_is_absent(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_unknown_names_are_left_out_and_reported_where_that_is_wanted(path: str) -> None:
-    unknown: dict[str, Any] = {"temprature": 5, "\r\nx: y": 1}
+def test_unknown_names_are_left_out_and_named(path: str) -> None:
+    """At most 32 of them and 1 KiB; a name that could forge a header is not repeated."""
+    unknown: dict[str, Any] = {"temprature": 5, "\r\nx: y": 1, "": 1, "a" * 65: 1, "ü": 1}
     for i in range(40):
         unknown[f"u{i}"] = [i]
 
@@ -416,11 +464,90 @@ def test_unknown_names_are_left_out_and_reported_where_that_is_wanted(path: str)
         told = await app.post(path, BODIES[path](**unknown))
         assert told.json()["choices"] == plain.json()["choices"]
         names = told.headers["x-ignored-params"].split(", ")
-        assert names == ["temprature", "?", *(f"u{i}" for i in range(30))]
+        assert names == ["temprature", "?", *(f"u{i}" for i in range(27))]
+        long = {f"{i:064}": 1 for i in range(32)}
+        told = await app.post(path, BODIES[path](**long))
+        names = told.headers["x-ignored-params"].split(", ")
+        assert (told.status, names) == (200, list(long)[:15])
         options = {"stream": True, "stream_options": {"include_usge": True}}
         streamed = await app.post(path, BODIES[path](**options))
         assert (streamed.status, streamed.headers["x-ignored-params"]) == (200, "include_usge")
         refused = await app.post(path, BODIES[path](echo=5, store=True))
         assert refused.status == 400  # known names stay known
 
-    with_app(make_hash_llm(), use, unknown_params="ignore")
+    with_app(make_hash_llm(), use)
+
+
+OF_OTHER_CLIENTS: dict[str, Any] = {
+    # Open WebUI, llama.cpp, Ollama, LM Studio, KoboldCpp
+    **{"chat_id": "c", "session": "s", "id": "i", "background_tasks": {}, "features": {}},
+    **{
+        "repeat_penalty": 1.1,
+        "repeat_last_n": 64,
+        "num_ctx": 4096,
+        "num_predict": 5,
+        "mirostat": 0,
+    },
+    **{"cache_prompt": True, "id_slot": -1, "keep_alive": "5m", "options": {}, "tfs_z": 1.0},
+    **{"typical_p": 1.0, "dry_multiplier": 0.0, "samplers": ["top_k"], "n_keep": 0, "ttl": 300},
+    # OpenRouter, Qwen, LiteLLM, LangChain
+    **{"provider": {"order": ["a"]}, "transforms": ["middle-out"], "usage": {"include": True}},
+    **{"models": ["a"], "route": "fallback", "plugins": [], "reasoning": {"effort": "low"}},
+    **{"enable_thinking": False, "thinking_budget": 5, "thinking": {"type": "disabled"}},
+    **{"extra_body": {}, "extra_headers": {}, "litellm_metadata": {}, "input_type": "query"},
+    # OpenAI
+    **{"store": True, "verbosity": "low", "service_tier": "flex", "include": ["x"]},
+    **{"prompt_cache_retention": "24h"},
+}
+"""fields that common clients send and that have no meaning here"""
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("name", OF_OTHER_CLIENTS)
+def test_what_other_clients_send_is_named(path: str, name: str) -> None:
+    reply = ask(make_hash_llm(), path, BODIES[path](**{name: OF_OTHER_CLIENTS[name]}))
+    assert (reply.status, reply.headers["x-ignored-params"]) == (200, name)
+    plain = ask(make_hash_llm(), path, BODIES[path]()).json()["choices"]
+    assert reply.json()["choices"] == plain
+    strict = ask_strict(make_hash_llm(), path, BODIES[path](**{name: OF_OTHER_CLIENTS[name]}))
+    assert strict.error()["param"] == name
+
+
+def prompt_of(*messages: Any) -> tuple[str, str | None]:
+    """The prompt that a chat becomes, and what was ignored for it."""
+    path = "/v1/chat/completions/render"
+    reply = ask(make_hash_llm(), path, chat_body(messages=list(messages)))
+    assert reply.status == 200, reply.body
+    return reply.json()["prompt"], reply.headers.get("x-ignored-params")
+
+
+MARKS = {"cache_control": {"type": "ephemeral"}, "annotations": [], "id": "p", "\nx: y": [1]}
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant"])
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+def test_members_of_parts_and_messages_without_a_meaning_are_named(role: str, kind: str) -> None:
+    user = {"role": "user", "content": "b"}
+    plain, _ = prompt_of({"role": role, "content": "one two"}, user)
+    parts = [{"type": kind, "text": "one ", **MARKS}, {"text": "two", "id": None, "type": kind}]
+    prompt, ignored = prompt_of({"role": role, "content": parts, "reasoning_details": [1]}, user)
+    assert (prompt, ignored) == (plain, "reasoning_details, cache_control, annotations, id, ?")
+
+
+def test_what_an_assistant_refused_and_thought_is_no_end_of_a_conversation() -> None:
+    user = {"role": "user", "content": "b"}
+    plain, _ = prompt_of(user, {"role": "assistant", "content": "no"}, user)
+    parts = [{"type": "thinking", "thinking": "x"}, {"type": "refusal", "refusal": "no"}]
+    assert prompt_of(user, {"role": "assistant", "content": parts}, user) == (plain, "thinking")
+    for beside in ({"content": None}, {}):
+        refused = {"role": "assistant", "refusal": "no", **beside}
+        assert prompt_of(user, refused, user) == (plain, None)
+    both = {"role": "assistant", "content": "no", "refusal": "", "annotations": [{}]}
+    assert prompt_of(user, both, user) == (plain, None)
+
+
+def test_marks_in_a_prediction() -> None:
+    parts = [{"type": "text", "text": "a", **MARKS}]
+    body = chat_body(prediction={"type": "content", "content": parts, "mark": 1})
+    reply = ask(make_hash_llm(), CHAT, body)
+    assert reply.headers["x-ignored-params"] == "mark, cache_control, annotations, id, ?"

@@ -264,6 +264,10 @@ SCRIPT = textwrap.dedent(
         pytest.param("10", [signal.SIGINT], 30, b"data: [DONE]", marks=pytest.mark.slow),
         ("0.2", [signal.SIGTERM], 400, b"shutting down"),
         ("30", [signal.SIGTERM, signal.SIGTERM], 400, b"shutting down"),
+        ("10", [signal.SIGHUP], 30, b"data: [DONE]"),
+        ("10", [signal.SIGHUP] * 3, 60, b"data: [DONE]"),
+        ("30", [signal.SIGHUP, signal.SIGTERM], 400, b"shutting down"),
+        ("10", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM], 60, b"data: [DONE]"),
     ],
 )
 def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes) -> None:
@@ -302,7 +306,9 @@ def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes)
             assert time.monotonic() - started < 5
             assert last in received
             assert process.stderr is not None
-            assert "Traceback" not in process.stderr.read()
+            said = process.stderr.read()
+            assert "Traceback" not in said
+            assert ("(most recent call first)" in said) is (signal.SIGUSR1 in signals)
         finally:
             process.kill()
 

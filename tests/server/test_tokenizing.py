@@ -26,6 +26,7 @@ from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     App,
+    Reply,
     ask,
     chat_body,
     check_refused,
@@ -387,8 +388,18 @@ def test_a_body_is_refused(
     path: str, body: dict[str, Any], status: int, param: str, code: str | None, word: str
 ) -> None:
     engine = make_hash_llm()
-    check_refused(ask(engine, path, body), status, param, code, word)
+
+    async def use(app: App) -> Reply:
+        return await app.post(path, body)
+
+    check_refused(with_app(engine, use, unknown_params="refuse"), status, param, code, word)
     assert engine.stats()["num_submitted"] == 0
+    if code == "unknown_parameter":
+        reply = ask(make_hash_llm(), path, body)
+        ignored = reply.headers["x-ignored-params"]
+        assert param is not None
+        assert ignored == param.rpartition(".")[2]
+        assert reply.status == 200 or reply.error()["code"] == "missing_required_parameter"
 
 
 @pytest.mark.parametrize("path", [TOKENIZE, DETOKENIZE, RENDER])

@@ -6,10 +6,8 @@ import contextlib
 import http.client
 import logging
 import os
-import shutil
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,25 +25,10 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import until
+from tests.support.transports import make_certificate
 
 BODY = '{"model": "hash-model", "prompt": "Hello", "max_tokens": 8, "seed": 1}'
 JSON = {"content-type": "application/json"}
-
-
-def make_certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A self-signed certificate for 127.0.0.1 and its key."""
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    openssl = shutil.which("openssl")
-    assert openssl, "the openssl program is needed to make a certificate"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext",
-         "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )  # fmt: skip
-    return str(certificate), str(key)
 
 
 @pytest.fixture(scope="module")

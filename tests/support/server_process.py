@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.raw_http import connect
+
 WORDS = ["Once", "upon", "a", "time", "there", "was", "one", "little", "fox", "and", "an", "owl"]
 PAUSE_S = 0.05
 """seconds between two events of a stream that are noted with their time"""
@@ -80,11 +82,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class Served:
-    """A running server: its port, its process, and the engine's process below it."""
+    """A running server: its address, its process, and the engine's process below it."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
-        self.port = port
+        self.url = url
+        ending = url.rpartition(":")[2]
+        self.port = int(ending) if ending.isdecimal() else 0
 
     def engine_pid(self) -> int | None:
         """Id of the current engine process; None if there is none."""
@@ -129,7 +133,8 @@ class Served:
         """Status and body."""
         import http.client
 
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=10)
+        connection.sock = connect(self.url)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -216,9 +221,9 @@ def served(
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
-                found = re.findall(r":(\d+) ", line)
+                found = re.findall(r" at (\S+) \(", line)
                 assert found, f"{line!r} {log.read_text(encoding='utf-8')}"
-                server = Served(process, int(found[0]))
+                server = Served(process, found[0])
                 yield server
                 children = server.children()
                 process.send_signal(signal.SIGTERM)

@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 from starlette.applications import Starlette
 from starlette.datastructures import State
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -33,6 +32,7 @@ from infer.server.fronts import AskingFronts, FrontDesk, SeveralFronts
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
+from infer.server.http.cross_origin import AllowedOrigins
 from infer.server.http.error_responses import HttpError, RequestBoundary, error_handlers, pass_on
 from infer.server.http.hosts import HostGuard
 from infer.server.observe.logs import log_batch, log_request
@@ -95,8 +95,7 @@ class Endpoints:
         self._engine = engine
         self._offload = offload
         self._settings = settings
-        ignores_unknown = settings.unknown_params == "ignore"
-        self._bodies = BodyReader(offload, engine.model_name, ignores_unknown=ignores_unknown)
+        self._bodies = BodyReader(offload, engine.model_name)
         self.traces = RequestTraces(engine, settings.limits)
         self.traces.on_batch_end.append(partial(log_batch, engine.model_name))
         if settings.tracing:
@@ -138,12 +137,14 @@ class Endpoints:
             return await self._of_all(http, self._fronts.requests(tenant_of(http.scope).sight))
         return listed([self.traces], http)
 
+    @takes(refuses=(409,))
     async def request(self, http: HttpRequest) -> Response:
-        """The trace of one: what it waited for, and why."""
+        """The trace of one, by its id or its client's X-Request-Id: what it waited for, and why."""
         if self._fronts is not None:
             return await self._of_one(http, self._fronts, "request")
         return shown([self.traces], http)
 
+    @takes(refuses=(409,))
     async def cancel(self, http: HttpRequest) -> Response:
         """End one."""
         if self._fronts is not None:
@@ -313,8 +314,14 @@ class Endpoints:
         return Response(self._document, media_type="application/json")
 
     def _made_document(self, routes: Sequence[BaseRoute]) -> bytes:
-        has_keys = self._settings.api_keys is not None
-        return render(document(routes, has_keys=has_keys, defaults=self._engine.sampling_defaults))
+        return render(
+            document(
+                routes,
+                has_keys=self._settings.api_keys is not None,
+                refuses_unknown=self._settings.unknown_params == "refuse",
+                defaults=self._engine.sampling_defaults,
+            )
+        )
 
     def routes(self) -> list[BaseRoute]:
         """The routes of all endpoints but those that generate."""
@@ -357,6 +364,7 @@ def layers(
             on_end=(*on_end, log_request),
             model=model,
             id_prefix=fronts.tag if fronts else "",
+            ignores_unknown=settings.unknown_params == "ignore",
         )
     ]
     found.append(
@@ -368,15 +376,7 @@ def layers(
         )
     )
     if settings.origins:
-        found.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=settings.origins,
-                allow_methods=["GET", "POST", "PATCH", "DELETE"],
-                allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
-                expose_headers=["x-request-id", "x-warning", "retry-after"],
-            )
-        )
+        found.append(Middleware(AllowedOrigins, origins=settings.origins))
     if page is not None:
         found.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None

@@ -71,6 +71,7 @@ class Comparisons:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # the end of a terminal ends the server, and that ends this
         )
         assert process.stdout is not None
         answer = bytearray()

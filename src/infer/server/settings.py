@@ -64,9 +64,10 @@ class ServerSettings:
         "With replicas, where no other engine computes the same bits: any = a stream goes on all"
         " the same; exact = it ends with an error.",
     )
-    unknown_params: Literal["refuse", "ignore"] = option(
-        "refuse",
-        "What happens to unknown fields of a body; ignore = they are listed in X-Ignored-Params.",
+    unknown_params: Literal["ignore", "refuse"] = option(
+        "ignore",
+        "What happens to unknown fields of a body: ignore = they are left out and named in the"
+        " answer's X-Ignored-Params; refuse = 422.",
     )
     load_on_first_use: bool = option(
         False, "With several models: load each when it is first asked for, not at the start."

@@ -36,6 +36,7 @@ from infer.engine.commands import Command
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
 from infer.main_memory import return_freed_memory
+from infer.signals import leave_signals_to_parent
 from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
 
@@ -129,8 +130,7 @@ def _beat(channel: messages.Channel) -> None:
 def main(fd: int, parent: int, stacks: int) -> int:
     """Run an engine; returns the exit code of the process. `stacks`: descriptor of the file that
     `DUMP_SIGNAL` writes to."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     _end_with(parent)
     faulthandler.enable()
     if messages.DUMP_SIGNAL is not None:

@@ -59,11 +59,16 @@ def each(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, Route, str]]:
 
 
 def document(
-    routes: Iterable[BaseRoute], *, has_keys: bool, defaults: SamplingDefaults = NO_DEFAULTS
+    routes: Iterable[BaseRoute],
+    *,
+    has_keys: bool,
+    refuses_unknown: bool = False,
+    defaults: SamplingDefaults = NO_DEFAULTS,
 ) -> dict[str, Any]:
     """The OpenAPI document of an app's routes, as JSON values.
 
-    `has_keys`: whether the server demands API keys. `defaults`: what the model says about fields
+    `has_keys`: whether the server demands API keys. `refuses_unknown`: whether it refuses unknown
+    fields of every body, not only of the strict ones. `defaults`: what the model says about fields
     that are left out, which replaces the fixed defaults.
     """
     paths: dict[str, dict[str, Any]] = {}
@@ -93,6 +98,10 @@ def document(
     for model in models:
         if issubclass(model, SampledBody):
             _set_defaults(named["$defs"][model.__name__]["properties"], defaults)
+    if not refuses_unknown:
+        strict = {model.__name__ for model in models if model.is_strict}
+        for name in named["$defs"].keys() - strict:
+            named["$defs"][name].pop("additionalProperties", None)
     return {
         "openapi": "3.1.0",
         "info": {"title": "infer", "version": VERSION},

@@ -24,7 +24,7 @@ from pydantic import (
 
 from infer.errors import RequestError, UnprocessableError
 from infer.server.http.json_body import MAX_NAME_CHARS, parse_json
-from infer.server.openai import grammar_fields, ignored_fields
+from infer.server.openai import content_parts, grammar_fields, ignored_fields
 from infer.server.openai.schema_base import WHOLE, Int, Wire, plain, whole, whole_list
 from infer.types import sampling
 from infer.types.grammar import Grammar
@@ -91,43 +91,23 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
-def _content(value: Any) -> str:
-    """The text of a string or of a list of text parts, which are concatenated."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise RequestError("content must be a string or a list of text parts")
-    for part in value:
-        kind = part.get("type")
-        if kind != "text":
-            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
-            raise RequestError(
-                f"content has a part with {shown}; only parts of the type 'text' are supported",
-                code="unsupported_content_part",
-            )
-        if not isinstance(part.get("text"), str) or len(part) > 2:
-            raise RequestError("a text part of content must be {'type': 'text', 'text': string}")
-    return "".join(part["text"] for part in value)
+def _content(value: Any, info: ValidationInfo) -> str:
+    return content_parts.text_of(value, info.data.get("role"), info.context)
 
 
-def _prediction(value: Any) -> str:
+def _prediction(value: Any, info: ValidationInfo) -> str:
     """The text of OpenAI's `prediction`: `{"type": "content", "content": …}`, whose content is a
-    text or a list of parts of the type `text`."""
+    text or a list of text parts."""
     words = '{"type": "content", "content": a text, or a list of {"type": "text", "text": …}}'
-    if not isinstance(value, dict) or value.keys() != {"type", "content"}:
+    if not isinstance(value, dict) or value.get("type") != "content" or "content" not in value:
         raise RequestError(f"prediction must be {words}")
-    parts = value["content"]
-    if isinstance(parts, str):
-        parts = [{"type": "text", "text": parts}]
-    if value["type"] != "content" or not isinstance(parts, list):
-        raise RequestError(f"prediction must be {words}")
-    texts: list[str] = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part != {"type": "text", "text": text}:
-            raise RequestError(f"prediction must be {words}")
-        texts.append(text)
-    return "".join(texts)
+    content_parts.leave_out(value, {"type", "content"}, "prediction", info.context)
+    try:
+        return content_parts.text_of(value["content"], None, info.context)
+    except UnprocessableError:
+        raise
+    except RequestError:
+        raise RequestError(f"prediction must be {words}") from None
 
 
 def _variables(value: Any) -> dict[str, Any]:
@@ -457,13 +437,23 @@ class Message(Wire):
 
     ignored = ignored_fields.MESSAGE_FIELDS
     role: Role
-    content: Annotated[str | None, plain(_content, str | list[dict[str, str]])] = None
+    content: Annotated[str | None, plain(_content, str | list[Object])] = None
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     """another name of `reasoning_content`"""
     tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_refusal(cls, value: Any) -> Any:
+        """An assistant that refused has said so in `refusal`, in place of a content."""
+        if isinstance(value, dict) and value.get("role") == "assistant":
+            refusal = value.get("refusal")
+            if isinstance(refusal, str) and value.get("content") is None:
+                return {**value, "content": refusal, "refusal": None}
+        return value
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:

@@ -41,6 +41,7 @@ def _prompt(value: Any) -> Prompt:
 class TypedCompletionBody(SampledBody):
     """`POST /v1/completions` of the typed API."""
 
+    is_strict = True
     always_streams = True
     unknown_model_status = 422
     documented = RANGES | {"max_tokens": limit(1)}

@@ -26,10 +26,11 @@ from starlette.routing import Route
 
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.http.context import RequestContext
-from infer.server.http.error_responses import HttpError
+from infer.server.http.error_responses import IGNORED, HttpError
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base
 from infer.server.openai.chat import unnumbered
+from infer.server.openai.content_parts import text_of
 from infer.server.openai.large_json import json_response
 from infer.server.openai.openapi import takes
 from infer.server.openai.schema import MAX_MESSAGES
@@ -152,8 +153,9 @@ def _put_before(body: dict[str, Any], asked: list[Any], history: list[Message]) 
 
 
 def _text_of(message: Message) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    """The text of a message that has been checked."""
+    content = message.get("content") or message.get("refusal") or ""
+    return text_of(content, message["role"], [])
 
 
 def default_url() -> str:
@@ -265,7 +267,7 @@ class SessionRoutes:
     async def _create(self, http: HttpRequest) -> Response:
         """Make a session: a conversation that the server stores."""
         body = await self._pool.read_object(http)
-        wire = await self._pool.run(http, schema_base.read, SessionBody, body)
+        wire = await self._pool.run(http, schema_base.read, SessionBody, body, http.scope[IGNORED])
         messages = body.get("messages") or []
         return await self._call(http, "create", wire.title, messages)
 
@@ -286,7 +288,7 @@ class SessionRoutes:
     @takes(RenameBody)
     async def _rename(self, http: HttpRequest) -> Response:
         """Change the title of a session."""
-        wire = schema_base.read(RenameBody, await self._pool.read_object(http))
+        wire = schema_base.read(RenameBody, await self._pool.read_object(http), http.scope[IGNORED])
         return await self._call(http, "rename", http.path_params["id"], wire.title)
 
     async def _delete(self, http: HttpRequest) -> Response:
@@ -297,7 +299,7 @@ class SessionRoutes:
     @takes(ForkBody, refuses=(429,))
     async def _fork(self, http: HttpRequest) -> Response:
         """Make a session that begins with the first `at` messages of this one."""
-        wire = schema_base.read(ForkBody, await self._pool.read_object(http))
+        wire = schema_base.read(ForkBody, await self._pool.read_object(http), http.scope[IGNORED])
         return await self._call(http, "fork", http.path_params["id"], wire.at)
 
     async def _call(self, http: HttpRequest, name: str, *arguments: Any) -> Response:

@@ -12,10 +12,10 @@ import contextlib
 import ctypes
 import os
 import resource
-import signal
 import sys
 from typing import BinaryIO
 
+from infer.signals import leave_signals_to_parent
 from infer.text.grammars.compiler import Compiler, Vocabulary, compiling_thread
 from infer.text.grammars.grammar_frames import Verdict, read_frame, write_frame
 from infer.types.grammar import Grammar
@@ -91,8 +91,7 @@ def _serve(source: BinaryIO, sink: BinaryIO) -> None:
 
 def main() -> None:
     """Answer grammars until the input ends."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals_to_parent()
     _limit(resource.RLIMIT_CORE, 0)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
