@@ -255,7 +255,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
         *(400, "messages[1].content", "missing_required_parameter", "required"),
     ),
     (
-        said({"role": "assistant", "content": None}),
+        said({"role": "tool", "content": None}),
         *(400, "messages[0].content", "missing_required_parameter", "required"),
     ),
     (said({"content": "x"}), 400, "messages[0].role", "missing_required_parameter", "required"),

@@ -10,6 +10,8 @@ those of vLLM.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -156,17 +158,19 @@ def _tool_choice(value: Any) -> str | dict[str, str]:
 
 
 def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls in the form that templates expect, with their arguments as an object."""
+    """The calls in the form that templates expect, with their arguments as an object.
+
+    Arguments that are none, as a model may have written them, stay text for `tool_messages`.
+    """
     parsed = []
     for call in calls:
         arguments = call["function"].get("arguments") or {}
         if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments.encode())
-            except RequestError:
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise RequestError("tool_calls: arguments must be a JSON object, as text or as it is")
+            with contextlib.suppress(RequestError):
+                value = parse_json(arguments.encode())
+                arguments = {} if value is None else value if isinstance(value, dict) else arguments
+        elif not isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
     return parsed
 
@@ -423,7 +427,7 @@ class Generation(SampledBody):
 
 
 class Message(Wire):
-    """A message of a conversation; one that calls tools needs no content."""
+    """A message of a conversation; an answer needs no content."""
 
     ignored = ignored_fields.MESSAGE_FIELDS
     role: Role
@@ -437,7 +441,7 @@ class Message(Wire):
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant" and not self.tool_calls:
             code = "missing_required_parameter"
             raise RequestError("content is required", param="content", code=code)
         return self

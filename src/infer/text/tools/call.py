@@ -8,8 +8,12 @@ answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ToolCall(NamedTuple):
@@ -62,6 +66,8 @@ def made_call(name: Any, arguments: Any) -> ToolCall | None:
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        if _SURROGATE.search(text):  # no text: it stays the escape that it was
+            text = json.dumps(arguments, allow_nan=False)
         return ToolCall(name, text)
     except (TypeError, ValueError, RecursionError):  # for example, JSON has no infinities
         return None
