@@ -65,15 +65,45 @@ def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, paralle
     for i, tool in enumerate(tools):
         function = tool["function"]
         head = f'{begin}{{"name": {json.dumps(function["name"])}, "{way.arguments}": '
-        schema = {"type": "object", **(function.get("parameters") or {})}
-        options = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
         names.append(f"call{i}")
         rules.append(f"call{i}: {json.dumps(head)} arguments{i} {json.dumps('}' + end)}")
-        rules.append(f"arguments{i}: %json {options}")
+        rules.append(f"arguments{i}: {_arguments(function.get('parameters') or {})}")
     between = json.dumps("\n" if begin else "; ")
     more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
     lines = [f"start: call {more}", f"call: {' | '.join(names)}", *rules]
     return Grammar.grammar("\n".join(lines))
+
+
+def _arguments(parameters: Mapping[str, Any]) -> str:
+    """The rule for a tool's arguments; for a tool that takes none it is `{}`."""
+    if takes_nothing(parameters):
+        return '"{}"'
+    schema = {"type": "object", **parameters, "x-guidance": JSON_OPTIONS}
+    return f"%json {json.dumps(schema)}"
+
+
+def takes_nothing(parameters: Mapping[str, Any]) -> bool:
+    """Whether a tool with these parameters takes no arguments.
+
+    A schema allows all properties that it does not mention. In a tool that mentions none, nobody
+    has meant that, unless the schema says so or describes the object in another way.
+    """
+    types = parameters.get("type", "object")
+    is_object = types == "object" or (isinstance(types, list) and "object" in types)
+    more = parameters.get("additionalProperties", False)
+    is_described = any(name in parameters for name in _DESCRIBING) or any(
+        parameters.get(name) for name in _DESCRIBING_IF_ANY
+    )
+    return is_object and more in (False, None) and not is_described
+
+
+_DESCRIBING = ("const", "enum", "$ref", "$dynamicRef", "$recursiveRef", "if", "not")
+_DESCRIBING_IF_ANY = (
+    "properties", "patternProperties", "propertyNames", "required", "minProperties", "allOf",
+    "anyOf", "oneOf", "unevaluatedProperties", "dependentSchemas", "dependentRequired",
+    "dependencies",
+)  # fmt: skip
+"""Keywords by which a schema says something about an object's properties, if they are not empty."""
 
 
 def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCall] | None:

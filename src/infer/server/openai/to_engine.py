@@ -63,7 +63,7 @@ def sampling_of(
     own = {"max_tokens", "logprobs", "grammar"}
     names = {field.name for field in fields(SamplingParams)} & type(wire).model_fields.keys() - own
     given = {name: getattr(wire, name) for name in names}
-    grammar = next(iter(wire.grammars.values()), None)
+    grammar = wire.enforced.grammar
     return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
 
 

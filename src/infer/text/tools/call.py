@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
