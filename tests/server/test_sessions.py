@@ -22,6 +22,7 @@ from infer.server.sessions.leases import SessionLeases
 from infer.server.sessions.store import LEASE_S, SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.checkpoints import END_ID
 from tests.support.doubles import make_hash_llm
 from tests.support.postgresql import postgresql, run_sql
 from tests.support.serving import CHAT, App, Reply, chat_body, scripted, spelled, with_app
@@ -103,6 +104,24 @@ def test_a_call_that_was_cut_does_not_spoil_the_session(url: str) -> None:
         assert found == [{"role": "user", "content": "Hi"}, kept] * 2
 
     engine = scripted(spelled(head + arguments), max_seq_len=2048, num_pages=2048)
+    with_app(engine, use, sessions=url)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_is_kept_whole_however_it_was_sent(url: str, stream: bool) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    async def use(app: App) -> None:
+        session = (await call(app, "POST", ""))["id"]
+        body = question("Hi", session_id=session, tools=tools, max_tokens=300, stream=stream)
+        assert (await app.post(CHAT, body)).status == 200
+        [_, kept] = (await call(app, "GET", f"/{session}"))["messages"]
+        [made] = kept["tool_calls"]
+        assert made["function"] == {"name": "f", "arguments": '{"a": "b"}'}
+        assert (kept["content"], made["type"], "index" in made) == (None, "function", False)
+
+    engine = scripted([*spelled(text), END_ID], max_seq_len=2048, num_pages=2048)
     with_app(engine, use, sessions=url)
 
 

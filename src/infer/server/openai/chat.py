@@ -388,16 +388,19 @@ class ChatAnswer:
 
     def _parsed(self, index: int, text: str, *, end: bool) -> dict[str, Any]:
         """What is new in a choice, as members of its message."""
-        reasoning, content, calls = self._parsers[index].push(text, end=end)
+        reasoning, content, calls, more = self._parsers[index].push(text, end=end)
         new: dict[str, Any] = {}
         if reasoning and self._wire.include_reasoning:
             new["reasoning_content"] = reasoning
         if content:
             new["content"] = content
+        first = self._num_calls[index]
+        pieces: list[dict[str, Any]] = []
+        if more:
+            pieces.append({"index": first - 1, "function": {"arguments": more}})
         if calls:
-            first = self._num_calls[index]
             self._num_calls[index] += len(calls)
-            new["tool_calls"] = [
+            pieces += [
                 {
                     "index": number,
                     "id": f"{self._call_id}_{index}_{number}",
@@ -406,6 +409,8 @@ class ChatAnswer:
                 }
                 for number, call in enumerate(calls, first)
             ]
+        if pieces:
+            new["tool_calls"] = pieces
         if self._on_message is not None:
             self._on_message(new)
         return new
@@ -427,7 +432,7 @@ class ChatAnswer:
 
 
 def unnumbered(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as a message has them: only pieces of a list say where they belong."""
+    """Calls as a message has them: only pieces of a stream say where they belong."""
     return [{name: each[name] for name in each if name != "index"} for each in calls]
 
 

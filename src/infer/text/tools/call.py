@@ -1,7 +1,8 @@
 """`ToolCall`: a call in an answer; `Block` and `Reading`: the protocol of parsers of calls.
 
 The modules `json_calls`, `python_calls`, `gemma_calls` and `named_calls` each know one syntax of
-calls. `formats` is the table of complete formats. `text.answer_parser` applies one of them to an
+calls, and `streamed_calls` returns their arguments while they are written. `formats` is the table
+of complete formats. `text.answer_parser` applies one of them to an
 answer.
 """
 
@@ -30,7 +31,11 @@ class Block(NamedTuple):
     size: int
     """Number of characters to which the decision applies."""
     calls: Sequence[ToolCall] | None
-    """Calls in these characters; None: they are content."""
+    """Calls that begin in these characters; None: they are content."""
+    more: str = ""
+    """Further arguments of the last call before these."""
+    is_open: bool = False
+    """Whether the calls go on behind these characters, from where the next text begins."""
 
 
 class Reading(Protocol):
@@ -39,7 +44,8 @@ class Reading(Protocol):
     def read(self, text: str, *, end: bool) -> Block | None:
         """The decision about `text`; None while further text could change it.
 
-        `text` is the whole text after the mark so far; it begins with the text of the last call.
+        `text` is the text so far after the mark or the last open `Block`; it begins with the text
+        that was not decided about.
         With `end` there is always a decision. It depends on the text alone and not on the pieces in
         which the text came.
         """
