@@ -22,7 +22,6 @@ from infer.server.sessions.leases import SessionLeases
 from infer.server.sessions.store import LEASE_S, SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
-from tests.support.checkpoints import END_ID
 from tests.support.doubles import make_hash_llm
 from tests.support.postgresql import postgresql, run_sql
 from tests.support.serving import CHAT, App, Reply, chat_body, scripted, spelled, with_app
@@ -114,14 +113,14 @@ def test_a_call_is_kept_whole_however_it_was_sent(url: str, stream: bool) -> Non
 
     async def use(app: App) -> None:
         session = (await call(app, "POST", ""))["id"]
-        body = question("Hi", session_id=session, tools=tools, max_tokens=300, stream=stream)
+        body = question("Hi", session_id=session, tools=tools, stream=stream, max_tokens=len(text))
         assert (await app.post(CHAT, body)).status == 200
         [_, kept] = (await call(app, "GET", f"/{session}"))["messages"]
         [made] = kept["tool_calls"]
         assert made["function"] == {"name": "f", "arguments": '{"a": "b"}'}
         assert (kept["content"], made["type"], "index" in made) == (None, "function", False)
 
-    engine = scripted([*spelled(text), END_ID], max_seq_len=2048, num_pages=2048)
+    engine = scripted(spelled(text), max_seq_len=2048, num_pages=2048)
     with_app(engine, use, sessions=url)
 
 

@@ -128,7 +128,7 @@ class _Relaxing:
             self._drop_malformed(node, path)
             self._relax_properties(node, path, is_joined)
             self._relax_identity(node, path)
-            self._visit_inside(node, path, is_joined)
+            self._visit_inside(node, path)
         for node, path in self._references:  # their targets may have been dropped meanwhile
             if self._target(node) is None:
                 self._drop(node, path, "$ref")
@@ -170,7 +170,9 @@ class _Relaxing:
                 node[name] = value = int(value)
                 self.has_changed = True
             is_count = type(value) is int and value >= 0
-            if name in node and (not is_count or (name == "maxLength" and value > _MAX_REPEATED)):
+            if is_count and name == "maxLength":
+                is_count = node[name] <= _MAX_REPEATED
+            if name in node and not is_count:
                 self._drop(node, path, name)
         for name in _BOUNDS:
             is_number = isinstance(node.get(name), int | float)  # draft 4: true beside a bound
@@ -242,19 +244,18 @@ class _Relaxing:
         target = target_of(self.root, self._anchors, node["$ref"])
         return target if isinstance(target, dict | bool) else None
 
-    def _visit_inside(self, node: dict[str, Any], path: _Path, is_joined: bool) -> None:
+    def _visit_inside(self, node: dict[str, Any], path: _Path) -> None:
         for name in (*_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS):
-            inside = node.get(name)
+            inside: Any = node.get(name)
             if name in _SCHEMAS and not isinstance(inside, list):
                 if isinstance(inside, dict):
                     self._stack.append((inside, (path, name), False))
                 continue
-            joins = is_joined and name in _JOINING
             members = inside.items() if isinstance(inside, dict) else enumerate(inside or ())
             for key, member in list(members):
                 where = ((path, name), key)
                 if isinstance(member, dict):
-                    self._stack.append((member, where, joins or name in _JOINING))
+                    self._stack.append((member, where, name in _JOINING))
                 elif not isinstance(member, bool):
                     inside[key] = True
                     self._name(where, "schema", member)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 OPEN, WHOLE, BROKEN = "open", "whole", "broken"
 
 
-class Piece(NamedTuple):
+class ArgumentPiece(NamedTuple):
     """What a reader has made of the beginning of a text."""
 
     size: int
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 class ArgumentText(Protocol):
     """Reads the arguments of one call."""
 
-    def read(self, text: str, *, end: bool) -> Piece:
+    def read(self, text: str, *, end: bool) -> ArgumentPiece:
         """What can be read of `text`, which begins behind what has been read. `end`: no more text
         follows; then all of an incomplete text is read."""
 
@@ -49,13 +49,13 @@ class ObjectText:
         self._depth = 0
         self._in_string = False
 
-    def read(self, text: str, *, end: bool) -> Piece:
+    def read(self, text: str, *, end: bool) -> ArgumentPiece:
         """See `ArgumentText`."""
         at = 0
         while True:
             match = (_INSIDE if self._in_string else _OUTSIDE).search(text, at)
             if match is None:
-                return Piece(len(text), text)
+                return ArgumentPiece(len(text), text)
             char, at = match[0], match.end()
             if self._in_string:
                 if char == '"':
@@ -63,7 +63,7 @@ class ObjectText:
                 elif at < len(text) or end:
                     at += 1
                 else:  # the escaped character has not come yet
-                    return Piece(at - 1, text[: at - 1])
+                    return ArgumentPiece(at - 1, text[: at - 1])
             elif char == '"':
                 self._in_string = True
             elif char in "{[":
@@ -71,9 +71,9 @@ class ObjectText:
             elif char in "}]":
                 self._depth -= 1
                 if self._depth <= 0:
-                    return Piece(at, text[:at], WHOLE)
+                    return ArgumentPiece(at, text[:at], WHOLE)
             else:
-                return Piece(match.start(), text[: match.start()], BROKEN)
+                return ArgumentPiece(match.start(), text[: match.start()], BROKEN)
 
 
 _SURROGATE = re.compile("[\\ud800-\\udfff]")
