@@ -151,6 +151,7 @@ def test_a_tool_without_parameters_takes_nothing(way: ToolFormat) -> None:
             assert _num_allowed(compiler, grammar, whole) == len(whole)
             for other in ('{"', "{ }", "{\n}", "{a"):
                 assert _num_allowed(compiler, grammar, head + other) == len(head) + 1
+    more: dict[str, Any]
     for more in ({"properties": {"a": {}}}, {"additionalProperties": True}, {"minProperties": 1},
                  {"additionalProperties": {}}, {"$ref": "#/$defs/a"},
                  {"patternProperties": {"a": {}}},

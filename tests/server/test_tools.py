@@ -301,7 +301,7 @@ def test_arguments_are_streamed_as_they_are_written(tokenizer: Tokenizer, choice
     text = CALL.replace("Ulm", "Ulm, " * 120)
     body = chat_body(tools=[WEATHER], tool_choice=choice, max_tokens=900)
     script = [*spelled(text), END_ID]
-    how = {"tokenizer": tokenizer, "max_seq_len": 4096, "num_pages": 4096}
+    how: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_len": 4096, "num_pages": 4096}
     [whole] = ask(scripted(script, **how), CHAT, body).json()["choices"]
     events = ask(scripted(script, step_s=0.0005, **how), CHAT, {**body, "stream": True}).events()
     message, reason = streamed(events)

@@ -143,6 +143,7 @@ def test_what_can_be_enforced_is_left_as_it_is(compiler: Compiler) -> None:
         "const": {"not": 1},
     }
     assert relaxed(schema).schema is schema
+    silent: dict[str, Any]
     for silent in ({"uniqueItems": False}, {"unevaluatedItems": True}, {"propertyNames": {}},
                    {"$schema": "http://x/y"}, {"minLength": 2.0}, {"minContains": 0}):  # fmt: skip
         kept = relaxed({**TEXT, **silent})
@@ -234,5 +235,6 @@ def test_the_work_is_bounded() -> None:
     cycle = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#"}, {"not": {}}]}}}
     assert relaxed(cycle).dropped == ((".$defs.a.anyOf[1]", "not"),)
     assert is_enforceable("(" * 100_000 + ")" * 100_000)
+    schema: Any
     for schema in (True, False, None, 5, "x", []):
         assert relaxed(schema).schema is schema
