@@ -84,7 +84,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def test_a_call_that_was_cut_does_not_spoil_the_session(url: str) -> None:
-    """Its arguments are not JSON, so no later request could have it in its history."""
+    """Its arguments are not JSON, so nobody can answer it."""
     head, arguments = '<tool_call>\n{"name": "f", "arguments": ', '{"a": "b'
     function = {"name": "f", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": function}]

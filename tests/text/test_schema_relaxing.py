@@ -189,6 +189,22 @@ def test_malformed_keywords_are_dropped(compiler: Compiler, schema: dict[str, An
     assert accepts(compiler, kept.schema, {"w": "x"})
 
 
+@pytest.mark.parametrize(
+    ("patterns", "is_kept"),
+    [(["^a", "^b"], True), (["^a", "^ab"], False), (["^.*$", "^x-"], False), (["a", "b"], False),
+     (["^x-", "^y-", "^x-z"], False), (["^a$", "^b"], True), (["^[a-z]+$", "^[0-9]+$"], True)],
+)  # fmt: skip
+def test_expressions_for_names_must_be_disjoint(
+    compiler: Compiler, patterns: list[str], is_kept: bool
+) -> None:
+    properties = dict.fromkeys(patterns, TEXT)
+    schema = {"type": "object", "patternProperties": properties, "additionalProperties": False}
+    assert (problem(compiler, schema) == "") is is_kept
+    kept = relaxed(schema)
+    assert (kept.schema is schema) is is_kept
+    assert problem(compiler, kept.schema) == ""
+
+
 @pytest.mark.parametrize("name", [*FORMATS_OF_DRAFTS, *OTHER_FORMATS])
 def test_the_formats_that_are_enforced(compiler: Compiler, name: str) -> None:
     schema = {"type": "string", "format": name}

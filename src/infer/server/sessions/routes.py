@@ -111,7 +111,7 @@ class SessionTurn:
             for call, pieces in zip(self._calls, self._arguments, strict=True)
         ]
         whole = [call for call in calls if _is_whole(call)]
-        # An incomplete call would be invalid in a later request's history, so it is kept as text.
+        # Nobody can answer an incomplete call, so it is kept as text.
         text += "".join(_as_text(call) for call in calls if call not in whole)
         asked = self._asked
         answer: Message = {"role": "assistant"}

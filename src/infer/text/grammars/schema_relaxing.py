@@ -13,6 +13,7 @@ properties, so that is dropped with it. Only schemas that take part are looked a
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -53,6 +54,8 @@ _DIALECTS = frozenset(
      "https://json-schema.org/draft/2020-12/schema")
 )  # fmt: skip
 _URI = re.compile(r"[A-Za-z][\w+.-]*:[^\s<>{}|\\^`]*|[^\s:<>{}|\\^`]*", re.ASCII)
+_ANYTHING = frozenset(("", "^", "$", ".*", "^.*", ".*$", "^.*$", ".+", "^.+", ".+$", "^.+$"))
+_PREFIX = re.compile(r"\^[\w-]+")
 _SCHEMA_MAPS = ("properties", "patternProperties")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("additionalProperties", "additionalItems", "items")
@@ -203,7 +206,10 @@ class _Relaxing:
         for pattern in refused:
             del patterns[pattern]
             self._name(path, "patternProperties", pattern)
-        if refused and node.get("additionalProperties", True) not in (True, {}):
+        overlap = _overlap(list(patterns))
+        if overlap:  # llguidance takes disjoint expressions only
+            self._drop(node, path, "patternProperties")
+        if (refused or overlap) and node.get("additionalProperties", True) not in (True, {}):
             self._drop(node, path, "additionalProperties")
         # llguidance counts properties only where none of those that it knows is optional.
         if is_joined or self._has_references or any(name in node for name in _JOINING):
@@ -259,6 +265,20 @@ class _Relaxing:
                 elif not isinstance(member, bool):
                     inside[key] = True
                     self._name(where, "schema", member)
+
+
+def _overlap(patterns: list[str]) -> bool:
+    """Whether a name can match two of the expressions, as far as that can be seen."""
+    if len(patterns) < 2:
+        return False
+    if any(pattern in _ANYTHING for pattern in patterns):
+        return True
+    open_ends = [pattern for pattern in patterns if "$" not in pattern and "\\z" not in pattern]
+    if any("^" not in pattern and "\\A" not in pattern for pattern in open_ends):
+        return len(open_ends) > 1
+    # Sorted, a prefix comes directly before a longer one or before another that has it too.
+    prefixes = sorted(pattern for pattern in open_ends if _PREFIX.fullmatch(pattern))
+    return any(after.startswith(before) for before, after in itertools.pairwise(prefixes))
 
 
 def _path_of(reference: str) -> _Path:
