@@ -80,9 +80,12 @@ SAME_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"response_format": {"type": "xml"}}, 422, "response_format", None, "'json_object'"),
     ({"response_format": {"type": "text", "a": 1}}, 422, "response_format", None, "'a'"),
     ({"response_format": {"type": "json_schema"}}, 400, "response_format", None, "a string"),
-    (schema_format({"type": "nope"}), 400, "response_format", None, "Invalid type: nope"),
+    (schema_format({"enum": []}), 400, "response_format", None, "Unsatisfiable schema"),
     (schema_format({"$ref": "#"}), 400, "response_format", None, "no text satisfies"),
-    (schema_format({"not": {}}), 400, "response_format", None, "Unimplemented keys"),
+    (
+        schema_format({"not": {}}),
+        *(400, "response_format.json_schema.schema", "invalid_json_schema", "not cannot be"),
+    ),
     (schema_format({"const": "x" * 65536}), 400, "response_format", None, "65536"),
     ({"structured_outputs": {}}, 400, "structured_outputs", None, "exactly one"),
     ({"structured_outputs": {"json_object": 1}}, 400, "structured_outputs", None, "true"),
@@ -264,7 +267,7 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
         *(400, "messages[1].content", "missing_required_parameter", "required"),
     ),
     (
-        said({"role": "assistant", "content": None}),
+        said({"role": "tool", "content": None}),
         *(400, "messages[0].content", "missing_required_parameter", "required"),
     ),
     (said({"content": "x"}), 400, "messages[0].role", "missing_required_parameter", "required"),
@@ -321,8 +324,8 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"tools": [TOOL], "tool_choice": "any"}, 400, "tool_choice", None, "'required'"),
     ({"tools": [TOOL], "tool_choice": choose("g")}, 400, "tool_choice", None, "none of the tools"),
     (
-        {"tools": [tool({"type": "nope"})], "tool_choice": choose("f")},
-        *(400, "tools", None, "Invalid type"),
+        {"tools": [tool({"enum": []})], "tool_choice": choose("f")},
+        *(400, "tools[0].function.parameters", None, "Unsatisfiable schema"),
     ),
     ({"tools": [tool(5)]}, 400, "tools", None, "a JSON schema"),
     (

@@ -52,8 +52,14 @@ def streamed(events: list[Any]) -> tuple[dict[str, Any], str]:
             if delta.get(name):
                 message[name] = (message.get(name) or "") + delta[name]
         for call in delta.get("tool_calls", ()):
-            assert call["index"] == len(calls)
-            calls[call["index"]] = {k: v for k, v in call.items() if k != "index"}
+            if "id" in call:  # the first piece of a call has its id and its name
+                assert call["index"] == len(calls)
+                assert call["type"] == "function"
+                assert call["function"]["name"]
+                calls[call["index"]] = {k: v for k, v in call.items() if k != "index"}
+            else:
+                assert (call["index"], call.keys()) == (len(calls) - 1, {"index", "function"})
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     if calls:
         message["tool_calls"] = list(calls.values())
     assert reason is not None
@@ -66,7 +72,7 @@ def streamed(events: list[Any]) -> tuple[dict[str, Any], str]:
         ("Hello.", None, "Hello.", [], "stop"),
         (CALL, None, None, ["Ulm"], "tool_calls"),
         (f"<think>Hm</think>\n\nI see.\n{CALL}\n{CALL}", "Hm", "I see.", ["Ulm"] * 2, "tool_calls"),
-        (CALL[:-20], None, CALL[:-20], [], "stop"),
+        (CALL[:-50], None, CALL[:-50], [], "stop"),
     ],
 )
 def test_calls_and_reasoning(
@@ -287,3 +293,38 @@ def test_where_no_thoughts_can_be_the_grammar_begins_at_once(tokenizer: Tokenize
     closed.append({"role": "assistant", "content": "<think>\n\n</think>\n\n"})
     assert thoughts(tokenizer, **form, **ends, messages=closed) is None
     assert thoughts(small_tokenizer(), **form) is None  # its template has none
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_arguments_are_streamed_as_they_are_written(tokenizer: Tokenizer, choice: Any) -> None:
+    """600 characters come in at least 20 pieces, which add up to the whole answer's arguments."""
+    text = CALL.replace("Ulm", "Ulm, " * 120)
+    body = chat_body(tools=[WEATHER], tool_choice=choice, max_tokens=900)
+    script = [*spelled(text), END_ID]
+    how: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_len": 4096, "num_pages": 4096}
+    [whole] = ask(scripted(script, **how), CHAT, body).json()["choices"]
+    events = ask(scripted(script, step_s=0.0005, **how), CHAT, {**body, "stream": True}).events()
+    message, reason = streamed(events)
+    [call] = message["tool_calls"]
+    assert call["function"] == whole["message"]["tool_calls"][0]["function"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Ulm, " * 120}
+    assert reason == whole["finish_reason"] == "tool_calls"
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert sum("tool_calls" in delta for delta in deltas) >= 20
+    assert not any(delta.get("content") for delta in deltas)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_whose_arguments_are_cut_is_a_call(tokenizer: Tokenizer, stream: bool) -> None:
+    begin = CALL.index('{"city') + 2
+    for size in range(begin, CALL.index("}") + 1):
+        body = chat_body(tools=[WEATHER], max_tokens=size, stream=stream)
+        reply = ask(scripted(spelled(CALL), tokenizer=tokenizer), CHAT, body)
+        if stream:
+            message, reason = streamed(reply.events())
+        else:
+            [choice] = reply.json()["choices"]
+            message, reason = choice["message"], choice["finish_reason"]
+        [call] = message["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": CALL[begin - 2 : size]}
+        assert (reason, message["content"]) == ("length", None)

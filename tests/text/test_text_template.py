@@ -182,7 +182,7 @@ def test_continue_needs_text_that_the_template_writes() -> None:
     with pytest.raises(RequestError, match="leaves out the last message"):
         render("nothing", **options)
     with pytest.raises(RequestError, match="with text to continue"):
-        render("x", [{"role": "assistant", "tool_calls": []}], **options)
+        render("x", [{"role": "user"}], **options)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ _MAX_PROBED_CHARS = 100_000
 _NAME, _KEY, _VALUE = "probe_function", "probe_argument", "probe-value"
 _QUESTION, _SAID, _RESULT = "probe-question", "probe-said", "probe-result"
 _CALL = ToolCall(_NAME, json.dumps({_KEY: _VALUE}))
+_BROKEN = f'{{"{_KEY}": "probe-bro'
+_INSTEAD_OF_NO_TEXT = (" ", "…")
 _BARE_TOOL: Message = {"type": "function", "function": {"name": _NAME}}
 _FULL_TOOL: Message = {
     "type": "function",
@@ -63,6 +65,8 @@ class CallStyle:
     """Whether ids must have nine characters."""
     one_at_a_time: bool
     """Whether a message may have only one call."""
+    takes_broken: bool = False
+    """Whether arguments that are not JSON can be shown, as the text that they are."""
 
 
 ABSENT = "\0absent"
@@ -91,6 +95,8 @@ class Abilities:
     """Whether the template renders messages with the role `tool`."""
     format: ToolFormat | None
     """Format in which the template renders calls; None: it renders none or in an unknown one."""
+    no_text: str = ""
+    """Content of an answer without text and calls: "", or what the template takes instead."""
 
 
 def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
@@ -120,6 +126,7 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
         calls=style,
         takes_results=_RESULT in probes.shown([question, *made, result], tools),
         format=way,
+        no_text=_no_text(probes, question),
     )
 
 
@@ -205,6 +212,16 @@ def _call_style(
     return (None if shown is None else _refined(probes, question, tools, shown)), None
 
 
+def _no_text(probes: _Probes, question: Message) -> str:
+    """The content of an answer that has no text: the first that the template does not refuse."""
+    shown = (
+        text
+        for text in ("", *_INSTEAD_OF_NO_TEXT)
+        if probes.shown([question, {"role": "assistant", "content": text}, question], {})
+    )
+    return next(shown, "")
+
+
 def _refined(
     probes: _Probes, question: Message, tools: dict[str, Any], style: CallStyle
 ) -> CallStyle:
@@ -214,12 +231,16 @@ def _refined(
     two = _message(style, _ID)
     two["tool_calls"] = [*two["tool_calls"], *_message(style, _ID[:-1] + "1")["tool_calls"]]
     both = _text_after(_QUESTION, probes.shown([question, two], tools))
+    broken = _message(style, _ID)
+    broken["tool_calls"][0]["function"]["arguments"] = _BROKEN
+    as_it_is = _text_after(_QUESTION, probes.shown([question, broken], tools))
     return CallStyle(
         style.content,
         takes_content=_VALUE in text,
         arguments_are_text=style.arguments_are_text,
         short_ids=style.short_ids,
         one_at_a_time=both.count(_VALUE) < 2,
+        takes_broken=_BROKEN in as_it_is,
     )
 
 

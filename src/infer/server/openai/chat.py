@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 from pydantic import model_validator
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import CheckedSampling
 from infer.errors import RequestError
+from infer.server.http.json_body import MAX_NAME_CHARS
+from infer.server.openai import grammar_fields
 from infer.server.openai.answer_parts import (
     ChunkWriter,
     TokenDetails,
@@ -23,6 +27,7 @@ from infer.server.openai.answer_parts import (
 )
 from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
+from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
 from infer.server.openai.schema import (
     CONVERSATION,
@@ -46,6 +51,7 @@ from infer.text import answer_parser
 from infer.text.reasoning_tokens import ThoughtTokens
 from infer.text.tools.formats import ToolFormat, thoughts_in
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
+from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGPROBS
 
 
@@ -72,9 +78,23 @@ class ChatBody(Conversation, Generation):
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools one of which the answer must call."""
-        if isinstance(self.tool_choice, str):
-            return self.tools if self.tool_choice == "required" else []
-        return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
+        return [tool for _, tool in self.forced]
+
+    @property
+    def forced(self) -> list[tuple[int, dict[str, Any]]]:
+        """The forced tools with their places in `tools`."""
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return self.functions if choice == "required" else []
+        names = [choice["name"]] if "name" in choice else choice["names"]
+        if choice.get("mode") == "auto":
+            return []
+        return [(i, t) for i, t in self.functions if t["function"]["name"] in names]
+
+    @cached_property
+    def enforced_tools(self) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+        """(forced tools with what is enforced of their parameters, names of what is not)"""
+        return grammar_fields.enforced_tools(self.forced)
 
     @property
     def num_grammar_chars(self) -> int:
@@ -90,7 +110,16 @@ class ChatBody(Conversation, Generation):
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatBody:
-        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
+        choice = self.tool_choice
+        known = {tool["function"]["name"] for _, tool in self.functions}
+        names = choice.get("names", ()) if isinstance(choice, dict) else ()
+        if unknown := [name for name in names if name not in known]:
+            shown = unknown[0][:MAX_NAME_CHARS]
+            raise RequestError(
+                f"tool_choice allows {shown!r}, which is none of the tools", param="tool_choice"
+            )
+        is_auto = isinstance(choice, dict) and choice.get("mode") == "auto"
+        if choice not in ("none", "auto") and not is_auto and not self.forced_tools:
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
         if self.forced_tools and self.grammars:
             other = next(iter(self.grammars))
@@ -106,7 +135,7 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire) as sampling:
         # First, since rendering takes longer than it takes to refuse a grammar.
-        checked = engine.check_sampling(sampling)
+        checked = _checked(engine, wire, sampling)
         ids = engine.render_chat(messages, **wire.template_arguments)
         thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
         requests = requests_of(
@@ -121,6 +150,34 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
             reuse_prefix=wire.reuse_prefix,
         )
         return list(requests)
+
+
+def _forced_grammar(way: ToolFormat, wire: ChatBody, tools: Sequence[dict[str, Any]]) -> Grammar:
+    is_one = isinstance(wire.tool_choice, dict) and "name" in wire.tool_choice
+    parallel = wire.parallel_tool_calls and not is_one
+    return answer_parser.forced_calls(way, tools, parallel=parallel)
+
+
+def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> CheckedSampling:
+    """The checked sampling; an error of a forced tool's schema names the tool."""
+    try:
+        return engine.check_sampling(sampling)
+    except RequestError as error:
+        way = _tool_format(engine, wire)
+        if error.param != "grammar" or way is None or not wire.forced_tools:
+            raise
+        # Each tool alone takes a part of what all have taken, up to the first that is refused.
+        is_too_much = "cannot be compiled" in error.message or "too large" in error.message
+        tools = [] if is_too_much else wire.enforced_tools[0]
+        for (i, _), tool in zip(wire.forced, tools, strict=False):
+            grammar = _forced_grammar(way, wire, [tool])
+            try:
+                engine.check_sampling(sampling.replace(grammar=grammar))
+            except RequestError as own:
+                place = f"tools[{i}].function.parameters"
+                message = own.message.partition(": ")[2] or own.message
+                raise type(own)(f"{place}: {message}", param=place, code=own.code) from None
+        raise
 
 
 def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
@@ -147,9 +204,17 @@ def _tool_format(engine: AsyncLLM, wire: ChatBody) -> ToolFormat | None:
 
 
 def _tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
-    """What the client should know about its tools; None: nothing."""
-    use = engine.tokenizer.tool_use
-    return use.warning if use and wire.shown_tools and not wire.forced_tools else None
+    """What the client should know about its tools and schemas; None: nothing."""
+    use, warnings = engine.tokenizer.tool_use, list[str | None]()
+    if use and wire.shown_tools and not wire.forced_tools:
+        warnings.append(use.warning)
+    functions = {i for i, _ in wire.functions}
+    others = [(i, tool["type"]) for i, tool in enumerate(wire.tools) if i not in functions]
+    if others:
+        named = ", ".join(f"tools[{i}] {kind[:MAX_NAME_CHARS]!a}" for i, kind in others[:8])
+        warnings.append(f"only functions are supported, so the model does not see {named}")
+    warnings.append(warning_of(wire.enforced.dropped + wire.enforced_tools[1]))
+    return "; ".join(filter(None, warnings)) or None
 
 
 def _parsed_token_ids(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
@@ -182,8 +247,7 @@ def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]
         sampling = sampling_of(engine, wire, most, logprobs)
         way = _tool_format(engine, wire)
         if way is not None and wire.forced_tools:
-            parallel = wire.parallel_tool_calls and isinstance(wire.tool_choice, str)
-            grammar = answer_parser.forced_calls(way, wire.forced_tools, parallel=parallel)
+            grammar = _forced_grammar(way, wire, wire.enforced_tools[0])
             sampling = sampling.replace(grammar=grammar)
         if logprobs is not None and not wire.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -313,16 +377,19 @@ class ChatAnswer:
 
     def _parsed(self, index: int, text: str, *, end: bool) -> dict[str, Any]:
         """What is new in a choice, as members of its message."""
-        reasoning, content, calls = self._parsers[index].push(text, end=end)
+        reasoning, content, calls, more = self._parsers[index].push(text, end=end)
         new: dict[str, Any] = {}
         if reasoning and self._wire.include_reasoning:
             new["reasoning_content"] = reasoning
         if content:
             new["content"] = content
+        first = self._num_calls[index]
+        pieces: list[dict[str, Any]] = []
+        if more:
+            pieces.append({"index": first - 1, "function": {"arguments": more}})
         if calls:
-            first = self._num_calls[index]
             self._num_calls[index] += len(calls)
-            new["tool_calls"] = [
+            pieces += [
                 {
                     "index": number,
                     "id": f"{self._call_id}_{index}_{number}",
@@ -331,6 +398,8 @@ class ChatAnswer:
                 }
                 for number, call in enumerate(calls, first)
             ]
+        if pieces:
+            new["tool_calls"] = pieces
         if self._on_message is not None:
             self._on_message(new)
         return new
@@ -352,7 +421,7 @@ class ChatAnswer:
 
 
 def unnumbered(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as a message has them: only pieces of a list say where they belong."""
+    """Calls as a message has them: only pieces of a stream say where they belong."""
     return [{name: each[name] for name in each if name != "index"} for each in calls]
 
 

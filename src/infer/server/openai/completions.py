@@ -22,6 +22,7 @@ from infer.server.openai.answer_parts import (
 )
 from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
+from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
 from infer.server.openai.schema import RANGES, Generation, Limit, between, limit
 from infer.server.openai.schema_base import Int, plain, whole_list
@@ -139,11 +140,11 @@ class CompletionAnswer:
     of its choices."""
 
     merges = True
-    warning = None
 
     def __init__(
         self, engine: AsyncLLM, wire: CompletionBody, requests: Sequence[Request], answer_id: str
     ) -> None:
+        self.warning = warning_of(wire.enforced.dropped)
         self._wire = wire
         self._requests = requests
         self._only_prompt = wire.wants_only_prompt

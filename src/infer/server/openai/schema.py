@@ -10,7 +10,10 @@ those of vLLM.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -120,14 +123,17 @@ def _variables(value: Any) -> dict[str, Any]:
 
 
 def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
-    """A list of definitions or calls of functions, checked for its shape."""
+    """A list of definitions or calls of functions, checked for its shape. Tools may also be of
+    other kinds, which nobody but their owner can run: they are not shown to the model."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RequestError(f"{info.field_name} must be a list of objects")
     if len(value) > MAX_TOOLS:
         raise UnprocessableError(f"{info.field_name} must be a list of at most {MAX_TOOLS}")
     for item in value:
-        function = item.get("function")
-        if item.get("type", "function") != "function":
+        function, kind = item.get("function"), item.get("type", "function")
+        if info.field_name == "tools" and kind != "function" and isinstance(kind, str):
+            continue  # named in a header
+        if kind != "function":
             raise RequestError(f"{info.field_name}: only the type 'function' is supported")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             words = "each needs a `function`, an object with a `name`"
@@ -137,8 +143,11 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
     return value
 
 
-def _tool_choice(value: Any) -> str | dict[str, str]:
-    """The choice: "none", "auto", "required", or a function as `{"name": …}`."""
+def _tool_choice(value: Any) -> str | dict[str, Any]:
+    """The choice: "none", "auto", "required", a function as `{"name": …}`, or functions as
+    `{"mode": "auto" or "required", "names": […]}`."""
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value)
     if isinstance(value, dict):
         function = value.get("function")
         if value == {"type": "function", "function": function} and isinstance(function, dict):
@@ -151,18 +160,41 @@ def _tool_choice(value: Any) -> str | dict[str, str]:
     raise RequestError(f"tool_choice must be 'none', 'auto', 'required' or {words}")
 
 
+def _allowed_tools(value: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's `allowed_tools`, with its members in the choice itself or in one of this name."""
+    inner = value.get("allowed_tools", value)
+    mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, 0)
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        words = "{'mode': 'auto' or 'required', 'tools': [{'type': 'function', 'function': …}]}"
+        raise RequestError(f"tool_choice: allowed_tools must be {words}")
+    names = list[str]()
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise RequestError("tool_choice: each of the allowed tools must be an object")
+        if tool.get("type", "function") != "function":
+            continue
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise RequestError("tool_choice: each allowed function needs a name")
+        names.append(name)
+    return {"mode": mode, "names": names}
+
+
 def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls in the form that templates expect, with their arguments as an object."""
+    """The calls in the form that templates expect, with their arguments as an object.
+
+    Arguments that are none, as a model may have written them, stay text for `tool_messages`.
+    """
     parsed = []
     for call in calls:
         arguments = call["function"].get("arguments") or {}
         if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments.encode())
-            except RequestError:
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise RequestError("tool_calls: arguments must be a JSON object, as text or as it is")
+            with contextlib.suppress(RequestError):
+                value = parse_json(arguments.encode())
+                arguments = {} if value is None else value if isinstance(value, dict) else arguments
+        elif not isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
     return parsed
 
@@ -177,7 +209,7 @@ Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
 # One error only, not one for each wrong id.
 TokenIds = Annotated[list[int], FailFast(), BeforeValidator(whole_list)]
 Limit = Annotated[int | None, BeforeValidator(_limit)]
-ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str, Any])]
+ToolChoice = Annotated[str | dict[str, Any], plain(_tool_choice, str | dict[str, Any])]
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
 
@@ -251,16 +283,43 @@ _TOOL = {
     },
     "required": ["function"],
 }
+_OTHER_TOOL = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
+    "required": ["type"],
+}
 _CHOSEN = {
     "type": "object",
     "properties": {"type": {"const": "function"}, "function": _FUNCTION},
     "required": ["type", "function"],
     "additionalProperties": False,
 }
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+                        "required": ["function"],
+                    },
+                },
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
 CONVERSATION: dict[str, dict[str, Any]] = {
     "messages": {"minItems": 1},
-    "tools": {"items": _TOOL, "maxItems": MAX_TOOLS},
-    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN]},
+    "tools": {"items": {"anyOf": [_TOOL, _OTHER_TOOL]}, "maxItems": MAX_TOOLS},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN, _ALLOWED]},
 }
 
 
@@ -395,6 +454,12 @@ class SampledBody(GeneratingBody):
         given = {name: getattr(self, name) for name in grammar_fields.FIELDS}
         return {name: grammar for name, grammar in given.items() if grammar is not None}
 
+    @cached_property
+    def enforced(self) -> grammar_fields.Enforced:
+        """The grammar of the answer's text, and what of a schema is not in it. Raises
+        `RequestError`; the time is linear in the schema's size."""
+        return grammar_fields.enforced(next(iter(self.grammars.values()), None))
+
     @model_validator(mode="after")
     def _check_grammars(self) -> SampledBody:
         if len(self.grammars) > 1:
@@ -433,7 +498,7 @@ class Generation(SampledBody):
 
 
 class Message(Wire):
-    """A message of a conversation; one that calls tools needs no content."""
+    """A message of a conversation; an answer needs no content."""
 
     ignored = ignored_fields.MESSAGE_FIELDS
     role: Role
@@ -457,7 +522,7 @@ class Message(Wire):
 
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant" and not self.tool_calls:
             code = "missing_required_parameter"
             raise RequestError("content is required", param="content", code=code)
         return self
@@ -498,7 +563,18 @@ class Conversation(Body):
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools
+        if self.tool_choice == "none":
+            return []
+        functions = [tool for _, tool in self.functions]
+        if isinstance(self.tool_choice, dict) and self.tool_choice.get("mode") == "auto":
+            names = self.tool_choice["names"]
+            return [tool for tool in functions if tool["function"]["name"] in names]
+        return functions
+
+    @property
+    def functions(self) -> list[tuple[int, dict[str, Any]]]:
+        """The tools that are functions, with their places in `tools`."""
+        return [(i, t) for i, t in enumerate(self.tools) if t.get("type", "function") == "function"]
 
 
 class TokenizeChatBody(Conversation):

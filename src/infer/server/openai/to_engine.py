@@ -66,7 +66,7 @@ def sampling_of(
     given = {name: getattr(wire, name) for name in names & wire.model_fields_set}
     if wire.sets_limit or engine.sampling_defaults.max_tokens is None:
         given["max_tokens"] = max_tokens
-    grammar = next(iter(wire.grammars.values()), None)
+    grammar = wire.enforced.grammar
     return SamplingParams(**given, logprobs=logprobs, grammar=grammar)
 
 

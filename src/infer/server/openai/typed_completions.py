@@ -17,6 +17,7 @@ from infer.server.openai.answer_parts import TokenUsage
 from infer.server.openai.completions import as_ids
 from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import OnMessage, Part
+from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.schema import RANGES, Limit, SampledBody, limit
 from infer.server.openai.schema_base import plain
 from infer.server.openai.to_engine import (
@@ -54,10 +55,10 @@ class TypedCompletion:
     """`AnswerFormat` and `StreamFormat` of the typed API."""
 
     merges = False
-    warning = None
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, wire: TypedCompletionBody, requests: Sequence[Request]) -> None:
         """`requests`: the only one."""
+        self.warning = warning_of(wire.enforced.dropped)
         self._usage = TokenUsage(requests)
         self._events = TypedEvents(self._usage)
 
@@ -126,4 +127,4 @@ class TypedCompletionsApi:
         answer_id: str,
         on_message: OnMessage | None = None,
     ) -> TypedCompletion:
-        return TypedCompletion(requests)
+        return TypedCompletion(wire, requests)

@@ -91,19 +91,29 @@ class SessionTurn:
         self._lease = lease
         self._texts: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []
+        """the pieces of each call's arguments"""
 
     def add(self, new: dict[str, Any]) -> None:
         """Add a piece (OpenAI's delta) to the answer; see `GeneratingApi.make_answer`."""
         self._texts.append(new.get("content", ""))
-        self._calls += unnumbered(new.get("tool_calls", ()))
+        for piece in new.get("tool_calls", ()):
+            if "id" in piece:
+                self._calls += unnumbered([piece])
+                self._arguments.append([])
+            self._arguments[piece["index"]].append(piece["function"]["arguments"])
 
     async def keep(self) -> None:
         """Write the question and the answer so far to the session. Raises `HttpError` (409) if it
         has changed meanwhile, `DatabaseError` if it cannot be written."""
         text = "".join(self._texts)
-        whole = [call for call in self._calls if _is_whole(call)]
-        # An incomplete call would be invalid in a later request's history, so it is kept as text.
-        text += "".join(_as_text(call) for call in self._calls if call not in whole)
+        calls = [
+            {**call, "function": {**call["function"], "arguments": "".join(pieces)}}
+            for call, pieces in zip(self._calls, self._arguments, strict=True)
+        ]
+        whole = [call for call in calls if _is_whole(call)]
+        # Nobody can answer an incomplete call, so it is kept as text.
+        text += "".join(_as_text(call) for call in calls if call not in whole)
         asked = self._asked
         answer: Message = {"role": "assistant"}
         if self._begun is not None:

@@ -106,8 +106,8 @@ export function isWhole(call) {
   return value !== null && typeof value === "object" && !Array.isArray(value);
 }
 
-/** Messages of a path as the API has them. A call that was cut goes as text: the server would refuse
- * its arguments. @param {Message[]} path */
+/** Messages of a path as the API has them. A call that was cut goes as text: nobody
+ * has answered it. @param {Message[]} path */
 export function messagesOf(path) {
   return path.map((message) => {
     /** @type {Record<string, any>} */
