@@ -287,6 +287,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
         hints |= {"echo", "return_token_ids", "timeout", "reasoning_effort"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+        handled |= {"truncation"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
         aliases |= {"reuse_prefix", "prediction"}
         model = CompletionBody if path == COMPLETIONS else ChatBody

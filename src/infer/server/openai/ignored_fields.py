@@ -30,6 +30,7 @@ REQUEST_FIELDS: IgnoredValues = {
     "reasoning_effort": (str,),  # a chat passes it to the template
     "service_tier": ("auto", "default"),
     "suffix": ("",),
+    "truncation": ("disabled",),  # a chat has turns that can be left out
     "verbosity": ("medium",),
     # other servers' extensions
     **dict.fromkeys(("add_special_tokens", "cache_salt", "chat_template"), ()),
