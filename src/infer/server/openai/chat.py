@@ -99,6 +99,10 @@ class ChatBody(Conversation, Generation):
         """What was left out of the prompt, once it is made."""
         return self._dropped
 
+    def leave_out(self, dropped: Dropped) -> None:
+        """Note what was left out of the prompt."""
+        self._dropped = dropped
+
     @property
     def answer_headers(self) -> list[tuple[str, str]]:
         num_messages = self.dropped.num_messages
@@ -185,7 +189,7 @@ def _fitted(
         return render(messages)
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
     found = truncation.fitted(messages, render, count, engine.max_seq_len - wanted)
-    wire._dropped = found.dropped
+    wire.leave_out(found.dropped)
     return found.prompt
 
 

@@ -50,6 +50,7 @@ MESSAGE_FIELDS: IgnoredValues = {
 TOKENIZE_CHAT_FIELDS: IgnoredValues = {
     "add_special_tokens": (False,),  # the template adds them
     "chat_template": (),
+    "truncation": ("disabled",),
 }
 STREAM_FIELDS: IgnoredValues = {"include_obfuscation": (False,)}
 
