@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from infer.kernels import linear, loader
 from tests.support import cases
@@ -12,7 +12,7 @@ BY_DEFAULT = {"portable", "avx2", "avx512", "neon", *loader.instruction_sets()[:
 """The best set of this machine and one for each length of vectors. The others share the vectors'
 functions of one of these but for a product; they are tested with `-m slow`."""
 
-EXACT_DTYPE = "auto" if linear.native_obstacle() is None else "float32"
+EXACT_DTYPE: Literal["auto", "float32"] = "auto" if linear.native_obstacle() is None else "float32"
 """The dtype in which a row has the same bits in any batch: the model's with the native kernels,
 float32 without them."""
 
