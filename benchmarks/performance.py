@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.bench.report import write_report
+from infer.engine.build import exactness
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results", HERE.parent / "docs" / "performance.md"
@@ -262,6 +263,7 @@ def main() -> None:
         sections.append(f"Not recorded yet: {missing}.\n")
     text = text.replace("{{batching}}", "\n".join(sections))
     text = text.replace("{{plans}}", plans())
+    text = text.replace("{{exactness}}", exactness.table())
     text = text.replace("{{modes-zen4}}", summaries(sorted(RESULTS.glob("modes-zen4-*.json"))))
     while "{{" in text:
         before, _, rest = text.partition("{{")

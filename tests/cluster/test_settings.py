@@ -73,7 +73,7 @@ def test_sessions_of_several_fronts() -> None:
 
 def test_a_warning_where_haproxy_is_off(caplog: pytest.LogCaptureFixture) -> None:
     warn_without_haproxy({"RAY_SERVE_ENABLE_HA_PROXY": "1"})
-    assert caplog.text == ""
+    assert "RAY_SERVE" not in caplog.text
     warn_without_haproxy({})
     assert "RAY_SERVE_ENABLE_HA_PROXY is off" in caplog.text
 

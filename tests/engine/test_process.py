@@ -263,10 +263,14 @@ def test_log_probabilities_of_long_prompts_cross_in_small_frames() -> None:
     assert not found[1].prompt_logprobs
     assert not found[3].prompt_logprobs
     assert [each.token_id for each in found] == [3, 4, 5, 6]
-    # An iterator reads a frame at a time.
-    started_s = time.thread_time()
-    assert next(iter(packed)) == entries[0]
-    assert time.thread_time() - started_s < 0.05
+    # An iterator reads a frame at a time: the others may be of any content until it comes to them.
+    first, *others = [e for e in map(decode_outward, frames) if isinstance(e, PromptScores)]
+    for event in (first, *(PromptScores(e.request_id, e.count, b"\xc1") for e in others)):
+        collector.add(event)
+    [output] = collector.complete([outputs[0]])
+    assert next(iter(output.prompt_logprobs or ())) == entries[0]
+    with pytest.raises(msgspec.DecodeError):
+        list(output.prompt_logprobs or ())
 
 
 @pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])
@@ -353,7 +357,7 @@ def command_of(pid: int) -> str:
 
 def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
     async def main() -> None:
-        llm = launch_hash_llm(step_s=0.005)
+        llm = launch_hash_llm(step_s=0.5)  # the request would take minutes
         await llm.start()
         pid = worker_of(llm).pid
         assert pid is not None
@@ -361,9 +365,7 @@ def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
             llm.generate(llm.make_request("abc", GREEDY.replace(max_tokens=400)))
         )
         await until(lambda: llm.stats()["num_running"] == 1)
-        started_s = time.monotonic()
         await llm.close()
-        assert time.monotonic() - started_s < 2
         with pytest.raises(EngineError, match="shutting down"):
             await task
         assert not command_of(pid)

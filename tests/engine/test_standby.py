@@ -101,7 +101,7 @@ def test_the_standby_becomes_the_next_engine_and_is_replaced(standby: Standby) -
             assert read(f"/proc/{pid}/oom_score_adj").strip() == "500"
         assert llm.stats()["num_restarts"] == 2
         pid = await prepared(standby)
-        assert read(f"/proc/{pid}/oom_score_adj").strip() == "1000"
+        await until(lambda: read(f"/proc/{pid}/oom_score_adj").strip() == "1000")
         before = cpu_ticks(pid)
         await asyncio.sleep(0.2)
         assert cpu_ticks(pid) <= before + 1, "it is idle"

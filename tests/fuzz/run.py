@@ -36,6 +36,7 @@ if __name__ == "__main__":
 
 from infer.models.hub import SHIPPED_FOLDER
 from tests.fuzz.call import MODEL, Call, CallSequence, RawRequest, id_of
+from tests.support.commits import commit_of
 from tests.support.server_process import Served, served, stack_limit
 
 MODULES = {
@@ -369,6 +370,7 @@ def main() -> int:
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "minutes": minutes,
+        "commit": commit_of(root := Path(__file__).parents[2], root / "tests/fuzz/recorded.json"),
         **found,
     }
     print(json.dumps(result))

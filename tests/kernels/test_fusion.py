@@ -242,6 +242,8 @@ def test_all_instruction_sets_agree_in_whole_numbers(
 ) -> None:
     """Packed weights and results have the same bits, and so have the norm, the bias and the sum."""
     sets = loader.instruction_sets()
+    if len(sets) < 2:
+        pytest.skip("one instruction set at most")
     norm = Norm(1 + random(k, seed=3) / 4, 1e-5)
     layers = []
     for isa in sets:

@@ -1,8 +1,8 @@
 """Runs the reliability scorecard and writes its counts and verdicts to docs/reliability.md.
 
 `python tests/reliability/scorecard.py [--minutes 60] [--overload-s 120] [--only 9,20]`. A row is
-one or more tests, run by pytest, which write their counts with `Findings`. With `--only` the other
-rows of the page stay unchanged.
+one or more tests, run by pytest, which write their counts with `Findings`. The commit is written
+with them. With `--only` the other rows of the page stay unchanged.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ import time
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.support.commits import commit_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -482,6 +487,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
         "verdict": "FAIL" if done.returncode or failures else "pass",
         "seconds": round(took_s),
         "date": datetime.date.today().isoformat(),
+        "commit": commit_of(ROOT, PAGE),
         "findings": counted,
         "failures": failures,
     }
@@ -509,14 +515,16 @@ def page(kept: dict[str, Any], before: str = "") -> str:
         f" {platform.python_version()}; clients and server share it.\n",
         "Struck out: 34, whose part about the page is `tests/page/test_hostile_texts.py` (it needs"
         " a browser), and whose part about the supply chain needs a package that is published.\n",
-        "| # | test | verdict | took | date |\n|---|---|---|---|---|",
+        "The commit is that of the tree that was measured, with a + if it had further changes. Rows"
+        " before 2026-11-25 name the commit that recorded them.\n",
+        "| # | test | verdict | took | date | commit |\n|---|---|---|---|---|---|",
     ]
     rows = sorted(ROWS, key=_order)
     for row in rows:
         if row.number in kept:
             what = kept[row.number]
-            cells = (row.number, row.name, what["verdict"], f"{what['seconds']} s", what["date"])
-            parts.append(f"| {' | '.join(cells)} |")
+            cells = (row.number, row.name, what["verdict"], f"{what['seconds']} s")
+            parts.append(f"| {' | '.join((*cells, what['date'], what['commit']))} |")
         elif row.number in older:
             parts.append(older[row.number][0])
     for row in rows:
@@ -545,7 +553,7 @@ def _order(row: Row) -> tuple[str, int]:
 def _fuzzer(run: dict[str, Any]) -> list[str]:
     """The section about the last long run of the fuzzer."""
     parts = [
-        f"\n## The fuzzer: {run['minutes']:g} minutes on {run['date']}\n",
+        f"\n## The fuzzer: {run['minutes']:g} minutes on {run['date']}, commit {run['commit']}\n",
         "`python tests/fuzz/run.py --minutes 60 --record tests/fuzz/recorded.json`: real servers"
         " and the loader under input that hypothesis makes up. A 504 is the deadline that the"
         " request itself has set; it is not counted as a 5xx. What was found is mended.\n",

@@ -88,7 +88,7 @@ async def cancel_once(engine: AsyncLLM, app: App, moment: str, way: str, pause_s
         )
     )
     if way != "deadline":
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             while not task.done() and not reached(engine, moment, writes):
                 await asyncio.sleep(0.0003)
         await asyncio.sleep(pause_s)
@@ -102,12 +102,12 @@ async def cancel_once(engine: AsyncLLM, app: App, moment: str, way: str, pause_s
                 path = f"/v1/requests/{each['id']}"
                 answers = [(await app.send("DELETE", path)).json() for _ in range(2)]
                 assert not answers[1]["cancelled"], "twice"
-    reply = await asyncio.wait_for(task, 2)
+    reply = await asyncio.wait_for(task, 60)
     code = {"deadline": b"deadline_exceeded", "DELETE": b"request_cancelled"}.get(way)
     assert code is None or code in reply.body or b"[DONE]" in reply.body
     assert said(await near) == expected
     await asyncio.gather(*extra)
-    async with asyncio.timeout(0.5):
+    async with asyncio.timeout(60):
         while not is_idle(engine):
             await asyncio.sleep(0.001)
     after = engine.stats()

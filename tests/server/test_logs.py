@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,10 +60,8 @@ def test_what_nobody_reads_is_dropped_counted_and_said() -> None:
         os.fdopen(writing, "w", encoding="utf-8") as stream,
         writer_to(stream, **limits) as (logger, handler),
     ):
-        started_s = time.monotonic()
-        for i in range(20_000):
+        for i in range(20_000):  # the pipe holds 1,300 of them, so who waited would wait for ever
             logger.warning("line %d %s", i, "x" * 40)
-        assert time.monotonic() - started_s < 10  # the pipe holds 1,300 of them
         assert 10_000 < handler.num_dropped < 19_000
         dropped = handler.num_dropped
         read = b""
@@ -88,9 +85,7 @@ def test_the_end_does_not_wait_for_readers(is_closed: bool) -> None:
             os.close(reading)
         for _ in range(5000):
             logger.warning("x" * 100)
-        started_s = time.monotonic()
-        handler.close()
-        assert time.monotonic() - started_s < 5
+        handler.close()  # returns, which nobody's reading would make it do
         assert not any(thread.name == "infer-log" for thread in threading.enumerate())
     if not is_closed:
         os.close(reading)

@@ -208,7 +208,7 @@ def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
         (engine,) = models.engines()
         long = await app.post(COMPLETIONS, completion_body(model="b", **LONG))  # 0.8 s
         assert (long.status, loads) == (200, ["b"])
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             while models.engines():
                 await asyncio.sleep(0.02)
         assert not engine.is_alive
@@ -260,11 +260,11 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
             for name in "ab"
         ]
         a, b = models.engines()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (a.stats()["num_running"] and b.stats()["num_running"]):
                 await asyncio.sleep(0.005)
         os.kill(pid_of(a), signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while a.is_ready:
                 await asyncio.sleep(0.002)
         assert await statuses(app) == {"a": "restarting", "b": "loaded"}
@@ -342,7 +342,7 @@ def test_what_nobody_expected_reaches_the_edge(
             app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
         )
         (engine,) = models.engines()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not engine.stats()["num_running"]:
                 await asyncio.sleep(0.002)
         leave.set()

@@ -185,7 +185,7 @@ class App:
 
     async def idle(self) -> None:
         """Wait until every seat and page is free and no step is computed; fails after a while."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not is_idle(self.engine):
                 await asyncio.sleep(0.002)
         steps = self.engine.stats()["num_steps"]
@@ -290,7 +290,7 @@ def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
             assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until a condition is true; fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -202,6 +202,8 @@ class Endpoints:
         tenant.charge_chars(num_bytes, context)
         heavy = isinstance(wire, ChatBody) and wire.is_heavy
         fields = await self._offload.run(http, work, wire, heavy=heavy)
+        if isinstance(wire, ChatBody):
+            context.headers += wire.answer_headers
         num_ids = len(fields.get("token_ids", fields.get("tokens", ())))
         num_bytes = len(fields.get("prompt", "")) + _BYTES_AN_ID * num_ids
         return await self._offload.render(http, num_bytes, json_response, fields)
@@ -209,7 +211,8 @@ class Endpoints:
     def _rendered(self, wire: ChatBody) -> dict[str, Any]:
         prompt, ids = rendered_chat(self._engine, wire)
         size = self._engine.max_seq_len
-        return {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
+        fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
+        return fields | wire.dropped.usage
 
     def _tokenized(self, wire: TokenizeBody) -> dict[str, Any]:
         ids = self._engine.tokenizer.encode(

@@ -147,6 +147,7 @@ class GenerationCall(Generic[B]):
         prepared = await offload.run(self._http, self._prepare, wire, heavy=wire.is_heavy)
         if prepared.answer.warning is not None:
             self._context.headers.append(("x-warning", prepared.answer.warning))
+        self._context.headers += wire.answer_headers
         return prepared
 
     def _prepare(self, wire: B) -> Prepared:

@@ -25,6 +25,7 @@ from jinja2.parser import Parser
 from infer.errors import LoadError, RequestError
 from infer.text.control_text import free_noncharacters, strings_in
 from infer.text.sandbox import MAX_RENDERED_CHARS, BoundedEnvironment, WorkError
+from infer.text.system_messages import with_one_system
 from infer.text.template_probes import find_abilities
 from infer.text.tools.formats import ToolFormat
 from infer.text.tools.tool_messages import adapted
@@ -158,12 +159,13 @@ class ChatTemplate:
     ) -> str:
         """The prompt as text. `extra`: further variables of the template.
 
-        Entries of a message that are None count as absent. Tools, calls and results are given to
-        the template in the form that it supports. `tool_format` is the format of calls that the
-        template does not render itself; the default is the template's own format or else a generic
-        one. With `continue_final_message` the text ends where the last message's content ends.
-        Raises `RequestError` with `param="messages"` for anything that the template refuses or
-        cannot render.
+        Entries of a message that are None count as absent. The role "developer" is a newer name of
+        "system". Where the template takes one system message, those at the beginning are joined.
+        Tools, calls and results are given to the template in the form that it supports.
+        `tool_format` is the format of calls that the template does not render itself; the default
+        is the template's own format or else a generic one. With `continue_final_message` the text
+        ends where the last message's content ends. Raises `RequestError` with `param="messages"`
+        for anything that the template refuses or cannot render.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -178,6 +180,8 @@ class ChatTemplate:
         turns = [self._prepared(f"messages[{i}]", message) for i, message in enumerate(messages)]
         if not turns:
             raise _refusal("messages is empty: send at least one message")
+        if not self.abilities.takes_several_systems:
+            turns = with_one_system(turns)
         way = tool_format or self.abilities.format
         turns, shown = adapted(turns, _plain(tools, "tools"), self.abilities, way)
         mark = ""
@@ -200,6 +204,8 @@ class ChatTemplate:
         )
         if not isinstance(turn.get("role"), str):
             raise _refusal(f"{where} has no `role` (a string)")
+        if turn["role"] == "developer":
+            turn["role"] = "system"
         # Templates read the reasoning of earlier turns as `thinking` or as `reasoning_content`.
         for name in ("reasoning_content", "thinking", "reasoning"):
             if name in turn:

@@ -35,6 +35,7 @@ Published templates need a hundredth of it.
 _MAX_PROBED_CHARS = 100_000
 _NAME, _KEY, _VALUE = "probe_function", "probe_argument", "probe-value"
 _QUESTION, _SAID, _RESULT = "probe-question", "probe-said", "probe-result"
+_RULES = ("probe-rule-a", "probe-rule-b", "probe-rule-c")
 _CALL = ToolCall(_NAME, json.dumps({_KEY: _VALUE}))
 _BROKEN = f'{{"{_KEY}": "probe-bro'
 _INSTEAD_OF_NO_TEXT = (" ", "…")
@@ -83,6 +84,8 @@ class Abilities:
     """Whether a message's content must be a list of parts."""
     takes_system: bool
     """Whether the template renders system messages."""
+    takes_several_systems: bool
+    """Whether it renders all of several system messages at the beginning."""
     tools_variable: str | None
     """Name of the variable for tools; None: the template renders no tools."""
     tools_are_text: bool
@@ -116,10 +119,13 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
     if style is not None and style.short_ids:
         result["tool_call_id"] = short_id(_ID)
     made = [_message(style, _ID)] if style else [{"role": "assistant", "content": _SAID}]
+    wants_parts = takes_parts and _QUESTION not in probes.shown([question], {})
+    systems = [_system_message(text, wants_parts) for text in (_SAID, *_RULES)]
     return Abilities(
         takes_parts=takes_parts,
-        wants_parts=takes_parts and _QUESTION not in probes.shown([question], {}),
-        takes_system=_SAID in probes.shown([{"role": "system", "content": _SAID}, question], {}),
+        wants_parts=wants_parts,
+        takes_system=_SAID in probes.shown([systems[0], question], {}),
+        takes_several_systems=_takes_several_systems(probes, [*systems[1:], question], tools),
         tools_variable=name,
         tools_are_text=is_text,
         fills_tools=fills,
@@ -179,6 +185,22 @@ def _tools_variable(
         if _NAME in probes.shown(messages, shown_tools([tool], name, as_text=is_text)):
             return name, is_text, tool is _FULL_TOOL
     return None, False, False
+
+
+def _system_message(text: str, in_parts: bool) -> Message:
+    return {"role": "system", "content": [{"type": "text", "text": text}] if in_parts else text}
+
+
+def _takes_several_systems(probes: _Probes, chat: Sequence[Message], tools: dict[str, Any]) -> bool:
+    """Whether the system messages at the beginning of a chat, `_RULES`, occur in the prompt, each
+    once and in order, with tools and without. Published templates refuse them, or render the first
+    or the last one."""
+    for variables in ({}, tools):
+        text = probes.shown(chat, variables)
+        found = [text.find(rule) for rule in _RULES]
+        if found != sorted(found) or any(text.count(rule) != 1 for rule in _RULES):
+            return False
+    return True
 
 
 def _call_style(

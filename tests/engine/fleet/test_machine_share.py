@@ -94,7 +94,7 @@ def test_an_engine_that_does_not_fit_says_how_many_would() -> None:
 
 
 def test_the_plan_of_replicas_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--device", "cpu", "--free-gib", "4", "--replicas"]
+    arguments = ["plan", "--device", "cpu", "--free-gib", "65536", "--replicas"]
     with pytest.raises(SystemExit) as ended:
         app([*arguments, "64", "--json"], prog_name="infer")
     assert ended.value.code == 1

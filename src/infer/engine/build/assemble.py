@@ -28,6 +28,7 @@ from infer.engine.build.checkpoint import (
     text_of,
 )
 from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
+from infer.engine.build.exactness import trade_of
 from infer.engine.build.fingerprints import fingerprint_of
 from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
@@ -136,6 +137,8 @@ def prepare(
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     if plan.products:
         log.info("linear layers: %s", plan.products)
+    if trade := trade_of(plan.dtype):
+        log.info("weights in %s: %s", plan.dtype, trade)
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
     torch.set_num_threads(machine.num_threads(config, spare))
 

@@ -6,18 +6,18 @@ parser, whole or in pieces, which finds reasoning and tool calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Literal, TypeVar
 
-from pydantic import model_validator
+from pydantic import PrivateAttr, model_validator
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import CheckedSampling
 from infer.errors import RequestError
 from infer.server.http.json_body import MAX_NAME_CHARS
-from infer.server.openai import grammar_fields
+from infer.server.openai import grammar_fields, truncation
 from infer.server.openai.answer_parts import (
     ChunkWriter,
     TokenDetails,
@@ -31,6 +31,8 @@ from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
 from infer.server.openai.schema import (
     CONVERSATION,
+    MAX_LIGHT_CHARS,
+    MAX_LIGHT_WORDS,
     RANGES,
     Conversation,
     Generation,
@@ -46,6 +48,7 @@ from infer.server.openai.to_engine import (
     requests_of,
     sampling_of,
 )
+from infer.server.openai.truncation import Dropped
 from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
 from infer.text.reasoning_tokens import ThoughtTokens
@@ -53,6 +56,8 @@ from infer.text.tools.formats import ToolFormat, thoughts_in
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGPROBS
+
+R = TypeVar("R")
 
 
 class ChatBody(Conversation, Generation):
@@ -70,10 +75,34 @@ class ChatBody(Conversation, Generation):
     max_completion_tokens: Limit = None
     session_id: str | None = None
     """id of a session whose messages go before these; see `server.sessions.routes`"""
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """whether the oldest turns are left out of a prompt that does not fit: `truncation.fitted`"""
     logprobs: bool = False
     top_logprobs: Int | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    _dropped: Dropped = PrivateAttr(Dropped())
+
+    @property
+    def dropped(self) -> Dropped:
+        """What was left out of the prompt, once it is made."""
+        return self._dropped
+
+    def leave_out(self, dropped: Dropped) -> None:
+        """Note what was left out of the prompt."""
+        self._dropped = dropped
+
+    @property
+    def answer_headers(self) -> list[tuple[str, str]]:
+        num_messages = self.dropped.num_messages
+        return [("x-truncated-messages", str(num_messages))] if num_messages else []
+
+    @property
+    def is_heavy(self) -> bool:
+        """Truncation may render the chat several times."""
+        num_chars = sum(len(message.content or "") for message in self.messages)
+        is_long = num_chars > MAX_LIGHT_CHARS or len(self.messages) > MAX_LIGHT_WORDS
+        return super().is_heavy or (self.truncation == "auto" and is_long)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
@@ -133,10 +162,11 @@ class ChatBody(Conversation, Generation):
 def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
     """The requests of all choices; raises `RequestError`."""
     messages = plain_messages(wire)
-    with _chat_sampling(engine, wire) as sampling:
+    with _chat_sampling(engine, wire) as sampling, _said_if_truncated(wire):
         # First, since rendering takes longer than it takes to refuse a grammar.
         checked = _checked(engine, wire, sampling)
-        ids = engine.render_chat(messages, **wire.template_arguments)
+        render = partial(engine.render_chat, **wire.template_arguments)
+        ids = _fitted(engine, wire, messages, sampling, render, len)
         thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
         requests = requests_of(
             engine,
@@ -184,8 +214,41 @@ def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
     """The text and the ids of the prompt that `chat_requests` would make; same refusals, but a
     prompt may be longer than the model serves: by how much is what a caller may want to know."""
     messages = plain_messages(wire)
-    with _chat_sampling(engine, wire):
-        return engine.tokenizer.apply_chat_template(messages, **wire.template_arguments)
+    with _chat_sampling(engine, wire) as sampling:
+        render = partial(engine.tokenizer.apply_chat_template, **wire.template_arguments)
+        return _fitted(engine, wire, messages, sampling, render, lambda prompt: len(prompt[1]))
+
+
+def _fitted(
+    engine: AsyncLLM,
+    wire: ChatBody,
+    messages: list[dict[str, Any]],
+    sampling: SamplingParams,
+    render: Callable[[list[dict[str, Any]]], R],
+    count: Callable[[R], int],
+) -> R:
+    """The prompt, without the oldest turns if the body allows it; `wire.dropped` says how many. It
+    leaves room for `max_tokens`, or else for one token."""
+    if wire.truncation == "disabled":
+        return render(messages)
+    wanted = sampling.max_tokens or max(1, sampling.min_tokens)
+    found = truncation.fitted(messages, render, count, engine.max_seq_len - wanted)
+    wire.leave_out(found.dropped)
+    return found.prompt
+
+
+@contextmanager
+def _said_if_truncated(wire: ChatBody) -> Iterator[None]:
+    """The error for a prompt that is too long says what truncation has done about it."""
+    try:
+        yield
+    except RequestError as error:
+        num_messages = wire.dropped.num_messages
+        if error.code != "context_length_exceeded" or not num_messages:
+            raise
+        words = f"{num_messages} messages were left out, and the others must stay"
+        message = f"{error.message}; {words}"
+        raise type(error)(message, param=error.param, code=error.code) from None
 
 
 def plain_messages(wire: Conversation) -> list[dict[str, Any]]:
@@ -285,7 +348,7 @@ class ChatAnswer:
         if marks := thoughts_in(source):
             inside = prompt_end.rstrip().endswith(marks.opening)
             thoughts = [ThoughtTokens(engine.tokenizer, marks, inside=inside) for _ in requests]
-        self._usage = TokenUsage(requests, wire.n, thoughts)
+        self._usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
         self._details = TokenDetails(engine.tokenizer, wire, requests)
         self._chunks = ChunkWriter(self._head, wire.stream_options, self._usage)
         names = [tool["function"]["name"] for tool in wire.forced_tools or wire.shown_tools]

@@ -34,6 +34,7 @@ REQUEST_FIELDS: IgnoredValues = {
     "reasoning_effort": (str,),  # a chat passes it to the template
     "service_tier": ("auto", "default"),
     "suffix": ("",),
+    "truncation": ("disabled",),  # a chat has turns that can be left out
     "verbosity": ("medium",),
     # other servers' extensions
     **dict.fromkeys(("add_special_tokens", "cache_salt", "chat_template"), ()),
@@ -54,6 +55,7 @@ MESSAGE_FIELDS: IgnoredValues = {
 TOKENIZE_CHAT_FIELDS: IgnoredValues = {
     "add_special_tokens": (False,),  # the template adds them
     "chat_template": (),
+    "truncation": ("disabled",),
 }
 STREAM_FIELDS: IgnoredValues = {"include_obfuscation": (False,)}
 HINTS = frozenset(

@@ -36,7 +36,7 @@ from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 MAX_CHOICES_PER_PROMPT = 128
 """largest `n`; OpenAI's"""
 MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
-"""maximum size of `bad_words` that are tokenised on the event loop"""
+"""maximum size of `bad_words`, and of a chat that may be truncated, on the event loop"""
 MAX_LIGHT_ENTRIES = 2048
 """maximum of choices x (1 + entries of lists) that are checked on the event loop"""
 MAX_MESSAGES = 1024
@@ -368,6 +368,11 @@ class GeneratingBody(Body):
     def is_open_ended(self) -> bool:
         """Whether the client has set no limit to the number of output tokens."""
         return False
+
+    @property
+    def answer_headers(self) -> list[tuple[str, str]]:
+        """Headers of the answer beside those that all have; read once the requests are made."""
+        return []
 
 
 class TextPart(Wire):
