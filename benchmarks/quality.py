@@ -56,9 +56,7 @@ class Int8Cache:
     def __init__(self, config: ModelConfig, most: int) -> None:
         num_pages = -(-most // 16) + 1
         storage = KVStorage(config, num_pages, 16, dtype=torch.int8, device=torch.device("cpu"))
-        self.backend = NativeBackend(
-            storage.keys, storage.values, num_heads=config.num_heads, scale=config.attention_scale
-        )
+        self.backend = NativeBackend(storage.keys, storage.values, **config.attention())
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None

@@ -25,6 +25,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/howto").glob("*.md"))}
 LATER = ("docs/models.md",)
 """files of which a page says in words what to add"""
+SHAPES = "tests/support/model_shapes.py"
+"""the file to which the page of a model family adds the family's shapes"""
+PARITY = (
+    *("tests/models/test_parity.py", "tests/models/test_serving_parity.py"),
+    *("tests/kernels/test_layers.py", "tests/cells/test_moved_cells.py"),
+)
+"""what compares a family with its reference: by its loop, by what serves, and in cells"""
+LATTICE = ("tests/engine/test_lattice_families.py",)
+"""what runs a family in every kind of batch"""
 
 
 def blocks(page: str) -> list[str]:
@@ -96,6 +105,12 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines if line.startswith("pytest ")]
 
 
+def family(page: str) -> str | None:
+    """The model family that a page adds."""
+    found = re.search(r'^\+    "(\w+)": \{$', edits(page).get(SHAPES, ""), re.MULTILINE)
+    return found and found[1]
+
+
 def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
@@ -125,6 +140,16 @@ def test_a_page_names_the_files_that_it_touches(page: str) -> None:
     assert commands(page)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page in PAGES if family(page)])
+def test_a_family_that_a_page_adds_is_right_in_every_format(page: str, tmp_path: Path) -> None:
+    root = copy_of_the_repository(tmp_path)
+    for path, source in results(page).items():
+        (root / path).write_text(source)
+    done = run([*PARITY, "-k", f"{family(page)} or registry"], root)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES)
@@ -148,6 +173,9 @@ def test_the_changes_of_a_page_keep_the_rules_and_its_tests_need_them(
     sources = [path for path in made if path.endswith(".py")]
     for linter in (["check"], ["format", "--check"]):
         subprocess.run([sys.executable, "-m", "ruff", *linter, *sources], cwd=root, check=True)
-    for command in commands(page):
+    whole = []
+    if name := family(page):
+        whole = [[*PARITY, *LATTICE, "-m", "slow or not slow", "-k", name]]
+    for command in [*commands(page), *whole]:
         done = run(command, root)
         assert done.returncode == 0, done.stdout[-4000:]

@@ -26,7 +26,12 @@ def test_functions_have_the_types_of_their_declarations() -> None:
 def test_records_have_no_gaps() -> None:
     """static_assert holds the same sizes on the other side."""
     sizes = {name: record.size for name, record in loader.records().items()}
-    assert sizes == {"DrawRow": 48, "LayerAddresses": 48, "CacheAddresses": 24}
+    assert sizes == {
+        "DrawRow": 48,
+        "LayerAddresses": 48,
+        "CacheAddresses": 24,
+        "AngleAddresses": 16,
+    }
     assert loader.records()["DrawRow"].format == "dddQQQ"
 
 

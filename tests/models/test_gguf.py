@@ -152,7 +152,7 @@ def test_gemma_query_scale(layers: int, scale: float, tmp_path: Path) -> None:
     """The 27B model, identified by its layers, divides by hidden / heads; others by head_dim."""
     model = make_model("gemma3", num_hidden_layers=layers, hidden_size=64, intermediate_size=32)
     write(tmp_path / "m.gguf", "gemma3", model)
-    assert GGUFFile(tmp_path / "m.gguf").config.attention_scale == pytest.approx(scale)
+    assert GGUFFile(tmp_path / "m.gguf").config.attention()["scale"] == pytest.approx(scale)
 
 
 def test_the_whole_engine(tmp_path: Path) -> None:

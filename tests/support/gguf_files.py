@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Q
 from tokenizers.pre_tokenizers import ByteLevel
 
 from infer.kernels.rotary import QKRotation
-from infer.models.gguf_file import GGUFFile
+from infer.models.gguf_file import LLAMA_ROWS, GGUFFile
 from infer.models.model import build_model
 from tests.support.checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
 
@@ -148,7 +148,7 @@ def write(
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
         order = None
-        if arch in ("llama", "mistral3") and (".q_proj" in name or ".k_proj" in name):
+        if arch in LLAMA_ROWS and (".q_proj" in name or ".k_proj" in name):
             order = row_order(len(values) // size, size)
             values = values[order]
         shift = float(arch == "gemma3" and name.endswith("norm.weight"))
@@ -229,13 +229,13 @@ def dense_logits(
     def attend(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: QKRotation | None
     ) -> torch.Tensor:
-        window = config.window(layer) or len(tokens)
+        window = config.layer(layer).window or len(tokens)
         if turn is not None:
             q, k = turn(q, k)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         seen = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(
-            q, k, v, seen, scale=config.attention_scale, enable_gqa=True
+            q, k, v, seen, scale=config.layer(layer).attention_scale, enable_gqa=True
         )
         return out.transpose(0, 1)
 

@@ -106,13 +106,9 @@ class CellModel:
             message = f"'native' is not possible: {reason}; use 'auto'"
             raise ConfigError("attention_backend", message)
         kind = SDPABackend if wanted == "sdpa" or reason else NativeBackend
-        return kind(
-            storage.keys,
-            storage.values,
-            num_heads=config.num_heads,
-            scale=config.attention_scale,
-            windows=windows,
-        )
+        arguments = config.attention()
+        arguments["windows"] = list(windows)
+        return kind(storage.keys, storage.values, **arguments)
 
 
 def load_model(model: str | None = None, **settings: Any) -> CellModel:

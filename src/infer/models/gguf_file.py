@@ -39,7 +39,7 @@ from infer.models.model_config import ModelConfig
 from infer.models.registry import parse_model_config
 from infer.models.weights import BlockReader, WeightSource, listing
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -47,7 +47,8 @@ _ARCHITECTURES = {
     "mistral3": "MistralForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-_LLAMA_ROWS = ("llama", "mistral3")
+"""Name of an architecture in GGUF files → its name in the registry."""
+LLAMA_ROWS = ("llama", "mistral3")
 """GGUF architectures whose query and key rows llama.cpp's converter reorders."""
 _REQUIRED = {  # GGUF key without its architecture prefix → field of config.json
     "embedding_length": "hidden_size",
@@ -146,15 +147,16 @@ class GGUFFile:
         if self.metadata.get("split.count") not in (None, 0, 1):
             self.path, self.metadata, self._tensors = _open_parts(path, self.metadata)
         self._arch = str(self.metadata.get("general.architecture")).strip().lower()
-        if self._arch not in _ARCHITECTURES:
+        if self._arch not in ARCHITECTURES:
             raise LoadError(
                 f"{path}: general.architecture {self._arch!r} is not supported"
-                f" (supported: {', '.join(_ARCHITECTURES)})"
+                f" (supported: {', '.join(ARCHITECTURES)})"
             )
         config = parse_model_config(self._config_fields(), str(path))
         factors = self._rope_factors(config.head_dim)
         rope = dataclasses.replace(config.rope, frequency_divisors=factors)
-        self.config = dataclasses.replace(config, rope=rope)
+        ropes = tuple(rope if each == config.rope else each for each in config.ropes)
+        self.config = dataclasses.replace(config, rope=rope, ropes=ropes)
 
     def source(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         """A source of the tensors under their Hugging Face names, converted to `dtype`."""
@@ -250,7 +252,7 @@ class GGUFFile:
         if self._arch == "gpt2":
             return {
                 **{field: self._get(key) for key, field in required.items()},
-                "architectures": [_ARCHITECTURES[self._arch]],
+                "architectures": [ARCHITECTURES[self._arch]],
                 "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
                 "tie_word_embeddings": "output.weight" not in self._tensors,
                 "dtype": self._dtype(),
@@ -277,7 +279,7 @@ class GGUFFile:
             "rope_theta": 10000.0,  # this default and the next are GGUF's, not the family's
             "num_key_value_heads": heads,
             **{name: value for name, value in fields.items() if value is not None},
-            "architectures": [_ARCHITECTURES[self._arch]],
+            "architectures": [ARCHITECTURES[self._arch]],
             "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": biased and self._arch != "qwen2",  # Qwen2 always has biases
@@ -317,7 +319,7 @@ class GGUFFile:
     def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
         tensor = self._tensors.get(_ROPE_FACTORS)
         # In other architectures the source reports such a tensor as unexpected.
-        if tensor is None or self._arch not in _LLAMA_ROWS:
+        if tensor is None or self._arch not in LLAMA_ROWS:
             return ()
         factors = self._read(_ROPE_FACTORS, (head_dim // 2,), torch.float32)
         if factors.is_meta or not bool((factors > 0).all()):
@@ -388,7 +390,7 @@ class GGUFFile:
         of a head with row i of the second half.
         """
         heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
-        return heads.get(name.split(".")[-2], 0) if self._arch in _LLAMA_ROWS else 0
+        return heads.get(name.split(".")[-2], 0) if self._arch in LLAMA_ROWS else 0
 
 
 def readable_types() -> list[str]:

@@ -256,8 +256,9 @@ def _num_seats(config: EngineConfig, device: torch.device) -> int:
 
 
 def _kv_bytes_per_token(model: ModelConfig, cache_dtype: torch.dtype) -> int:
-    heads = 2 * model.num_layers * model.num_kv_heads
-    return heads * cell_bytes(model.head_dim, cache_dtype)
+    return sum(
+        2 * layer.num_kv_heads * cell_bytes(layer.head_dim, cache_dtype) for layer in model.layers()
+    )
 
 
 def _cache_budget(

@@ -17,7 +17,9 @@ from starlette.types import ASGIApp
 from infer.server.http.error_responses import HttpError, describe
 
 _METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")
-_SHOWN_HEADERS = ("x-request-id", "x-warning", "x-ignored-params", "retry-after")
+_SHOWN_HEADERS = (
+    *("x-request-id", "x-warning", "x-ignored-params", "x-truncated-messages", "retry-after"),
+)
 """headers of an answer that pages may read, in addition to those that browsers always show"""
 
 
