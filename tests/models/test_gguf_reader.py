@@ -162,3 +162,12 @@ def test_a_plan_takes_no_vocabulary(tmp_path: Path) -> None:
     assert metadata["general.architecture"] == "llama"
     with pytest.raises(LoadError, match=r"m\.gguf is cut short or damaged: 'utf-8'"):
         text_files(metadata, str(path))
+
+
+def test_values_outlive_the_file(tmp_path: Path) -> None:
+    """They are taken when a model starts, and a file may be written anew meanwhile."""
+    words = [f"word {i}".encode() for i in range(5000)]
+    path = make(tmp_path / "m.gguf", [array(b"words", 8, words)], [A])
+    metadata = read_gguf(path).metadata
+    path.write_bytes(b"GGUF")
+    assert metadata["words"] == [word.decode() for word in words]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from infer.errors import LoadError
-from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, locate, select_gguf
+from infer.models.gguf_names import select_gguf
+from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, locate
 from tests.support.checkpoints import write_checkpoint
 
 

@@ -88,7 +88,8 @@ def generate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
+            help="Folder of a checkpoint, GGUF file, package:NAME or hub id; default: the model"
+            " that ships."
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,

@@ -1,7 +1,7 @@
 """Reading a GGUF file's header: `read_gguf` finds its keys and tensors, and decodes what is asked.
 
 The file is memory-mapped. Opening it notes where each value and each tensor lies; a vocabulary of
-262,000 tokens is a table of offsets until it is taken. Nothing is allocated that the file's own
+262,000 tokens stays bytes until it is taken. Nothing is allocated that the file's own
 length does not pay for, and whatever a header announces is checked against that length. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 
 from infer.errors import LoadError
-from infer.models.hub import SPLIT_NAME
+from infer.models.gguf_names import SPLIT_NAME
 from infer.models.weights import listing
 
 _MAX_ITEMS = 2_000_000
 """Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
 _MAX_ENTRIES = 65_536
 """Maximum number of keys, and maximum number of tensors."""
+_MAX_METADATA_BYTES = 256 << 20
+"""Maximum size of all keys and values; the largest vocabularies take 20 MB."""
 _MAX_NAME_BYTES = 65_535
 """Maximum length of a key or of a tensor's name in the format."""
 _MAX_DIMENSIONS = 4
@@ -124,9 +126,10 @@ class Metadata(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """Where a value lies in the file."""
+    """Where a value lies in the metadata."""
 
     content: memoryview
+    """The file's begin, up to the last value."""
     kind: int
     """Number of its type, or of its items' type."""
     start: int
@@ -169,12 +172,18 @@ class _Header:
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         _check_count(num_keys, "keys")
         _check_count(num_tensors, "tensors")
-        values: dict[str, _Value] = {}
+        places: dict[str, tuple[int, int, int | None]] = {}
         for _ in range(num_keys):
             key = self._name("a key")
-            if key in values:
+            if key in places:
                 raise ValueError(f"it has the key {key[:200]} twice")
-            values[key] = self._value()
+            places[key] = self._place()
+        if self._at > _MAX_METADATA_BYTES:
+            raise ValueError(f"its keys take {self._at:,} bytes; at most {_MAX_METADATA_BYTES:,}"
+                             " are read")  # fmt: skip
+        # A copy: values are decoded later, when another program may have cut the file.
+        content = memoryview(bytes(self._content[: self._at]))
+        values = {key: _Value(content, *place) for key, place in places.items()}
         infos = [self._tensor_info() for _ in range(num_tensors)]
         start = -(-self._at // _alignment_of(values)) * _alignment_of(values)
         tensors: dict[str, StoredTensor] = {}
@@ -209,7 +218,8 @@ class _Header:
         start = self._skip(length)
         return str(self._content[start : self._at], "utf-8")
 
-    def _value(self) -> _Value:
+    def _place(self) -> tuple[int, int, int | None]:
+        """Of the value that comes next, what `_Value` has: kind, start and count."""
         kind, count = self._number("I"), None
         if kind == _ARRAY:
             kind, count = self._number("I"), self._number("Q")
@@ -218,14 +228,14 @@ class _Header:
             self._num_items += count
             if self._num_items > _MAX_ITEMS:
                 raise ValueError(f"its arrays have more than {_MAX_ITEMS:,} items")
-        value = _Value(self._content, kind, self._at, count)
+        start = self._at
         if kind == _STRING:
             self._skip_texts(1 if count is None else count)
         elif kind in _SCALARS:
             self._skip(struct.calcsize(_SCALARS[kind]) * (1 if count is None else count))
         else:
             raise ValueError(f"it has a value of the unknown type {kind}")
-        return value
+        return kind, start, count
 
     def _skip_texts(self, count: int) -> None:
         length_at, at, content = struct.Struct("<Q").unpack_from, self._at, self._content
