@@ -6,16 +6,19 @@ relative to float32's; the deviation of the log-probabilities of the text's toke
 root mean square; the share of positions at which the most probable token is not float32's; the
 bytes of the weights; and, with `--speed`, the tokens per second of 1 and 32 streams. The text is
 quality_text.txt, which is from this repository's documentation, and for the shipped model held-out
-documents of its grammar.
+documents of its grammar. With `--llamacpp` llama.cpp reads the same ids from the same files, where
+`--llamacpp-python` has `llama-cpp-python`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -200,15 +203,61 @@ class Ours:
         self._stack.close()
 
 
-def speeds_of(engine: Ours, vocab_size: int) -> tuple[float, ...]:
-    """Tokens per second of 1 and 32 streams; the better of two runs after one that warms up."""
+class Peer:
+    """llama.cpp, in a process of its own environment: peers/score_llamacpp.py."""
+
+    def __init__(
+        self, python: Path, model: str | None, name: str, width: int, folder: Path
+    ) -> None:
+        """`python`: of the environment that has it."""
+        self._stack = contextlib.ExitStack()
+        if name == "blocks":
+            file = locate(model)[0]
+        else:
+            file = self._stack.enter_context(rewritten(model, name, folder))
+        self.num_bytes = file.stat().st_size
+        command = [str(python), str(HERE / "peers/score_llamacpp.py"), str(file), str(width + 1)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True,
+        )  # fmt: skip
+
+    def ask(self, **job: Any) -> Any:
+        """The answer to one job of the protocol in the worker's file."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def scores(self, windows: Sequence[Sequence[int]]) -> Scores:
+        found = [self.ask(score=list(ids)) for ids in windows]
+        return Scores(
+            np.concatenate([each["logprobs"] for each in found]),
+            np.concatenate([each["best"] for each in found]),
+        )
+
+    def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
+        return float(self.ask(prompts=prompts, num_tokens=num_tokens)["seconds"])
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._stack.close()
+
+
+def speeds_of(engine: Ours | Peer, vocab_size: int) -> tuple[float, ...]:
+    """Tokens per second of 1 and 32 streams; the best of three runs."""
     length, num_tokens = SPEED_TOKENS
     made = random.Random(1)
     found = []
     for count in (1, 32):
-        prompts = lambda: [made.choices(range(100, vocab_size), k=length) for _ in range(count)]  # noqa: B023,E731
-        best = min(engine.seconds(prompts(), num_tokens) for _ in range(3))
-        found.append(count * num_tokens / best)
+        seconds = []
+        for _ in range(3):
+            prompts = [made.choices(range(100, vocab_size), k=length) for _ in range(count)]
+            seconds.append(engine.seconds(prompts, num_tokens))
+        found.append(count * num_tokens / min(seconds))
     return tuple(found)
 
 
@@ -239,6 +288,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", help="default: the shipped model")
     formats = f"any of {', '.join([*OWN, *REWRITTEN])}; {CACHE} after a name: int8 keys and values"
     parser.add_argument("--formats", default="bfloat16,int8,int4", help=formats)
+    parser.add_argument("--llamacpp", default="", help="the same of llama.cpp, without +kv8")
+    parser.add_argument("--llamacpp-python", type=Path, help="of an environment that has it")
     parser.add_argument("--tokens", type=int, default=4000, help="default: 4000")
     parser.add_argument("--window", type=int, default=500, help="tokens that a window scores")
     parser.add_argument("--text", type=Path, default=TEXT, help="a file instead of the text")
@@ -262,7 +313,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
-        def measure(engine: str, name: str, make: Callable[[], Ours]) -> None:
+        def measure(engine: str, name: str, make: Callable[[], Ours | Peer]) -> None:
             nonlocal exact
             runner = make()
             try:
@@ -277,7 +328,10 @@ def main() -> None:
             print(shown(row), flush=True)
 
         for each in dict.fromkeys(["float32", *given.formats.split(",")]):
-            measure("ours", each, lambda each=each: Ours(given.model, each, width, folder))  # type: ignore[misc]
+            measure("ours", each, functools.partial(Ours, given.model, each, width, folder))
+        for each in filter(None, given.llamacpp.split(",")):
+            where = (given.llamacpp_python, given.model, each, width, folder)
+            measure("llama.cpp", each, functools.partial(Peer, *where))
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
