@@ -222,7 +222,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Source of proposals: ngram = what followed the same tokens before, in prompt and output;
     draft_model = a smaller model of the same vocabulary."""
     model: str | None = None
-    """Draft model: a folder, a GGUF file or a hub id."""
+    """Draft model: a folder, a GGUF file, `package:NAME` or a hub id."""
     quantization: Quantization | None = None
     """How the linear layers of the draft model are stored; None: as those of the model."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 8
@@ -245,7 +245,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             form = '{"method": "ngram", "num_speculative_tokens": 8}'
             raise ConfigError(name, f"{error}; it must be JSON such as {form}") from None
         if config.method == "draft_model" and not config.model:
-            raise ConfigError(name, "method 'draft_model' needs `model`: a folder, file or hub id")
+            raise ConfigError(
+                name, "method 'draft_model' needs `model`: a folder, file, package:NAME or hub id"
+            )
         if config.method == "ngram" and (config.model or config.quantization):
             field_name = "model" if config.model else "quantization"
             raise ConfigError(
@@ -289,7 +291,8 @@ class EngineConfig:
     """All settings of an engine. The constructor raises `ConfigError`."""
 
     model: str | None = option(
-        None, "Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
+        None,
+        "Folder of a checkpoint, GGUF file, package:NAME or hub id; default: the model that ships.",
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub id; default: main.")
     served_model_name: str | None = option(

@@ -16,7 +16,8 @@ from gguf import GGMLQuantizationType as Q
 
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
-from infer.models.gguf_file import GGUFFile, readable_types
+from infer.models.gguf_blocks import readable_types
+from infer.models.gguf_file import GGUFFile
 from tests.support.checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
 from tests.support.gguf_files import dense_logits, write, write_gpt2
 from tests.support.model_shapes import LINEAR, LLAMA3, YARN

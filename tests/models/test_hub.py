@@ -11,13 +11,8 @@ import pytest
 
 from infer.cli.planning import run_models
 from infer.errors import LoadError
-from infer.models.hub import (
-    SHIPPED_FOLDER,
-    SHIPPED_NAME,
-    cached_checkpoints,
-    locate,
-    select_gguf,
-)
+from infer.models.gguf_names import select_gguf
+from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, cached_checkpoints, locate
 from tests.support.checkpoints import write_checkpoint
 
 

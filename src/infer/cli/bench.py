@@ -45,7 +45,10 @@ _HEADINGS = {
 @_with_bench_options
 def offline(
     model: Annotated[
-        str | None, typer.Option(help="Folder, GGUF file or hub id; default: the one that ships.")
+        str | None,
+        typer.Option(
+            help="Folder, GGUF file, package:NAME or hub id; default: the one that ships."
+        ),
     ] = None,
     record: Annotated[
         Path | None, typer.Option(help="File for the engine's steps, which the page can play.")
@@ -306,7 +309,8 @@ def gpu(
 @app.command()
 def machine(
     model: Annotated[
-        str | None, typer.Option(help="Folder, GGUF file or hub id; only its config is read.")
+        str | None,
+        typer.Option(help="Folder, GGUF file, package:NAME or hub id; only its config is read."),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="The dtype of the layers; auto = the checkpoint's.")

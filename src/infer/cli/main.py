@@ -103,7 +103,8 @@ def generate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
+            help="Folder of a checkpoint, GGUF file, package:NAME or hub id; default: the model"
+            " that ships."
         ),
     ] = None,
     max_tokens: Annotated[

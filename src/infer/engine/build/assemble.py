@@ -263,6 +263,7 @@ def _build(
     restrictions = Restrictions(lambda: _grammar_compiler(checkpoint, config))
     before = machine.used_bytes(device)
     with reading(f"the weights of {checkpoint.name}"):
+        checkpoint.verify()
         source = _source(config, checkpoint, dtype, device)
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
@@ -330,6 +331,7 @@ def _drafter(
     if draft is None or settings is None or sizes is None:
         return None
     with reading(f"the weights of the draft model {draft.name}"):
+        draft.verify()
         source = draft.source(machine.choose_dtype(settings, draft.config, device), device)
         source = source.with_layers(settings.weight_format, settings.batch_invariant)
         model = build_model(draft.config, source, sizes.max_seq_len)

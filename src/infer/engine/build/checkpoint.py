@@ -1,13 +1,14 @@
 """`Checkpoint`: configuration, text files and weights of a model on disk, in either file format
 
-A checkpoint is a folder in Hugging Face's layout or a single GGUF file, given by a local path or a
-hub id; later code does not distinguish them. Opening reads the configuration only; text files and
-weights are read on demand. Used by `engine.build.assemble`.
+A checkpoint is a folder in Hugging Face's layout or a single GGUF file, given by a local path, an
+installed package or a hub id; later code does not distinguish them. Opening reads the configuration
+only; text files and weights are read on demand. Used by `engine.build.assemble`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from infer.errors import ConfigError, LoadError
 from infer.files import MAX_CONFIG_BYTES, read_text, reading
 from infer.kernels.linear import native_obstacle
 from infer.models.gguf_file import GGUFFile
-from infer.models.hub import SHIPPED_FOLDER, locate
+from infer.models.hub import SHIPPED_FOLDER, locate, verify
 from infer.models.model_config import ModelConfig
 from infer.models.registry import read_model_config
 from infer.models.weights import BlockReader, WeightSource, dummy_source, open_checkpoint
@@ -56,18 +57,25 @@ class Checkpoint:
     """opens the weights, as tensors of a dtype on a device"""
     blocks: CheckpointBlocks | None = None
     """the blocks of a GGUF file with quantised weights; else None"""
+    verify: Callable[[], None] = lambda: None
+    """reads the weights' files and raises `LoadError` if one has another checksum than is listed"""
 
 
 def find_checkpoint(
     model: str | None, *, revision: str | None = None, dummy: bool = False
 ) -> Checkpoint:
-    """Find the checkpoint that `model` names (a path, a hub id, or None for the shipped model).
+    """Find the checkpoint that `model` names, as `models.hub.locate` has it.
 
     `dummy` gives it random weights. Raises `LoadError` if there is no such checkpoint.
     """
     path, name = locate(model, revision=revision)
-    with reading(str(path)):
-        return _open(path, name, dummy)
+    try:
+        with reading(str(path)):
+            found = _open(path, name, dummy)
+    except LoadError:
+        verify(model)  # a damaged download is said to be one
+        raise
+    return dataclasses.replace(found, verify=functools.partial(verify, model))
 
 
 def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
@@ -114,9 +122,13 @@ def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
 
     Raises `ConfigError` if a file that such a setting names cannot be read.
     """
-    with reading(f"the tokenizer of {checkpoint.name}"):
-        files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
-        try_patterns(files.tokenizer_json)
+    try:
+        with reading(f"the tokenizer of {checkpoint.name}"):
+            files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
+            try_patterns(files.tokenizer_json)
+    except LoadError:
+        checkpoint.verify()
+        raise
     files = dataclasses.replace(files, sampling=defaults_for(checkpoint, config))
     if config.chat_template is None:
         return files
