@@ -10,7 +10,7 @@ import pytest
 from infer.errors import RequestError
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_bounds import problem_of_bounds
-from infer.text.grammars.grammar_checker import GrammarChecker
+from infer.text.untrusted.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
 from tests.support.doubles import small_tokenizer
 
@@ -61,6 +61,6 @@ def test_they_do_not_end_the_checker() -> None:
         for schema, words in REFUSED:
             with pytest.raises(RequestError, match=words):
                 checker.check(Grammar.json({"type": "integer"} | schema))
-        assert checker.num_deaths == 0
+        assert checker.workers.num_deaths == 0
     finally:
         checker.close()

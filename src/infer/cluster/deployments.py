@@ -344,7 +344,7 @@ class Front:
         engine = AsyncLLM(
             self._fleet, InputProcessor(tokenizer, limits, seed), description.model_name
         )
-        engine.expect_grammars()
+        engine.warm_workers()
         self._finding = asyncio.create_task(self._find())
         page = Page() if settings.server.ui else None
         return self._app(engine, page)

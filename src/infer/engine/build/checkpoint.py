@@ -25,7 +25,7 @@ from infer.models.registry import read_model_config
 from infer.models.weights import BlockReader, WeightSource, dummy_source, open_checkpoint
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.gguf_vocab import text_files
-from infer.text.trial import try_patterns
+from infer.text.untrusted.pattern_trial import try_patterns
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
 from infer.text.reasoning_tokens import ThoughtTokens
 from infer.text.tools.formats import ToolFormat, thoughts_in
+from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 from infer.types.sampling import MAX_LOGPROBS
 
@@ -112,13 +113,13 @@ class ChatBody(Conversation, Generation):
 # ---- requests
 
 
-def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
+def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> Steps[list[Request]]:
     """The requests of all choices; raises `RequestError`."""
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire) as sampling:
         # First, since rendering takes longer than it takes to refuse a grammar.
-        checked = engine.check_sampling(sampling)
-        ids = engine.render_chat(messages, **wire.template_arguments)
+        checked = yield from engine.check_sampling(sampling)
+        ids = yield from engine.render_chat(messages, **wire.template_arguments)
         thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
         requests = requests_of(
             engine,
@@ -134,12 +135,13 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
         return list(requests)
 
 
-def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
+def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> Steps[tuple[str, list[int]]]:
     """The text and the ids of the prompt that `chat_requests` would make; same refusals, but a
     prompt may be longer than the model serves: by how much is what a caller may want to know."""
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire):
-        return engine.tokenizer.apply_chat_template(messages, **wire.template_arguments)
+        prompt = yield from engine.tokenizer.chat_prompt(messages, **wire.template_arguments)
+        return prompt
 
 
 def plain_messages(wire: Conversation) -> list[dict[str, Any]]:
@@ -376,7 +378,9 @@ class ChatApi:
     refuses = (404, 409)
     has_sessions = True
 
-    def make_requests(self, engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
+    def make_requests(
+        self, engine: AsyncLLM, wire: ChatBody, answer_id: str
+    ) -> Steps[list[Request]]:
         return chat_requests(engine, wire, answer_id)
 
     def make_answer(
