@@ -82,6 +82,11 @@ def schema_depth(schema: Any) -> int:
     )
 
 
+def target_of(schema: Any, reference: Any) -> Any:
+    """The target of a `$ref` by its path; None if it is not in this schema, or has a name."""
+    return _target(schema, {}, reference)
+
+
 def _target(schema: Any, anchors: Mapping[str, Any], reference: Any) -> Any:
     """The target of a reference; None if it is not in this schema."""
     if not isinstance(reference, str):
