@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,8 +96,8 @@ def test_what_takes_too_long_is_refused(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checker.check(GOOD)
-    make_job = checker.workers.job
-    monkeypatch.setattr(checker.workers, "job", lambda *job, **how: make_job(*job, 0.01, **how))
+    make_job = partial(checker.workers.job, deadline_s=0.01)
+    monkeypatch.setattr(checker.workers, "job", make_job)
     [pid] = checker.workers.pids
     with pytest.raises(RequestError, match="cannot be compiled in"):
         checker.check(LONG[2])

@@ -101,8 +101,8 @@ class Offload:
             job, result = await self._run_in(
                 self._threads, request, _advance, steps, answer, heavy=heavy, is_begun=True
             )
-        assert result is not None  # no steps end without a result
-        return result
+        done: T = result
+        return done
 
     async def render(
         self, request: Request, num_bytes: int, work: Callable[..., T], *arguments: Any

@@ -146,6 +146,12 @@ class UntrustedWorkers:
         processes = [place.process for place in self._places]
         return [process.pid for process in processes if process is not None]
 
+    @property
+    def num_warm(self) -> int:
+        """Number of processes that are prepared."""
+        processes = [place.process for place in self._places]
+        return sum(process is not None and process.is_prepared for process in processes)
+
     def num_open(self, owner: str) -> int:
         """Number of jobs of an owner that wait or are worked on."""
         with self._lock:
@@ -239,16 +245,15 @@ class UntrustedWorkers:
             owner, queued = taken
             with_process = (i for i, place in enumerate(self._idle) if place.process is not None)
             place = self._idle.pop(next(with_process, -1))
-            self._threads.submit(self._work, place, owner, queued)
+            self._threads.submit(self._work, place, owner, queued, self._num_rests)
 
     # ---- in a thread of the pool, which alone has the place
 
-    def _work(self, place: _Place, owner: str, queued: _Queued) -> None:
-        num_rests = self._num_rests
+    def _work(self, place: _Place, owner: str, queued: _Queued, num_rests: int) -> None:
         try:
             if queued.result.set_running_or_notify_cancel():
                 try:
-                    queued.result.set_result(self._remembered(place, queued.job))
+                    queued.result.set_result(self._remembered(place, queued.job, num_rests))
                 except BaseException as error:
                     queued.result.set_exception(error)
         finally:
@@ -275,16 +280,15 @@ class UntrustedWorkers:
                 return
         self._end(place)
 
-    def _remembered(self, place: _Place, job: Job) -> Answer:
+    def _remembered(self, place: _Place, job: Job, num_rests: int) -> Answer:
         answer = job.recall() if job.recall is not None else None
         if answer is None:
-            answer = self._answer(place, job)
+            answer = self._answer(place, job, num_rests)
             if job.remember is not None:
                 job.remember(answer)
         return answer
 
-    def _answer(self, place: _Place, job: Job) -> Answer:
-        num_rests = self._num_rests
+    def _answer(self, place: _Place, job: Job, num_rests: int) -> Answer:
         for is_last in (False, True):
             if (first := self._prepared(place)) is not None and first.death:
                 log.error("no process for untrusted text (%s): %s", self.kind, first.death)
