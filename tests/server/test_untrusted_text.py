@@ -1,4 +1,4 @@
-"""Tests of grammars and chat templates in a server: who waits for one holds nothing of the others."""
+"""Tests of grammars and chat templates in a server: who waits for one holds nothing of others."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_hostile_template_is_its_callers_error(path: str) -> None:
 def test_what_a_small_body_makes_large_is_worked_on_beside_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine, processor = engine_of("{% for i in range(n or 1) %}{{ 'x' * 1000 }}{% endfor %}")
+    engine, _ = engine_of("{% for i in range(n or 1) %}{{ 'x' * 1000 }}{% endfor %}")
     threads: list[str] = []
     submit = FairThreads.submit
 
@@ -140,7 +140,9 @@ def test_what_a_small_body_makes_large_is_worked_on_beside_the_event_loop(
 
 
 def test_cpu_time_is_charged_beyond_what_is_usual() -> None:
-    tenant = Tenant(Key(id="a", name="a", sha256="", limits=KeyLimits(tokens_per_minute=60_000)), lambda: 0.0)
+    tenant = Tenant(
+        Key(id="a", name="a", sha256="", limits=KeyLimits(tokens_per_minute=60_000)), lambda: 0.0
+    )
     tenant.charge_cpu(FREE_CPU_S)
     assert tenant.level("tokens") == 60_000
     for seconds in (1, 2, 3):
