@@ -20,6 +20,7 @@ from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import OnMessage, Part
 from infer.server.openai.schema import GeneratingBody
 from infer.server.openai.to_engine import in_callers_names, requests_of
+from infer.text.untrusted.workers import Steps
 from infer.types import Request, RequestOutput, SamplingParams, TextDelta
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import BODIES, COMPLETIONS, App, Reply, check_refused, with_app
@@ -87,10 +88,12 @@ class ResponsesApi:
     refuses = ()
     has_sessions = False
 
-    def make_requests(self, engine: AsyncLLM, wire: ResponseBody, answer_id: str) -> list[Request]:
+    def make_requests(
+        self, engine: AsyncLLM, wire: ResponseBody, answer_id: str
+    ) -> Steps[list[Request]]:
         with in_callers_names({"max_tokens": "max_output_tokens", "prompt": "input"}):
             sampling = SamplingParams(temperature=0, max_tokens=wire.max_output_tokens)
-            checked = engine.check_sampling(sampling)
+            checked = yield from engine.check_sampling(sampling)
             return list(requests_of(engine, [wire.input], checked, answer_id))
 
     def make_answer(

@@ -11,6 +11,7 @@ import pytest
 
 from infer.engine.llm import LLM
 from infer.text.tokenizer import Tokenizer
+from infer.text.untrusted.workers import run_steps
 from infer.types import SamplingParams
 from tests.support.doubles import make_hash_llm, small_text_files
 from tests.support.serving import CHAT, App, chat_body, with_app
@@ -76,7 +77,7 @@ def test_an_async_caller() -> None:
 
     async def main() -> None:
         async with make_hash_llm(tokenizer=tokenizer) as llm:
-            ids = llm.render_chat([*rules("developer"), QUESTION])
+            ids = run_steps(llm.render_chat([*rules("developer"), QUESTION]))
             assert tokenizer.decode(ids) == PROMPT
 
     asyncio.run(main())

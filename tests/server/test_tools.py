@@ -16,6 +16,7 @@ from infer.server.openai.chat import ChatApi, ChatBody, chat_requests
 from infer.server.openai.completions import CompletionsApi
 from infer.server.openai.large_json import render
 from infer.text.tokenizer import Tokenizer
+from infer.text.untrusted.workers import run_steps
 from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
 from tests.support.cases import slow_but
 from tests.support.checkpoints import END_ID, write_tokenizer
@@ -135,7 +136,7 @@ def test_a_forced_call_has_a_grammar(tokenizer: Tokenizer) -> None:
         fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": parallel}
         wire = schema_base.read(ChatBody, chat_body(**fields, max_tokens=300))
         engine = scripted([], tokenizer=tokenizer)
-        [request] = chat_requests(engine, wire, "a-1")
+        [request] = run_steps(chat_requests(engine, wire, "a-1"))
         grammar = request.sampling.grammar
         assert isinstance(grammar, Grammar)
         assert ("{0,7}" in grammar.text) is many
@@ -190,7 +191,7 @@ def test_a_stream_equals_the_plain_answer_in_everything(tokenizer: Tokenizer, ro
         path = CHAT if chat else COMPLETIONS
         api: Any = ChatApi() if chat else CompletionsApi()
         plain_wire = schema_base.read(api.body, BODIES[path](**fields, n=2))
-        requests = api.make_requests(engine, plain_wire, "a-1")
+        requests = run_steps(api.make_requests(engine, plain_wire, "a-1"))
         deltas = [outputs(draw, request, tokenizer) for request in requests]
         whole = list(map(collected, requests, deltas))
         plain = json.loads(render(api.make_answer(engine, plain_wire, requests, "a-1").body(whole)))
@@ -262,7 +263,8 @@ def test_a_grammar_begins_behind_the_thoughts(
     for stream in (False, True):
         body = chat_body(max_tokens=300, stream=stream, **asked, **options)
         wire = schema_base.read(ChatBody, body)
-        [request] = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        steps = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        [request] = run_steps(steps)
         assert request.thoughts == thoughts
         reply = ask(scripted(script, tokenizer=tokenizer), CHAT, body)
         if stream:
@@ -282,7 +284,8 @@ def test_a_grammar_begins_behind_the_thoughts(
 def test_where_no_thoughts_can_be_the_grammar_begins_at_once(tokenizer: Tokenizer) -> None:
     def thoughts(tokenizer: Tokenizer, **fields: Any) -> Any:
         wire = schema_base.read(ChatBody, chat_body(**fields))
-        [request] = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        steps = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        [request] = run_steps(steps)
         return request.thoughts
 
     form = {"response_format": {"type": "json_object"}}

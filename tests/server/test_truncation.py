@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import RequestError
 from infer.server.openai.chat import ChatBody
 from infer.server.openai.schema_base import read
-from infer.server.openai.truncation import Dropped, droppable, fitted
+from infer.server.openai.truncation import Dropped, Fitted, droppable, fitted
 from infer.text.tokenizer import Tokenizer
+from infer.text.untrusted.workers import Steps, run_steps
 from tests.support.doubles import make_hash_llm, small_text_files
 from tests.support.serving import CHAT, COMPLETIONS, App, ask, chat_body, check_refused, with_app
 
@@ -163,6 +165,18 @@ def test_a_turn_of_any_chat_is_whole() -> None:
 # ---- the search
 
 
+def fit(
+    messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str], room: int
+) -> Fitted[str]:
+    """The result of `fitted` for a template that is rendered in place."""
+
+    def steps(some: list[dict[str, Any]]) -> Steps[str]:
+        yield from ()
+        return render(some)
+
+    return run_steps(fitted(messages, steps, len, room))
+
+
 @pytest.mark.parametrize("num_turns", [1, 2, 3, 7, 8, 9, 100, 511])
 def test_the_fewest_turns_go_and_few_are_rendered(num_turns: int) -> None:
     messages = long_chat(num_turns)
@@ -176,7 +190,7 @@ def test_the_fewest_turns_go_and_few_are_rendered(num_turns: int) -> None:
     least = len(SYSTEM["content"] + "The last one?")
     for room in (*range(least, whole, max(1, whole // 37)), whole, whole + 1):
         seen.clear()
-        found = fitted(messages, render, len, room)
+        found = fit(messages, render, room)
         turns, rest = divmod(found.dropped.num_messages, 2)
         assert not rest
         assert len(found.prompt) == found.num_tokens <= room
@@ -184,10 +198,10 @@ def test_the_fewest_turns_go_and_few_are_rendered(num_turns: int) -> None:
         assert turns == 0 or found.num_tokens + 48 > room  # one turn more would not have fitted
         assert len(seen) <= 2 + num_turns.bit_length()
     for room in (least - 1, 1):
-        assert fitted(messages, render, len, room).dropped.num_messages == 2 * num_turns
+        assert fit(messages, render, room).dropped.num_messages == 2 * num_turns
     for room in (0, -5):
         seen.clear()
-        assert fitted(messages, render, len, room).dropped == Dropped()
+        assert fit(messages, render, room).dropped == Dropped()
         assert len(seen) == 1
 
 
@@ -200,16 +214,16 @@ def test_what_a_template_refuses_of_a_shorter_chat_does_not_fit() -> None:
         return "".join(m["content"] for m in some)
 
     whole = len(render(messages))
-    assert fitted(messages, render, len, whole - 1).num_tokens < whole
+    assert fit(messages, render, whole - 1).num_tokens < whole
 
     def picky(some: list[dict[str, Any]]) -> str:
         if len(some) < len(messages):
             raise RequestError("no")
         return render(some)
 
-    assert fitted(messages, picky, len, 100).dropped == Dropped()
+    assert fit(messages, picky, 100).dropped == Dropped()
     with pytest.raises(RequestError, match="no"):
-        fitted(messages[:10], picky, len, 100)
+        fit(messages[:10], picky, 100)
 
 
 # ---- over HTTP

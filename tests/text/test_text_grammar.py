@@ -9,7 +9,7 @@ import pytest
 
 from infer.errors import RequestError
 from infer.text.grammars.compiler import Vocabulary
-from infer.text.grammars.grammar_checker import GrammarChecker
+from infer.text.untrusted.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
 from tests.support.cases import timed
 from tests.support.doubles import small_tokenizer

@@ -343,7 +343,7 @@ class Front:
         seed = seed_of_front(settings.engine.seed, self._name)
         input_processor = InputProcessor(tokenizer, limits, seed, files.sampling)
         engine = AsyncLLM(self._fleet, input_processor, description.model_name)
-        engine.expect_grammars()
+        engine.warm_workers()
         self._finding = asyncio.create_task(self._find())
         page = Page() if settings.server.ui else None
         return self._app(engine, page)

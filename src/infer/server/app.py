@@ -57,6 +57,7 @@ from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.server.ui.page import Page, PageLayer
 from infer.server.viewers import EngineViewers
+from infer.text.untrusted.workers import Steps
 
 W = TypeVar("W", bound=Body)
 
@@ -191,7 +192,7 @@ class Endpoints:
         http: HttpRequest,
         body: dict[str, Any],
         model: type[W],
-        work: Callable[[W], dict[str, Any]],
+        work: Callable[[W], Steps[dict[str, Any]]],
     ) -> Response:
         """Answer a body with what `work` makes of it. It counts towards the key's tokens, by the
         size of the body."""
@@ -201,20 +202,21 @@ class Endpoints:
         await tenant.ask_for_chars(num_bytes, context)
         tenant.charge_chars(num_bytes, context)
         heavy = isinstance(wire, ChatBody) and wire.is_heavy
-        fields = await self._offload.run(http, work, wire, heavy=heavy)
+        fields = await self._offload.run_steps(http, work, wire, heavy=heavy)
         if isinstance(wire, ChatBody):
             context.headers += wire.answer_headers
         num_ids = len(fields.get("token_ids", fields.get("tokens", ())))
         num_bytes = len(fields.get("prompt", "")) + _BYTES_AN_ID * num_ids
         return await self._offload.render(http, num_bytes, json_response, fields)
 
-    def _rendered(self, wire: ChatBody) -> dict[str, Any]:
-        prompt, ids = rendered_chat(self._engine, wire)
+    def _rendered(self, wire: ChatBody) -> Steps[dict[str, Any]]:
+        prompt, ids = yield from rendered_chat(self._engine, wire)
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
         return fields | wire.dropped.usage
 
-    def _tokenized(self, wire: TokenizeBody) -> dict[str, Any]:
+    def _tokenized(self, wire: TokenizeBody) -> Steps[dict[str, Any]]:
+        yield from ()
         ids = self._engine.tokenizer.encode(
             wire.prompt,
             add_special_tokens=wire.add_special_tokens,
@@ -222,8 +224,8 @@ class Endpoints:
         )
         return self._tokens(ids, wire.return_token_strs)
 
-    def _tokenized_chat(self, wire: TokenizeChatBody) -> dict[str, Any]:
-        ids = self._engine.render_chat(plain_messages(wire), **wire.template_arguments)
+    def _tokenized_chat(self, wire: TokenizeChatBody) -> Steps[dict[str, Any]]:
+        ids = yield from self._engine.render_chat(plain_messages(wire), **wire.template_arguments)
         return self._tokens(ids, wire.return_token_strs)
 
     def _tokens(self, ids: list[int], has_pieces: bool) -> dict[str, Any]:
@@ -231,7 +233,8 @@ class Endpoints:
         size = self._engine.max_seq_len
         return {"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": pieces}
 
-    def _detokenized(self, wire: DetokenizeBody) -> dict[str, Any]:
+    def _detokenized(self, wire: DetokenizeBody) -> Steps[dict[str, Any]]:
+        yield from ()
         size = self._engine.vocab_size
         for token_id in wire.tokens:
             if not 0 <= token_id < size:

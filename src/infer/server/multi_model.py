@@ -255,10 +255,12 @@ class ModelRouter:
 
     async def _begin(self, model: _Model, engine: AsyncLLM) -> None:
         engine.model_name = model.name
+        # In a thread: an app renders the public prefixes with the model's chat template.
+        app = await asyncio.to_thread(self._make_app, engine)
         await engine.start()
         if self._draining:
             await engine.close()
-        model.engine, model.app = engine, self._make_app(engine)
+        model.engine, model.app = engine, app
         model.reason = ""
 
     async def _unload_idle(self, after_s: float) -> None:

@@ -27,7 +27,7 @@ from infer.models.weights import BlockReader, WeightSource, dummy_source, open_c
 from infer.text.checkpoint_text import TextFiles, read_defaults, read_text_files
 from infer.text.generation_config import FILE, defaults_of_gguf
 from infer.text.gguf_vocab import text_files
-from infer.text.trial import try_patterns
+from infer.text.untrusted.pattern_trial import try_patterns
 from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 
 from infer.errors import RequestError, UnprocessableError, too_long
 from infer.text.grammars.compiler import Vocabulary
-from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.text.tokenizer import Tokenizer
+from infer.text.untrusted.grammar_checker import GrammarChecker
+from infer.text.untrusted.workers import Steps, run_steps
 from infer.types import Request, Sampling, SamplingParams
 from infer.types.engine_limits import EngineLimits
 from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
@@ -131,11 +132,21 @@ class InputProcessor:
             cache_scope=request.cache_scope if shares else request_id,
         )
 
+    def warm(self) -> None:
+        """Start the processes for grammars and chat templates, without waiting for them."""
+        self.grammars.warm()
+        self.tokenizer.warm()
+
     def close(self) -> None:
-        """End the grammar checker's process."""
+        """End the processes for grammars and chat templates."""
         self.grammars.close()
+        self.tokenizer.rest()
 
     def check(self, sampling: Sampling) -> CheckedSampling:
+        """Check a sampling, and block meanwhile; see `checking`."""
+        return run_steps(self.checking(sampling))
+
+    def checking(self, sampling: Sampling) -> Steps[CheckedSampling]:
         """Fill in the checkpoint's defaults (into a `SamplingParams`; a bare `Sampling` is
         complete), and check everything that depends on the model but not on the prompt: token ids,
         grammar, bad words. Raises `RequestError`. The time is linear in the fields' sizes."""
@@ -146,7 +157,7 @@ class InputProcessor:
         self._check_ids(sampling)
         num_bytes = 0
         if sampling.grammar is not None:
-            num_bytes = self.grammars.check(sampling.grammar)
+            num_bytes = yield from self.grammars.checking(sampling.grammar)
         predicted = self._predicted(sampling.prediction)
         bad_words = self._spellings(sampling.bad_words)
         return CheckedSampling(sampling, bad_words, num_bytes, predicted, defaulted)

@@ -123,7 +123,7 @@ def launch(
         fleet=fleet,
         shares=shares_of(fleet.replicas, config.device),
     )
-    engine.expect_grammars()
+    engine.warm_workers()
     return engine
 
 

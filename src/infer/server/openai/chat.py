@@ -53,6 +53,7 @@ from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
 from infer.text.reasoning_tokens import ThoughtTokens
 from infer.text.tools.formats import ToolFormat, thoughts_in
+from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGPROBS
@@ -159,14 +160,14 @@ class ChatBody(Conversation, Generation):
 # ---- requests
 
 
-def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
+def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> Steps[list[Request]]:
     """The requests of all choices; raises `RequestError`."""
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire) as sampling, _said_if_truncated(wire):
         # First, since rendering takes longer than it takes to refuse a grammar.
-        checked = _checked(engine, wire, sampling)
+        checked = yield from _checked(engine, wire, sampling)
         render = partial(engine.render_chat, **wire.template_arguments)
-        ids = _fitted(engine, wire, messages, sampling, render, len)
+        ids = yield from _fitted(engine, wire, messages, sampling, render, len)
         thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
         requests = requests_of(
             engine,
@@ -188,10 +189,11 @@ def _forced_grammar(way: ToolFormat, wire: ChatBody, tools: Sequence[dict[str, A
     return answer_parser.forced_calls(way, tools, parallel=parallel)
 
 
-def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> CheckedSampling:
+def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Steps[CheckedSampling]:
     """The checked sampling; an error of a forced tool's schema names the tool."""
     try:
-        return engine.check_sampling(sampling)
+        checked = yield from engine.check_sampling(sampling)
+        return checked
     except RequestError as error:
         way = _tool_format(engine, wire)
         if error.param != "grammar" or way is None or not wire.forced_tools:
@@ -202,7 +204,7 @@ def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Chec
         for (i, _), tool in zip(wire.forced, tools, strict=False):
             grammar = _forced_grammar(way, wire, [tool])
             try:
-                engine.check_sampling(sampling.replace(grammar=grammar))
+                yield from engine.check_sampling(sampling.replace(grammar=grammar))
             except RequestError as own:
                 place = f"tools[{i}].function.parameters"
                 message = own.message.partition(": ")[2] or own.message
@@ -210,13 +212,16 @@ def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Chec
         raise
 
 
-def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
+def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> Steps[tuple[str, list[int]]]:
     """The text and the ids of the prompt that `chat_requests` would make; same refusals, but a
     prompt may be longer than the model serves: by how much is what a caller may want to know."""
     messages = plain_messages(wire)
     with _chat_sampling(engine, wire) as sampling:
-        render = partial(engine.tokenizer.apply_chat_template, **wire.template_arguments)
-        return _fitted(engine, wire, messages, sampling, render, lambda prompt: len(prompt[1]))
+        render = partial(engine.tokenizer.chat_prompt, **wire.template_arguments)
+        prompt = yield from _fitted(
+            engine, wire, messages, sampling, render, lambda prompt: len(prompt[1])
+        )
+        return prompt
 
 
 def _fitted(
@@ -224,15 +229,17 @@ def _fitted(
     wire: ChatBody,
     messages: list[dict[str, Any]],
     sampling: SamplingParams,
-    render: Callable[[list[dict[str, Any]]], R],
+    render: Callable[[list[dict[str, Any]]], Steps[R]],
     count: Callable[[R], int],
-) -> R:
+) -> Steps[R]:
     """The prompt, without the oldest turns if the body allows it; `wire.dropped` says how many. It
     leaves room for `max_tokens`, or else for one token."""
     if wire.truncation == "disabled":
-        return render(messages)
+        prompt = yield from render(messages)
+        return prompt
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
-    found = truncation.fitted(messages, render, count, engine.max_seq_len - wanted)
+    room = engine.max_seq_len - wanted
+    found = yield from truncation.fitted(messages, render, count, room)
     wire.leave_out(found.dropped)
     return found.prompt
 
@@ -497,7 +504,9 @@ class ChatApi:
     refuses = (404, 409)
     has_sessions = True
 
-    def make_requests(self, engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
+    def make_requests(
+        self, engine: AsyncLLM, wire: ChatBody, answer_id: str
+    ) -> Steps[list[Request]]:
         return chat_requests(engine, wire, answer_id)
 
     def make_answer(

@@ -35,6 +35,7 @@ from infer.server.openai.to_engine import (
     sampling_of,
 )
 from infer.server.openai.typed_events import TypedEvents
+from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, TextDelta, TokenLogprobs
 from infer.types.sampling import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
 
@@ -104,7 +105,9 @@ class CompletionBody(Generation):
         return self
 
 
-def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) -> list[Request]:
+def completion_requests(
+    engine: AsyncLLM, wire: CompletionBody, answer_id: str
+) -> Steps[list[Request]]:
     """The requests of all prompts; raises `RequestError`."""
     with in_callers_names(grammar_name(wire)):
         most = 1 if wire.wants_only_prompt else wire.max_tokens
@@ -113,7 +116,7 @@ def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) 
         if wire.echo and wire.logprobs is not None:
             count = max(wire.logprobs, wire.prompt_logprobs or 0)
             sampling = sampling.replace(prompt_logprobs=count)
-        checked = engine.check_sampling(sampling)
+        checked = yield from engine.check_sampling(sampling)
         requests = requests_of(
             engine,
             wire.prompt,
@@ -264,7 +267,7 @@ class CompletionsApi:
 
     def make_requests(
         self, engine: AsyncLLM, wire: CompletionBody, answer_id: str
-    ) -> list[Request]:
+    ) -> Steps[list[Request]]:
         return completion_requests(engine, wire, answer_id)
 
     def make_answer(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from infer.errors import RequestError, UnprocessableError
 from infer.text.answer_parser import takes_nothing
-from infer.text.grammars.schema_relaxing import Dropped, relaxed
+from infer.text.grammars.schema_relaxing import DroppedKeywords, relaxed
 from infer.types.grammar import MAX_GRAMMAR_CHARS, Grammar
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex",
@@ -88,7 +88,7 @@ def enforced_tools(
     return kept, tuple(names)
 
 
-def _named(dropped: Sequence[Dropped], path: str, *, is_strict: bool) -> tuple[str, ...]:
+def _named(dropped: Sequence[DroppedKeywords], path: str, *, is_strict: bool) -> tuple[str, ...]:
     if dropped and is_strict:
         place, keyword = path + dropped[0].path, dropped[0].keyword
         raise RequestError(

@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from infer.errors import RequestError
+from infer.text.untrusted.workers import Steps
 
 R = TypeVar("R")
 Message = dict[str, Any]
@@ -46,10 +47,10 @@ class Fitted(NamedTuple, Generic[R]):
 
 def fitted(
     messages: Sequence[Message],
-    render: Callable[[list[Message]], R],
+    render: Callable[[list[Message]], Steps[R]],
     count: Callable[[R], int],
     room: int,
-) -> Fitted[R]:
+) -> Steps[Fitted[R]]:
     """The prompt of as much of a chat as has at most `room` tokens, by dropping the fewest turns.
 
     `render` makes the prompt, `count` says how many tokens it has. If no part fits, the result is
@@ -57,15 +58,15 @@ def fitted(
     most 2 + log2(turns) times. What `render` raises for the whole chat is passed on; a shorter chat
     that it refuses counts as one that does not fit.
     """
-    prompt = render(list(messages))
+    prompt = yield from render(list(messages))
     num_whole = count(prompt)
     turns = droppable(messages)
     if num_whole <= room or room < 1 or not turns:
         return Fitted(prompt, num_whole)
 
-    def without(num_turns: int) -> Fitted[R]:
+    def without(num_turns: int) -> Steps[Fitted[R]]:
         gone = {i for turn in turns[:num_turns] for i in turn}
-        prompt = render([message for i, message in enumerate(messages) if i not in gone])
+        prompt = yield from render([each for i, each in enumerate(messages) if i not in gone])
         num_tokens = count(prompt)
         return Fitted(prompt, num_tokens, Dropped(len(gone), num_whole - num_tokens))
 
@@ -74,7 +75,7 @@ def fitted(
     while low < high:
         middle = (low + high) // 2
         try:
-            shorter = without(middle)
+            shorter = yield from without(middle)
         except RequestError:  # such as one about the order of roles
             low = middle + 1
             continue
@@ -85,7 +86,8 @@ def fitted(
     if found is not None:
         return found
     try:
-        return without(high)
+        shortest = yield from without(high)
+        return shortest
     except RequestError:
         return Fitted(prompt, num_whole)
 

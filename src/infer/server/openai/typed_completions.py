@@ -28,6 +28,7 @@ from infer.server.openai.to_engine import (
     sampling_of,
 )
 from infer.server.openai.typed_events import TypedEvents
+from infer.text.untrusted.workers import Steps
 from infer.types import Request, RequestOutput, TextDelta
 
 
@@ -100,10 +101,11 @@ class TypedCompletionsApi:
 
     def make_requests(
         self, engine: AsyncLLM, wire: TypedCompletionBody, answer_id: str
-    ) -> list[Request]:
+    ) -> Steps[list[Request]]:
         try:
             with in_callers_names(grammar_name(wire)):
-                checked = engine.check_sampling(sampling_of(engine, wire, wire.max_tokens))
+                sampling = sampling_of(engine, wire, wire.max_tokens)
+                checked = yield from engine.check_sampling(sampling)
                 requests = requests_of(
                     engine,
                     [wire.prompt],

@@ -16,6 +16,7 @@ from pathlib import Path
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, RequestError
 from infer.server.tenancy.keys import Key
+from infer.text.untrusted.workers import run_steps
 from infer.types import Request
 
 
@@ -41,7 +42,7 @@ class PublicPrefixes:
             with suppress(RequestError):  # not every model has a chat template or system messages
                 system = {"role": "system", "content": text}
                 chats = [[system, {"role": "user", "content": words}] for words in "ab"]
-                one, other = map(engine.render_chat, chats)
+                one, other = (run_steps(engine.render_chat(chat)) for chat in chats)
                 self._beginnings.append(one[: _num_shared(one, other)])
 
     def owned(self, requests: Sequence[Request], key: Key) -> list[Request]:

@@ -74,7 +74,7 @@ _Path = tuple[Any, Any] | None
 """(path of the parent, key or index); None: the schema itself."""
 
 
-class Dropped(NamedTuple):
+class DroppedKeywords(NamedTuple):
     """A keyword that is not enforced."""
 
     path: str
@@ -88,7 +88,7 @@ class Relaxed(NamedTuple):
 
     schema: Any
     """The schema; the given one itself if nothing had to be changed."""
-    dropped: tuple[Dropped, ...]
+    dropped: tuple[DroppedKeywords, ...]
     """What it has lost, up to `MAX_NAMED`."""
 
 
@@ -112,7 +112,7 @@ class _Relaxing:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.root = root
-        self.dropped: list[Dropped] = []
+        self.dropped: list[DroppedKeywords] = []
         self.has_changed = False
         nodes = nodes_of(root)
         self._anchors = anchors_in(nodes)
@@ -149,7 +149,7 @@ class _Relaxing:
         if len(self.dropped) < MAX_NAMED:
             if isinstance(value, str):
                 keyword = f"{keyword} {value[:_MAX_SHOWN_CHARS]!r}"
-            self.dropped.append(Dropped(_spelled(path), keyword))
+            self.dropped.append(DroppedKeywords(_spelled(path), keyword))
 
     def _drop_unknown(self, node: dict[str, Any], path: _Path) -> None:
         if "if" in node and node.keys() & {"then", "else"}:
